@@ -65,11 +65,11 @@ def cells_of(family: str) -> Cells:
         outcomes |= {o.name: o for o in outcomes_of(PARTS["generation"], model, TOKENS)}
     for outcome in outcomes.values():
         if outcome.verdict != "works":
-            print(f"{family}: {outcome.name} {outcome.verdict}: {outcome.found}", file=sys.stderr)
+            print(f"{family}: {outcome.name} {outcome.verdict}: {outcome.detail}", file=sys.stderr)
     cells = []
     for name in COLUMNS.values():
         outcome = outcomes[name]
-        reason = f": {outcome.found}" if outcome.verdict == "refused" else ""
+        reason = f": {outcome.detail}" if outcome.verdict == "refused" else ""
         padded = ", padded" if outcome.numbers.get("padded") else ""
         cells.append("-" if outcome.verdict == "not checked" else outcome.verdict + padded + reason)
     return tuple(cells)

@@ -2,14 +2,16 @@
 
 import json
 import sys
+from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 if TYPE_CHECKING:
     from rlhf_ray.stages.check_model import CheckReport
 
+T = TypeVar("T")
 COLOURS = {"works": "green", "warning": "yellow", "fails": "red", "refused": "red", "not checked": "yellow",
            "does not apply": "dim"}
 
@@ -39,8 +41,8 @@ def check_model(
     skip: Annotated[list[PartName] | None, typer.Option("--skip", help="Leave out a part; may be repeated.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=32, help="Tokens of the longest row that is compared; as long "
                                         "as your rows is best.")] = 256,
-    dtype: Annotated[Precision | None, typer.Option("--dtype", help="Precision of the weights; float32 notices the "
-                                                    "smallest mistakes.",
+    dtype: Annotated[Precision | None, typer.Option("--dtype", help="Precision of the weights; float32 "
+                                                    "detects smaller errors.",
                                                     show_default="bfloat16 on a GPU, else float32")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -77,8 +79,9 @@ def check_model(
     raise typer.Exit(0 if report.works else 1)
 
 
-def _with_progress(work: Any) -> Any:
-    """Run `work`, and show on stderr what it does: a line that changes on a terminal, else a line each."""
+def _with_progress(work: Callable[[Callable[[str], None]], T]) -> T:
+    """The result of `work`, which is given a function that shows a line of progress on stderr: in place of the last one
+    on a terminal, else below it."""
     from rich.console import Console
 
     from rlhf_ray.observability.progress import is_terminal
@@ -93,20 +96,20 @@ def as_values(report: "CheckReport") -> dict[str, Any]:
     """The report for programs."""
     return {
         "model": report.model, "model_type": report.model_type, "dtype": report.dtype, "works": report.works,
-        "checks": [{"name": o.name, "verdict": o.verdict, "found": o.found, "advice": o.advice, **o.numbers}
+        "checks": [{"name": o.name, "verdict": o.verdict, "detail": o.detail, "advice": o.advice, **o.numbers}
                    for o in report.outcomes],
     }
 
 
 def print_table(report: "CheckReport") -> None:
-    """The table, and a sentence."""
+    """Print a row for each outcome, and whether the model works."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for outcome in report.outcomes:
-        table.add_row(outcome.name, Text(outcome.verdict, COLOURS[outcome.verdict]), Text(outcome.found))
+        table.add_row(outcome.name, Text(outcome.verdict, COLOURS[outcome.verdict]), Text(outcome.detail))
         if outcome.advice:
             table.add_row("", "", Text(outcome.advice, "italic"))
     Console(highlight=False).print(table)

@@ -54,11 +54,11 @@ class Classifier:
         self._model = load_scalar_model(config, new_head=False, labels=labels)
         self._packed = PackedScalarModel(self._model)
         self._device = place(self._packed)
-        self.encodes = not hasattr(self._model, "score")
+        self.is_encoder = not hasattr(self._model, "score")
         """Whether the model is an encoder, which has tokens of its own at the ends of a text."""
-        self.reads_pairs = self.encodes and labels == 1
+        self.reads_pairs = self.is_encoder and labels == 1
         """Whether the model is an encoder with one label, which reads prompt and response as a pair of texts."""
-        self.reads_texts = self.encodes and labels > 1
+        self.reads_texts = self.is_encoder and labels > 1
         """Whether it is an encoder with several labels, which reads prompt and response as one text."""
         self.longest = _context(self._model)
         """Maximum number of tokens of a row; None if the model does not set one."""
@@ -75,7 +75,7 @@ class Classifier:
             budget: maximum tokens of a forward pass.
             largest: as for `ParityProbe`.
         """
-        if self.encodes:
+        if self.is_encoder:
             return {}
         limits = RowLimits.of(self._model.config, longest, budget)
         return ParityProbe(self._packed, limits, self._device, largest=largest).check(worker)
@@ -95,7 +95,7 @@ class Classifier:
         scores = np.zeros(len(rows), dtype=np.float32)
         for numbers in plan:
             part = [rows[i] for i in numbers]
-            logits = self._encoder_logits(part) if self.encodes else self._decoder_logits(part)
+            logits = self._encoder_logits(part) if self.is_encoder else self._decoder_logits(part)
             scores[numbers] = self._chosen(logits.reshape(len(part), -1)).cpu().numpy()
         return scores
 

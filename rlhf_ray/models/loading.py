@@ -70,11 +70,11 @@ def check_on_hub(name: str, revision: str | None, field: str) -> None:
         ) from error
 
 
-def load_tokenizer(config: ModelConfig | NewModelConfig, ends: bool = True) -> PreTrainedTokenizerBase:
+def load_tokenizer(config: ModelConfig | NewModelConfig, require_eos: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of a model: its own, or the one that the configuration names.
 
     Args:
-        ends: require an end-of-sequence token. Those of encoders, which generate nothing, have none.
+        require_eos: False for tokenizers of encoders, which generate nothing and may have no end-of-sequence token.
 
     Raises:
         ModelError: the tokenizer cannot be loaded, or has no end-of-sequence token.
@@ -84,7 +84,7 @@ def load_tokenizer(config: ModelConfig | NewModelConfig, ends: bool = True) -> P
         tokenizer = _tokenizer_class(Path(source)).from_pretrained(source, **_tokenizer_trust(config))
     except Exception as error:  # a damaged tokenizer.json raises the library's own kinds, or a plain Exception
         raise ModelError(f"no tokenizer could be loaded from {source!r}: {first_line(error)}") from error
-    if ends and tokenizer.eos_token_id is None:
+    if require_eos and tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer at {source!r} has no end-of-sequence token; responses could never end. "
                          "Set `eos_token` in its tokenizer_config.json.")
     return tokenizer

@@ -150,7 +150,7 @@ def _has_layers(values: Mapping[str, Any], size: str, kind: str) -> bool:
 
 
 def _calls_attention_interface(shape: PretrainedConfig) -> bool:
-    """Whether transformers has this family's decoder and says that it supports registered attention implementations."""
+    """Whether transformers has this family's decoder, with support of registered attention implementations."""
     from transformers import MODEL_MAPPING
 
     return type(shape) in MODEL_MAPPING and is_decoder(shape) and supports_attention_interface(
@@ -207,13 +207,13 @@ def _refused(values: Mapping[str, Any]) -> dict[Use, str]:
     reasons = dict(family.refused) if family else _by_transformers(kind)
     if values.get("use_bidirectional_attention"):
         reasons |= dict.fromkeys(PACKED, "its tokens attend to later ones (use_bidirectional_attention)")
-    if reason := _not_as_vllm_has_it(values):
+    if reason := _why_vllm_differs(values):
         reasons |= dict.fromkeys(DECODING, reason)
     return reasons
 
 
-def _not_as_vllm_has_it(values: Mapping[str, Any]) -> str | None:
-    """Why vLLM 0.32 computes another model of this configuration than transformers does; None if it does not."""
+def _why_vllm_differs(values: Mapping[str, Any]) -> str | None:
+    """Why vLLM 0.32 and transformers compute different models from this configuration; None if they agree."""
     kind = str(values.get("model_type"))
     if kind == "falcon" and values.get("alibi"):
         return "transformers rounds its ALiBi biases to bfloat16 (alibi=true), and vLLM does not"

@@ -23,6 +23,7 @@ from rlhf_ray.models.packing import Packing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
 def runs_packed(model: "PreTrainedModel") -> bool:
     """Whether the model was loaded with attention over packed rows."""
     return attention_implementation(model) == PACKED_ATTENTION

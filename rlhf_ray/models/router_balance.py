@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts decide in training passes, and the loss that balances it."""
+"""Router logits of a mixture of experts in training passes, and the loss that balances the routers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhf_ray.algorithms.losses.load_balancing import load_balancing_loss
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.internals.transformers import router_output
-from rlhf_ray.models.loading import pretrained_config
+from rlhf_ray.models.config_json import pretrained_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +22,7 @@ FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
 def check_router(model: ModelConfig | NewModelConfig, section: str, coef: float) -> None:
-    """Reject an auxiliary loss of routers for a model that has none.
+    """Reject an auxiliary loss of routers for a model without routers.
 
     Args:
         section: the section of the configuration of the learner.
@@ -39,14 +39,14 @@ def check_router(model: ModelConfig | NewModelConfig, section: str, coef: float)
         family = pretrained_config(model).model_type
     if family not in FAMILIES:
         raise ModelError(f"{section}.router_aux_loss_coef={coef:g} balances the routers of a mixture of experts, but "
-                         f"models of the family {family!r} have none that are trained so; set it to 0, or use a model "
-                         f"of a family that has: {', '.join(FAMILIES)}")
+                         f"transformers trains no routers of the family {family!r} with this loss; set it to 0, or use "
+                         f"a model of one of the families {', '.join(FAMILIES)}")
 
 
 class RouterBalance:
     """Records the router logits of a model's training passes by hooks.
 
-    Padding and tokens that fill a packed pass up are left out, and what activation checkpointing computes again in the
+    Padding is left out, also the filler at the end of a packed pass. What activation checkpointing computes again in the
     backward pass is not recorded.
     """
 

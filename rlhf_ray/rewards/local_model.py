@@ -133,8 +133,8 @@ class ModelSource(LocalSource[ModelReward]):
         self._model: Classifier = Classifier(
             self._config, self._config.label, probability=self._config.value == "probability",
             place=place_of(self._shard))
-        self._tokenizer = load_tokenizer(self._config, ends=False)
-        self._same_ids = (not self._model.encodes
+        self._tokenizer = load_tokenizer(self._config, require_eos=False)
+        self._same_ids = (not self._model.is_encoder
                           and tokenizer_digest(self._tokenizer) == tokenizer_digest(load_tokenizer(self._policy)))
         return self._model.compare(self._who, self._rows, self._budget, largest_of(self._shard))
 

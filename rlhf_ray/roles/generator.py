@@ -47,9 +47,9 @@ from rlhf_ray.weights.receiver import Receiver
 
 __all__ = ["Generator", "generator_environment"]
 
-MARGIN = 2
-"""With top-k sampling this many times k most likely tokens are looked at: vLLM keeps those that are as likely as the
-k-th, of which there may be several in half precision."""
+MASK_MARGIN = 2
+"""With top-k sampling, this many times k most likely tokens are requested from vLLM, which keeps all tokens that are as
+likely as the k-th; in half precision there may be several."""
 
 
 class Generator:
@@ -293,18 +293,18 @@ class Generator:
         return SampleRequest(
             prompt, sampling, min(sampling.max_tokens, available), sample_seed(run_seed, key),
             sorted({*self._stop_tokens, *sampling.stop_token_ids}),
-            likeliest=min(MARGIN * sampling.top_k, self._vocabulary) if self._records_masks(sampling) else 0)
+            top_logprobs=min(MASK_MARGIN * sampling.top_k, self._vocabulary) if self._records_masks(sampling) else 0)
 
     def _records_masks(self, sampling: SamplingConfig) -> bool:
         return self._record_masks and sampling.same_distribution(self._generation.sampling)
 
     def _require_whole_masks(self, requests: Sequence[SampleRequest], completions: Sequence[Completion]) -> None:
         for request, completion in zip(requests, completions, strict=True):
-            if any(len(mask) == request.likeliest < self._vocabulary for mask in completion.masks):
+            if any(len(mask) == request.top_logprobs < self._vocabulary for mask in completion.masks):
                 raise ModelError(
                     f"{self.name}: with generator.sampling.top_k={request.sampling.top_k} a token was sampled among at "
-                    f"least {request.likeliest}, as so many are equally likely, and learners cannot follow that; set "
-                    "top_k to 0")
+                    f"least {request.top_logprobs} tokens, because so many are equally likely, and its sampling mask is "
+                    "not completely known; set top_k to 0")
 
 
 def build_engine(settings: EngineSettings, in_flight: Literal["keep", "abort"] = "keep") -> SamplingEngine:

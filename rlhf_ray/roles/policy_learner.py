@@ -51,8 +51,10 @@ class PolicyLearner(Learner):
         super().__init__(config, model, rank, world, seed, total_steps, longest)
         self.algorithm, self.temperature, self.old_logprobs = algorithm, temperature, old_logprobs
         self.kl_coef, self._publishes_adapters = 0.0, publishes_adapters
-        self._weights_unchanged, self._kl_exceeded = True, False
+        self._weights_unchanged = True
         """Whether the weights are still those from before the current update."""
+        self._kl_exceeded = False
+        """Whether `algorithm.target_kl` ended the current update."""
         self.average: WeightAverage | None = None
         self.ptx: PretrainingMix | None = None
 

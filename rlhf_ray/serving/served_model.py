@@ -34,7 +34,7 @@ class ServedModel:
     def __init__(self, config: ModelConfig, max_batch_tokens: int) -> None:
         check_model_directory(config, "MODEL", argument=True)
         self.path, self.dtype = config.path, config.dtype
-        self._tokenizer, self._model = load_tokenizer(config, ends=False), Classifier(config)
+        self._tokenizer, self._model = load_tokenizer(config, require_eos=False), Classifier(config)
         self.tokenizer_digest = tokenizer_digest(self._tokenizer)
         parts = [self._model.digest(), self.tokenizer_digest, self._tokenizer.chat_template]
         self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

@@ -1,7 +1,7 @@
 """`rlhf-ray check-model`: whether a model works here, part by part.
 
 Each part that loads the model runs in a process of its own, so that a part that fails or is killed loses no other, and
-each has the machine's memory to itself. A part imports its libraries there: this module stays cheap.
+each has the machine's memory to itself. A part imports its libraries there: importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ PARTS = {
                               "(docs/models.md)"),
 }
 """By the names that `--skip` takes, in the order of the table."""
-BAD = frozenset({"fails", "refused", "not checked"})
+NOT_WORKING = frozenset({"fails", "refused", "not checked"})
 """Verdicts, unless a part was skipped on request, after which the model cannot be said to work."""
 
 
@@ -98,14 +98,14 @@ class CheckReport:
     @property
     def works(self) -> bool:
         """Whether every row that was not skipped works or does not apply."""
-        return not any(o.verdict in BAD and o.name not in self.skipped for o in self.outcomes)
+        return not any(o.verdict in NOT_WORKING and o.name not in self.skipped for o in self.outcomes)
 
 
 def run(options: CheckOptions, progress: Callable[[str], None] = lambda _: None) -> CheckReport:
     """Check a model.
 
     Args:
-        progress: is told what begins.
+        progress: is called with a line of text when a part begins.
 
     Raises:
         ModelError: there is no such model, or its configuration cannot be read; nothing was started.
@@ -144,7 +144,7 @@ def _in_process(part: Part, model: ModelConfig, tokens: int, output: Path) -> li
     sending.close()
     try:
         if not receiving.poll(TIMEOUT_S):
-            return _all(part, "not checked", f"no outcome after {TIMEOUT_S:g} s", SMALLER)
+            return _whole_part(part, "not checked", f"no outcome after {TIMEOUT_S:g} s", SMALLER)
         answer: list[Outcome] = receiving.recv()
         return answer
     except EOFError:  # the process ended without an outcome
@@ -169,37 +169,37 @@ def _work(outcome: Connection, output: Path, part: Part, model: ModelConfig, tok
 
 
 def outcomes_here(part: Part, model: ModelConfig, tokens: int) -> list[Outcome]:
-    """The outcomes of a part, in this process; what it raises becomes one."""
+    """The outcomes of a part, in this process; an error that it raises becomes an outcome."""
     try:
         module, _, name = part.function.partition(":")
         check = getattr(importlib.import_module(module), name)
         outcomes: list[Outcome] = check(model, *([] if part.reads_text else [tokens]))
         return outcomes
     except RLHFError as error:
-        return _all(part, "fails", str(error), part.advice)
+        return _whole_part(part, "fails", str(error), part.advice)
     except ImportError as error:
-        return _all(part, "not checked", f"{type(error).__name__}: {first_line(error)}", "rlhf-ray doctor")
+        return _whole_part(part, "not checked", f"{type(error).__name__}: {first_line(error)}", "rlhf-ray doctor")
     except MemoryError:
-        return _all(part, "not checked", "out of memory", SMALLER)
+        return _whole_part(part, "not checked", "out of memory", SMALLER)
     except Exception as error:  # transformers and vLLM raise anything for a model that they do not understand
         if type(error).__name__ == "OutOfMemoryError":
-            return _all(part, "not checked", f"out of memory: {first_line(error)}", SMALLER)
-        return _all(part, "fails", f"{type(error).__name__}: {first_line(error)}", part.advice)
+            return _whole_part(part, "not checked", f"out of memory: {first_line(error)}", SMALLER)
+        return _whole_part(part, "fails", f"{type(error).__name__}: {first_line(error)}", part.advice)
 
 
 def _killed(part: Part, exit_code: int, output: Path) -> list[Outcome]:
     """The outcomes of a part whose process ended early."""
     if exit_code == -signal.SIGKILL:
-        return _all(part, "not checked", "its process was killed (SIGKILL), probably for memory", SMALLER)
+        return _whole_part(part, "not checked", "its process was killed (SIGKILL), probably for memory", SMALLER)
     written = output.read_text(errors="replace").strip().splitlines() if output.is_file() else []
     ended = f"signal {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
-    return _all(part, "fails", ": ".join([f"its process ended with {ended}", *written[-1:]]), part.advice)
+    return _whole_part(part, "fails", ": ".join([f"its process ended with {ended}", *written[-1:]]), part.advice)
 
 
-def _all(part: Part, verdict: Verdict, found: str, advice: str) -> list[Outcome]:
-    """This outcome for the first row, on which the others depend."""
+def _whole_part(part: Part, verdict: Verdict, detail: str, advice: str) -> list[Outcome]:
+    """The outcomes of a part that gave none itself: this one for its first row, on which its other rows depend."""
     first, *others = part.rows
-    return [Outcome(first, verdict, found, advice), *(Outcome(row, "not checked", f"needs {first}") for row in others)]
+    return [Outcome(first, verdict, detail, advice), *(Outcome(row, "not checked", f"needs {first}") for row in others)]
 
 
 def _model_type(model: ModelConfig) -> str:

@@ -30,8 +30,8 @@ def with_steps(config: C, count: Callable[[], int], rows_per_step: int) -> C:
     return resolve(config.model_copy(update={"run": config.run.model_copy(update={"steps": steps, "epochs": None})}))
 
 
-def prompts_of(config: PPOConfig) -> int:
-    """Training prompts: those of all data sets, without the held-out ones and those that are too long.
+def count_prompts(config: PPOConfig) -> int:
+    """Number of training prompts of all data sets, without held-out ones and those that are too long.
 
     Raises:
         DataError, ModelError: they cannot be read.
@@ -41,8 +41,8 @@ def prompts_of(config: PPOConfig) -> int:
     return int(sum(reader.open("training", config.prompts)["sizes"]))
 
 
-def rows_of(config: SupervisedConfig, reader: type[DataReader], method: str, reading: tuple[Any, ...]) -> int:
-    """Training rows of a supervised stage, as `prompts_of`.
+def count_rows(config: SupervisedConfig, reader: type[DataReader], method: str, reading: tuple[Any, ...]) -> int:
+    """Number of training rows of a supervised stage, as `count_prompts`.
 
     Args:
         reader, method, reading: see `SupervisedStage`.

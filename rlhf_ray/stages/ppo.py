@@ -32,7 +32,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import counts, require_sound
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
-from rlhf_ray.stages.epochs import prompts_of, with_steps
+from rlhf_ray.stages.epochs import count_prompts, with_steps
 from rlhf_ray.stages.ppo_attempts import RunAttempts
 from rlhf_ray.stages.ppo_builder import CoordinatorBuilder
 from rlhf_ray.stages.ppo_preflight import preflight
@@ -58,7 +58,7 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     """
     config, configured = resolve(config), config.generator.workers
     preflight(config)
-    config = with_steps(config, lambda: prompts_of(config), config.coordinator.prompts_per_step)
+    config = with_steps(config, lambda: count_prompts(config), config.coordinator.prompts_per_step)
     with owned_directory(config, resume) as directory:
         if resume:
             fetch_uploaded(config, directory)  # first: the number of generators may be saved only there

@@ -82,11 +82,11 @@ def check_data_file(path: str, field: str) -> None:
         raise DataError(f"{field}={path!r} is empty; it needs at least one row")
 
 
-def check_model(config: ModelConfig | NewModelConfig, field: str, ends: bool = True) -> None:
+def check_model(config: ModelConfig | NewModelConfig, field: str, require_eos: bool = True) -> None:
     """Refuse a model that does not exist, or that lacks ids of its tokenizer.
 
     Args:
-        ends: see `load_tokenizer`.
+        require_eos: see `load_tokenizer`.
 
     Raises:
         ModelError: naming the field and the path.
@@ -101,7 +101,7 @@ def check_model(config: ModelConfig | NewModelConfig, field: str, ends: bool = T
                           "model of the Hub; leave it out")
     size = local_configuration(config).get("vocab_size")
     if size is not None:
-        check_vocabulary(load_tokenizer(config, ends), size, config.path)
+        check_vocabulary(load_tokenizer(config, require_eos), size, config.path)
 
 
 def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str, str],

@@ -86,9 +86,9 @@ def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> No
     """A model with another tokenizer reads texts, whose length it counts itself; the length for one with our tokenizer
     is checked here."""
     field = f"rewards.{name}"
-    check_model(reward, field, ends=False)
+    check_model(reward, field, require_eos=False)
     check_scalar_head(reward, field, reward.label)
-    if tokenizer_digest(load_tokenizer(config.model)) == tokenizer_digest(load_tokenizer(reward, ends=False)):
+    if tokenizer_digest(load_tokenizer(config.model)) == tokenizer_digest(load_tokenizer(reward, require_eos=False)):
         check_context(reward, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                       ("prompts.max_tokens", "generator.sampling.max_tokens"))
 

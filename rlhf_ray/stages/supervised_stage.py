@@ -31,7 +31,7 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_readers import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
-from rlhf_ray.stages.epochs import rows_of, with_steps
+from rlhf_ray.stages.epochs import count_rows, with_steps
 from rlhf_ray.stages.preflight import (
     check_adapters,
     check_data,
@@ -79,7 +79,7 @@ class SupervisedStage:
 def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
     """Run a supervised stage to its end; returns its summary."""
     config = stage.config
-    config = with_steps(config, partial(rows_of, config, stage.reader, stage.method, stage.reading),
+    config = with_steps(config, partial(count_rows, config, stage.reader, stage.method, stage.reading),
                         config.training.batch_size)
     stage = replace(stage, config=config)
     with owned_directory(stage.config, resume) as directory:

@@ -40,7 +40,7 @@ def test_weights_that_do_not_arrive_are_noticed(model, monkeypatch):
 
     monkeypatch.setattr(generation_part, "Publisher", OldTensors)
     _, publication = generation_part.check_generation(model, tokens=64)
-    assert publication.verdict == "fails" and "differ by" in publication.found
+    assert publication.verdict == "fails" and "differ by" in publication.detail
 
 
 def test_a_generator_of_other_weights_is_noticed(model, monkeypatch):

@@ -62,8 +62,8 @@ class SampleRequest:
     """Tokens that end the response; the one sampled is part of the response."""
     sampled: int = 0
     """How many of the prompt's last tokens are the response's first, sampled by an earlier request."""
-    likeliest: int = 0
-    """How many of the most likely tokens are looked at for the sampling mask of each token; 0 returns no masks."""
+    top_logprobs: int = 0
+    """Number of most likely tokens that vLLM reports with each token, for its sampling mask; 0 gives no masks."""
 
     @property
     def min_tokens(self) -> int:

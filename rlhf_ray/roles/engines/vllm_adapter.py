@@ -203,7 +203,7 @@ def sampling_parameters(request: SampleRequest) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         seed=request.seed,
         stop_token_ids=list(request.stop_tokens),
-        logprobs=request.likeliest,
+        logprobs=request.top_logprobs,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,

@@ -24,10 +24,9 @@ from rlhf_ray.records import Prompts, Rollout, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.local_generator import local_generation_config
 from rlhf_ray.stages.model_checks.outcome import Outcome, refusal
-from rlhf_ray.stages.model_checks.pass_parts import is_classifier
+from rlhf_ray.stages.model_checks.pass_parts import SEED, is_classifier, root_mean_square
 from rlhf_ray.weights.publisher import Publisher
 
-SEED = 20260101
 RESPONSE = 24
 """Maximum tokens of a response."""
 PROMPTS = (3, 8, 13, 21)
@@ -58,7 +57,7 @@ def check_generation(model: ModelConfig, tokens: int) -> list[Outcome]:
     if is_classifier(shape):
         return [Outcome(name, "does not apply", "a classifier generates nothing") for name in (GENERATION, PUBLICATION)]
     if refused := refusal(GENERATION, model, Use.GENERATION):
-        return [refused, Outcome(PUBLICATION, "refused", refused.found, refused.advice)]
+        return [refused, Outcome(PUBLICATION, "refused", refused.detail, refused.advice)]
     limit = getattr(shape.get_text_config(), "max_position_embeddings", None) or tokens
     context = max(min(tokens, limit), min(limit, PROMPTS[-1] + RESPONSE))
     generation = local_generation_config(shape, model, context, len(PROMPTS) + 1)
@@ -107,11 +106,12 @@ class _GenerationCheck:
         before, enough, moved = self._logprobs(first), 10 * self._gap(first).tolerated, 0.0
         for _ in range(MOST_CHANGES):
             self._change_weights()
-            if (moved := _rms(before - self._logprobs(first))) >= enough:
+            if (moved := root_mean_square(before - self._logprobs(first))) >= enough:
                 break
         else:
             return Outcome(PUBLICATION, "not checked", f"random changes of the weights move log-probabilities by "
-                           f"{moved:.3g} nats only, and {enough:.3g} would tell", "use --dtype float32")
+                           f"{moved:.3g} nats only; a missing update is detected from {enough:.3g} nats on",
+                           "use --dtype float32")
         try:
             await self._publish()
             gap = self._gap(await self._sample(version=1))
@@ -121,7 +121,7 @@ class _GenerationCheck:
             return Outcome(PUBLICATION, "fails", f"after a change of the weights, which moves log-probabilities by "
                            f"{moved:.3g} nats, those of sampled tokens differ by {gap.value:.3g} from transformers', "
                            f"and rounding explains {gap.tolerated:.3g}", "do not train this model with PPO")
-        return Outcome(PUBLICATION, "works", f"followed a change of {moved:.2g} nats to {gap.value:.2g}", "",
+        return Outcome(PUBLICATION, "works", f"after a change by {moved:.2g} nats they differ by {gap.value:.2g}", "",
                        {"difference": gap.value, "change": moved})
 
     async def _sample(self, version: int) -> Rollout:
@@ -159,11 +159,11 @@ class _GenerationCheck:
                 parameter.add_(CHANGE * parameter.std() * noise)
 
     def _gap(self, rollout: Rollout) -> _Gap:
-        """How far a rollout's log-probabilities are from transformers'."""
+        """The difference of a rollout's log-probabilities from transformers', in nats."""
         expected = self._logprobs(rollout)
         with _rounded_embeddings(self._reference):
-            noise = _rms(self._logprobs(rollout) - expected)
-        value = _rms(torch.from_numpy(rollout.logprobs[rollout.response_mask]) - expected)
+            noise = root_mean_square(self._logprobs(rollout) - expected)
+        value = root_mean_square(torch.from_numpy(rollout.logprobs[rollout.response_mask]) - expected)
         return _Gap(value, FIXED[self._model.dtype] + NOISE * noise)
 
     @torch.no_grad()
@@ -206,6 +206,3 @@ def _rounded_embeddings(model: nn.Module) -> Iterator[None]:
 def _sampled(rollout: Rollout) -> int:
     return int(rollout.response_mask.sum())
 
-
-def _rms(numbers: Tensor) -> float:
-    return float(numbers.double().square().mean().sqrt())

@@ -1,4 +1,4 @@
-"""What one part of a model's check has found."""
+"""The outcome of one part of a model's check."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Outcome:
     name: str
     """What was checked."""
     verdict: Verdict
-    found: str
+    detail: str
     """The figure, or what is wrong."""
     advice: str = ""
     """What to do; empty if there is nothing to do."""

@@ -64,12 +64,12 @@ def check_scalar_head(model: ModelConfig, tokens: int) -> list[Outcome]:
     Raises:
         ModelError: values differ from those of transformers' own passes, or cannot be computed.
     """
-    name, found = SCALAR_HEAD, "values differ by at most {}, gradients agree"
+    name, sentence = SCALAR_HEAD, "values differ by at most {}, gradients agree"
     if not is_classifier(pretrained_config(model)):
         if refused := refusal(name, model, Use.SCALAR, tokens):
             return [refused]
         torch.manual_seed(SEED)
-        return [_compared(name, found, PackedScalarModel(load_scalar_model(model, new_head=True)), tokens)]
+        return [_compared(name, sentence, PackedScalarModel(load_scalar_model(model, new_head=True)), tokens)]
     from rlhf_ray.models.classifier import Classifier
 
     names = label_names(model)
@@ -111,15 +111,15 @@ def check_adapters(model: ModelConfig, tokens: int) -> list[Outcome]:
                     {**compared.numbers, "merged_difference": gap, "layers": len(adapters.layers)})]
 
 
-def _compared(name: str, found: str, module: nn.Module, tokens: int) -> Outcome:
-    """The probe that each learner makes when it starts."""
+def _compared(name: str, sentence: str, module: nn.Module, tokens: int) -> Outcome:
+    """The outcome of the comparison that each learner makes when it starts; {} in `sentence` is the difference."""
     module = module.to("cuda" if torch.cuda.is_available() else "cpu")
     limits = RowLimits.of(module.model.config, tokens, tokens)
     probe = ParityProbe(module, limits, next(module.parameters()).device, gradients=True)
     difference = probe.check(name)["probe_difference"]
     padded = why_padded(module.model.config)
     rows = f"rows of up to {limits.longest} tokens" + (f", padded because {padded}" if padded else "")
-    return Outcome(name, "works", f"{found.format(format(difference, '.2g'))} ({rows})", "",
+    return Outcome(name, "works", f"{sentence.format(format(difference, '.2g'))} ({rows})", "",
                    {"difference": difference, "longest": limits.longest, "padded": bool(padded)})
 
 
@@ -150,7 +150,7 @@ def _merged_difference(module: PackedLanguageModel, adapters: Adapters) -> tuple
             tensors[adapters.sources([name])[0]].copy_(whole)
     with adapters.disabled():
         merged = logprobs()
-    return _rms(before - with_adapters), _rms(merged - with_adapters)
+    return root_mean_square(before - with_adapters), root_mean_square(merged - with_adapters)
 
 
 def _logprobs(module: PackedLanguageModel) -> Tensor:
@@ -163,5 +163,6 @@ def _logprobs(module: PackedLanguageModel) -> Tensor:
     return values
 
 
-def _rms(numbers: Tensor) -> float:
+def root_mean_square(numbers: Tensor) -> float:
+    """Over all elements."""
     return float(numbers.double().square().mean().sqrt())

@@ -21,8 +21,8 @@ TEXTS = ("The food was good, and it wasn't expensive: 12.50 EUR!", "def f(x):\n\
          "naïve façade, Straße, Ελλάδα", "日本語と中文", "👍🏽 done", " leading and trailing ")
 """Punctuation and numbers, code with its white space, accents and other alphabets, characters of several bytes."""
 SYSTEM, QUESTION, ANSWER = "sysword", "questionword", "answerword"
-TALK: Messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-LONGER: Messages = [*TALK, *TALK]
+CONVERSATION: Messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+LONGER: Messages = [*CONVERSATION, *CONVERSATION]
 PLACE = "the example"
 
 
@@ -37,15 +37,15 @@ def check_tokenizer(model: ModelConfig) -> list[Outcome]:
     pad = tokenizer.pad_token_id
     padding = "no padding token (none is needed)" if pad is None else f"padding {tokenizer.pad_token!r}"
     changed = [(text, back) for text in TEXTS if (back := _decoded(tokenizer, text)) != text]
-    found = f"{len(tokenizer)} tokens, {config.vocab_size} embeddings, {padding}"
+    sizes = f"{len(tokenizer)} tokens, {config.vocab_size} embeddings, {padding}"
     numbers = {"tokens": len(tokenizer), "embeddings": config.vocab_size, "changed_texts": len(changed)}
     if changed:
         text, back = changed[0]
-        return [Outcome(TOKENIZER, "warning", f"{found}; {len(changed)} of {len(TEXTS)} texts are changed by "
+        return [Outcome(TOKENIZER, "warning", f"{sizes}; {len(changed)} of {len(TEXTS)} texts are changed by "
                         f"encoding and decoding, such as {text!r} to {back!r}",
                         "rewards and judges read decoded responses, so such texts reach them changed; check that your "
                         "data has none", numbers)]
-    return [Outcome(TOKENIZER, "works", f"{found}; {len(TEXTS)} texts encoded and decoded unchanged", "", numbers)]
+    return [Outcome(TOKENIZER, "works", f"{sizes}; {len(TEXTS)} texts encoded and decoded unchanged", "", numbers)]
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
@@ -56,13 +56,13 @@ def check_stop_tokens(model: ModelConfig) -> list[Outcome]:
     """Which tokens end a response, and whether the one that ends a turn of the chat template is among them."""
     tokenizer = load_tokenizer(model)
     ids = stop_tokens(tokenizer.eos_token_id, pretrained_config(model).eos_token_id, model)
-    found = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in ids)
+    shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in ids)
     numbers = {"stop_tokens": len(ids)}
     ending = _end_of_turn(tokenizer)
     if ending is None or ending in ids:
-        return [Outcome(STOP_TOKENS, "works", found, "", numbers)]
+        return [Outcome(STOP_TOKENS, "works", shown, "", numbers)]
     token = tokenizer.convert_ids_to_tokens(ending)
-    return [Outcome(STOP_TOKENS, "warning", f"{found}; the chat template ends a turn with {token!r} ({ending}), which "
+    return [Outcome(STOP_TOKENS, "warning", f"{shown}; the chat template ends a turn with {token!r} ({ending}), which "
                     "does not end a response", f"if the model answers chats, add {ending} to `eos_token_id` in its "
                     "generation_config.json; a base model may not know the token", numbers)]
 
@@ -72,7 +72,7 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     if not tokenizer.chat_template:
         return None
     try:
-        text = ChatTemplate(tokenizer).render(TALK, PLACE, ask=False)
+        text = ChatTemplate(tokenizer).render(CONVERSATION, PLACE, ask=False)
     except ModelError:
         return None  # `check_chat_template` reports it
     ids = tokenizer.encode(text.rpartition(ANSWER)[2], add_special_tokens=False)
@@ -90,30 +90,30 @@ def check_chat_template(model: ModelConfig) -> list[Outcome]:
         return [Outcome(name, "does not apply", "none: prompts are plain texts", "use texts, or a tokenizer with a "
                         "template")]
     template = ChatTemplate(tokenizer)
-    question, asked = (template.render(TALK[:1], PLACE, ask=ask) for ask in (False, True))
+    question, asked = (template.render(CONVERSATION[:1], PLACE, ask=ask) for ask in (False, True))
     template.render(LONGER, PLACE, ask=False)
     if QUESTION not in asked:
         raise ModelError("the chat template leaves out the user's message")
     begins = asked.removeprefix(question)
-    found = [f"the assistant's turn begins with {begins!r}" if begins else "nothing marks the assistant's turn"]
+    findings = [f"the assistant's turn begins with {begins!r}" if begins else "nothing marks the assistant's turn"]
     advice = []
     system = _system(template)
-    found.append(f"system message {system}")
+    findings.append(f"system message {system}")
     if system != "taken":
         advice.append("leave prompts.system and data.system empty, and drop system messages from the data")
     try:
         if not template.marks_generation:
             template.turns(LONGER, PLACE)
     except DataError as error:
-        found.append(first_line(error))
+        findings.append(first_line(error))
         advice.append("for SFT on chats, mark the assistant's text by {% generation %} in the template")
-    return [Outcome(name, "warning" if advice else "works", "; ".join(found), "; ".join(advice))]
+    return [Outcome(name, "warning" if advice else "works", "; ".join(findings), "; ".join(advice))]
 
 
 def _system(template: ChatTemplate) -> str:
-    """What becomes of a system message."""
+    """Whether the template writes a system message ("taken"), leaves it out, or refuses it."""
     try:
-        text = template.render([{"role": "system", "content": SYSTEM}, TALK[0]], PLACE, ask=True)
+        text = template.render([{"role": "system", "content": SYSTEM}, CONVERSATION[0]], PLACE, ask=True)
     except ModelError:
         return "refused"
     return "taken" if SYSTEM in text else "left out"

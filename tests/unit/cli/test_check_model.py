@@ -43,7 +43,7 @@ def test_json_holds_the_figures(checked, command_line):
     checked("works")
     values = json.loads(command_line("check-model", "m", "--json").out)
     assert values["works"] is True and values["model_type"] == "qwen2"
-    assert values["checks"] == [{"name": "log-probabilities", "verdict": "works", "found": "to 1e-6",
+    assert values["checks"] == [{"name": "log-probabilities", "verdict": "works", "detail": "to 1e-6",
                                  "advice": "do this", "difference": 1e-6}]
 
 

@@ -165,14 +165,14 @@ def masked(engine, policy_model, sampling, masks, asked=None, record=True):
 
 def test_kept_tokens_are_recorded_for_learners_token_by_token(engine, policy_model):
     rollout, request = masked(engine, policy_model, SamplingConfig(top_k=3), [[4, 1], [1, 9, 7]])
-    assert request.likeliest == 6
+    assert request.top_logprobs == 6
     assert rollout.mask_sizes.tolist() == [0, 2, 3, 0, 0, 2, 3] and rollout.mask_sizes.dtype == np.int32
     assert rollout.mask_tokens.tolist() == [4, 1, 1, 9, 7, 4, 1, 1, 9, 7] and rollout.mask_tokens.dtype == np.int32
 
 
 def test_end_tokens_are_recorded_as_impossible_before_the_minimum_length(engine, policy_model):
     rollout, request = masked(engine, policy_model, SamplingConfig(min_tokens=1, stop_token_ids=[7]), [])
-    assert request.likeliest == 0 and request.stop_tokens == [1, 7]
+    assert request.top_logprobs == 0 and request.stop_tokens == [1, 7]
     assert rollout.mask_sizes.tolist() == [0, -2, 0, 0, 0, -2, 0] and rollout.mask_tokens.tolist() == [1, 7, 1, 7]
 
 
@@ -182,7 +182,7 @@ def test_end_tokens_are_recorded_as_impossible_before_the_minimum_length(engine,
 def test_only_training_s_own_distribution_is_recorded(engine, policy_model, asked, record):
     rollout, request = masked(engine, policy_model, SamplingConfig(top_k=3), [[4], [1]] if record is None else [],
                               asked, record is not False)
-    assert (rollout.mask_sizes is not None) == (record is None) == (request.likeliest == 6)
+    assert (rollout.mask_sizes is not None) == (record is None) == (request.top_logprobs == 6)
 
 
 def test_more_equally_likely_tokens_than_were_returned_are_refused(engine, policy_model):
@@ -190,7 +190,7 @@ def test_more_equally_likely_tokens_than_were_returned_are_refused(engine, polic
         masked(engine, policy_model, SamplingConfig(top_k=1), [[4, 1], [1]])
     everything = range(VOCABULARY)
     rollout, request = masked(engine, policy_model, SamplingConfig(top_k=VOCABULARY), [everything, everything])
-    assert request.likeliest == VOCABULARY and len(rollout.mask_tokens) == 4 * VOCABULARY
+    assert request.top_logprobs == VOCABULARY and len(rollout.mask_tokens) == 4 * VOCABULARY
 
 
 def test_another_sampling_takes_the_place_of_the_configured_one(generator, engine):

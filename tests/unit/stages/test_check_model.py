@@ -52,7 +52,7 @@ def part(function, reads_text=False):
 def test_a_part_runs_in_another_process_and_prints_nothing(capfd):
     one, two = outcomes_of(part(works), MODEL, 40)
     assert (one.verdict, two.verdict) == ("works", "works")
-    assert one.found.startswith("m 40 in ") and str(os.getpid()) not in one.found
+    assert one.detail.startswith("m 40 in ") and str(os.getpid()) not in one.detail
     assert one.numbers["seconds"] > 0
     assert "not in the table" not in capfd.readouterr().out
 
@@ -67,14 +67,14 @@ def test_a_part_runs_in_another_process_and_prints_nothing(capfd):
 ])
 def test_what_goes_wrong_becomes_an_outcome(function, verdict, found, advice):
     one, two = outcomes_of(part(function), MODEL, 40)
-    assert (one.name, one.verdict, one.found, one.advice) == ("one", verdict, found, advice)
-    assert (two.name, two.verdict, two.found) == ("two", "not checked", "needs one")
+    assert (one.name, one.verdict, one.detail, one.advice) == ("one", verdict, found, advice)
+    assert (two.name, two.verdict, two.detail) == ("two", "not checked", "needs one")
 
 
 def test_a_part_that_hangs_is_given_up(monkeypatch):
     monkeypatch.setattr(check_model, "TIMEOUT_S", 0.01)
     monkeypatch.setattr(check_model, "GRACE_S", 0.01)
-    assert outcomes_of(part(works), MODEL, 40)[0].found == "no outcome after 0.01 s"
+    assert outcomes_of(part(works), MODEL, 40)[0].detail == "no outcome after 0.01 s"
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_a_part_that_fails_loses_no_other(model, monkeypatch):
 def test_a_skipped_part_is_listed_and_does_not_count(model, monkeypatch):
     monkeypatch.setattr(check_model, "PARTS", {"tokenizer": PARTS["tokenizer"], "passes": part(dies)})
     report = run(CheckOptions(str(model), skip=("passes",)))
-    assert [o.found for o in report.outcomes[1:]] == ["--skip passes"] * 2
+    assert [o.detail for o in report.outcomes[1:]] == ["--skip passes"] * 2
     assert report.works
 
 

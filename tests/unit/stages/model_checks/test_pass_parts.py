@@ -68,7 +68,7 @@ def test_a_reward_model_has_its_own_head_and_nothing_else(reward_model):
     assert check_adapters(reward_model, TOKENS)[0].verdict == "does not apply"
     assert [o.verdict for o in generation_part.check_generation(reward_model, TOKENS)] == ["does not apply"] * 2
     (found,) = check_scalar_head(reward_model, TOKENS)
-    assert found.verdict == "works" and found.found.startswith("its own; scores differ by at most")
+    assert found.verdict == "works" and found.detail.startswith("its own; scores differ by at most")
 
 
 @pytest.mark.parametrize(("check", "use"), [(check_passes, "LANGUAGE"), (check_scalar_head, "SCALAR"),
@@ -78,7 +78,7 @@ def test_a_family_that_is_known_not_to_work_is_refused_without_loading(check, us
     monkeypatch.setattr(pass_parts, "load_causal_lm", None)
     monkeypatch.setattr(pass_parts, "load_scalar_model", None)
     (found,) = check(model, TOKENS)
-    assert (found.verdict, found.found) == ("refused", "because")
+    assert (found.verdict, found.detail) == ("refused", "because")
 
 
 def test_bfloat16_has_its_own_tolerance(model):

@@ -33,13 +33,13 @@ def test_a_tokenizer_of_all_bytes_changes_no_text(plain, tmp_path):
     train_tokenizer(["the food was good"], SMALLEST_VOCABULARY, model)
     (outcome,) = check_tokenizer(of(model))
     assert outcome.verdict == "works" and outcome.numbers["changed_texts"] == 0
-    assert "258 tokens, 300 embeddings" in outcome.found
+    assert "258 tokens, 300 embeddings" in outcome.detail
 
 
 def test_a_tokenizer_that_does_not_know_a_text_is_shown_with_one(models):
     (outcome,) = check_tokenizer(of(models["qwen"]))
     assert outcome.verdict == "warning" and outcome.numbers["changed_texts"] == 6
-    assert "'The food was good, and it wasn't" in outcome.found.replace('"', "'")
+    assert "'The food was good, and it wasn't" in outcome.detail.replace('"', "'")
 
 
 def test_ids_without_an_embedding_are_an_error(plain, tmp_path):
@@ -52,7 +52,7 @@ def test_ids_without_an_embedding_are_an_error(plain, tmp_path):
 @pytest.mark.parametrize(("kind", "names"), [("qwen", "<|im_end|>"), ("llama", "<|eom|>"), ("gemma", "</turn>")])
 def test_all_tokens_that_end_a_response_are_listed(kind, names, models):
     (outcome,) = check_stop_tokens(of(models[kind]))
-    assert outcome.verdict == "works" and names in outcome.found
+    assert outcome.verdict == "works" and names in outcome.detail
     assert outcome.numbers["stop_tokens"] == len(KINDS[kind]["ends"])
 
 
@@ -65,7 +65,7 @@ def test_a_template_whose_turns_end_with_a_token_that_ends_no_response(models, t
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|endoftext|>"}))
     (outcome,) = check_stop_tokens(of(model))
-    assert outcome.verdict == "warning" and "'<|im_end|>' (1), which does not end a response" in outcome.found
+    assert outcome.verdict == "warning" and "'<|im_end|>' (1), which does not end a response" in outcome.detail
     assert "add 1 to `eos_token_id`" in outcome.advice
 
 
@@ -78,7 +78,7 @@ def test_a_template_whose_turns_end_with_a_token_that_ends_no_response(models, t
 def test_templates(kind, verdict, system, begins, models):
     (outcome,) = check_chat_template(of(models[kind]))
     assert outcome.verdict == verdict
-    assert f"system message {system}" in outcome.found and begins in outcome.found
+    assert f"system message {system}" in outcome.detail and begins in outcome.detail
     assert ("leave prompts.system and data.system empty" in outcome.advice) is (system != "taken")
 
 
@@ -92,7 +92,7 @@ def test_a_template_that_leaves_out_the_system_message(models, tmp_path):
     model = with_template(models, tmp_path, "{% for m in messages if m.role != 'system' %}{{ m.content }}</s>"
                           "{% endfor %}{% if add_generation_prompt %}>{% endif %}")
     (outcome,) = check_chat_template(model)
-    assert outcome.verdict == "warning" and "system message left out" in outcome.found
+    assert outcome.verdict == "warning" and "system message left out" in outcome.detail
 
 
 def test_a_template_that_rewrites_earlier_turns_needs_marks_for_sft(models, tmp_path):
