@@ -213,9 +213,8 @@ def check_buffer(config: PPOConfig) -> None:
     """The buffer holds the bytes of the largest possible batch."""
     buffer, samples = config.buffer, config.coordinator.samples_per_step
     longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
-    per_token = BYTES_PER_TOKEN + BYTES_PER_VALUE * (config.algorithm.has_critic + derive(config).uses_reference)
     masks = mask_bytes(config.generator.sampling, longest)
-    batch_mb = -(-samples * (longest * per_token + masks) // MIB)
+    batch_mb = -(-samples * (longest * experience_bytes_per_token(config) + masks) // MIB)
     capacity_mb = buffer_capacity_mb(buffer, config.cluster)
     if capacity_mb is not None and capacity_mb < batch_mb:
         name = "buffer.capacity_mb" if buffer.capacity_mb else "half of cluster.object_store_mb"
@@ -324,6 +323,11 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     ),
 }
 """The checks of a configuration and of those derived from it, in the order in which they are made."""
+
+
+def experience_bytes_per_token(config: PPOConfig) -> int:
+    """Bytes of a token in the experience of this run, without sampling masks (`mask_bytes`)."""
+    return BYTES_PER_TOKEN + BYTES_PER_VALUE * (config.algorithm.has_critic + derive(config).uses_reference)
 
 
 def mask_bytes(sampling: SamplingConfig, longest: int) -> int:

@@ -1,8 +1,8 @@
-"""Fields that act under a condition only. A value other than the default that has no effect is refused, because its
-author expects one; a field of the surroundings rather than of the run gets a warning.
+"""Fields that have an effect under a condition only. A value without effect that differs from the default is refused;
+where one configuration is meant to run in several places, it is a warning.
 
-A row of `CONDITIONAL_FIELDS` says: these fields act only if the condition holds; otherwise this is the reason, and this
-the way out.
+Each row of `CONDITIONAL_FIELDS` has some fields, the condition under which they have an effect, the reason why they
+have none otherwise, and the remedy.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,11 +33,11 @@ class ConditionalFields:
     act_if: Callable[[Any, Any], bool]
     """Whether they act, given the stage's configuration and the section that holds the field."""
     reason: str
-    """Why they have no effect otherwise. {config...} and {section...} are replaced by values."""
+    """Why they have no effect otherwise; {config...} and {section...} are replaced by values."""
     fix: str = ""
     """How to make them act; empty if nothing does in this stage."""
-    besides: tuple[str, ...] = ()
-    """Paths that are not meant."""
+    excluded: tuple[str, ...] = ()
+    """Paths that match `fields` but do not have the condition."""
     warns: bool = False
     """Warn instead of refusing: the same configuration is meant to run in several places."""
 
@@ -157,7 +157,7 @@ _PPO = (
     ConditionalFields(
         ("critic.*",), lambda config, _: config.critic.backbone == "own",
         "with critic.backbone=policy one model is trained with the settings of `policy`",
-        "set it there, or critic.backbone to own", besides=("critic.backbone",)),
+        "set it there, or critic.backbone to own", excluded=("critic.backbone",)),
     ConditionalFields(
         ("reference.*",), lambda config, _: derive(config).uses_reference,
         "with algorithm.kl.coef=0 nothing needs a reference", "set reference.path to measure the KL from it",
@@ -224,15 +224,15 @@ def without_effect(config: StageConfig, *, warns: bool = False) -> Iterator[str]
     """
     rows = [row for stage, rows in CONDITIONAL_FIELDS.items() if isinstance(config, stage)
             for row in rows if row.warns == warns]
-    found: dict[tuple[str, str], list[str]] = {}
+    values_by_reason: dict[tuple[str, str], list[str]] = {}
     for path, section, value in changed_fields(config):
         for row in rows:
-            named = path not in row.besides and any(fnmatchcase(path, pattern) for pattern in row.fields)
-            if named and not row.act_if(config, section):
+            matches = path not in row.excluded and any(fnmatchcase(path, pattern) for pattern in row.fields)
+            if matches and not row.act_if(config, section):
                 reason = row.reason.format(config=config, section=section)
-                found.setdefault((reason, row.fix), []).append(f"{path}={format_value(value)}")
+                values_by_reason.setdefault((reason, row.fix), []).append(f"{path}={format_value(value)}")
                 break
-    for (reason, fix), values in found.items():
+    for (reason, fix), values in values_by_reason.items():
         has, it = ("has", "it") if len(values) == 1 else ("have", "them")
         yield f"{', '.join(values)} {has} no effect: {reason}; leave {it} out" + (f", or {fix}" if fix else "")
 

@@ -30,16 +30,16 @@ def scorer_rewards(name: str, option: str = "--scorer") -> dict[str, RewardConfi
     if name.startswith(("http://", "https://")):
         return _parsed({"http": {"type": "http", "urls": [name]}}, f"{option} {name}")
     if Path(name).suffix in YAML:
-        return _parsed(_section(Path(name)), name)
+        return _parsed(_section(Path(name), option), name)
     if ":" in name:
         return _parsed({"function": {"type": "function", "function": name}}, f"{option} {name}")
     return _parsed({"model": {"type": "model", "path": name}}, f"{option} {name}")
 
 
-def _section(file: Path) -> Any:
+def _section(file: Path, option: str) -> Any:
     """The `rewards` section of a YAML file, or the whole file when it is nothing else."""
     if not file.is_file():
-        raise ConfigError(f"{file} does not exist; name one of: {KNOWN}")
+        raise ConfigError(f"{option}: {file} does not exist; name one of: {KNOWN}")
     values = read_yaml(file).values
     return values.get("rewards", values)
 

@@ -174,8 +174,8 @@ class CriticConfig(PPOLearnerConfig):
 
     backbone: Literal["own", "policy"] = "own"
     """A separate model, or a value head on the policy. With "policy", one model is trained with the settings of
-    `policy` on both losses (`algorithm.value_coef`), no critic is started, and the rest of this section has no
-    effect."""
+    `policy` on both losses (`algorithm.value_coef`), no critic is started, and other fields of this section are
+    refused."""
     init: Literal["policy", "reward"] = "policy"
     """Start from the policy's weights with a new head, or from the reward model (the only one of `rewards`) with its
     head. With the latter, values leak the reward while λ < 1; the default avoids that."""

@@ -14,8 +14,8 @@ from rlhf_ray.errors import WorkerError, WorkerLost, first_line
 from rlhf_ray.observability.spans import StepClock, Task
 
 T = TypeVar("T")
-SIBLING_GRACE_S = 5.0
-"""Time for the other ranks of a sharded model to end a call in which one has failed."""
+PEER_GRACE_S = 5.0
+"""Time for the other ranks of a sharded model to end a call after one has failed in it."""
 
 
 class WorkerDispatcher:
@@ -72,14 +72,14 @@ class WorkerDispatcher:
         """
         rank = await self.scheduler.acquire(work)
         try:
-            call = await self._called(self.group.replica(rank), method, *arguments, phase=phase, outputs=outputs)
+            call = await self._call_replica(self.group.replica(rank), method, *arguments, phase=phase, outputs=outputs)
             value = None if index is None else await call.value(index)
             self.scheduler.finished[rank] += 1
             return call, value
         finally:
             self.scheduler.release(rank, work)
 
-    async def _called(self, ranks: Sequence[int], method: str, *arguments: Any, phase: str, outputs: int) -> Call:
+    async def _call_replica(self, ranks: Sequence[int], method: str, *arguments: Any, phase: str, outputs: int) -> Call:
         """The call, finished. Ranks of a sharded model make it together; the first one's results are the call's."""
         if len(ranks) == 1:
             return await finished(self.group.call(ranks[0], method, *arguments, outputs=outputs), phase,
@@ -97,18 +97,18 @@ class WorkerDispatcher:
         """Wait until all ranks of a sharded model have made the same call.
 
         When one fails, the others may wait for it in a collective call without end, or fail because of it. So they get
-        only `SIBLING_GRACE_S`; then all of them are replaced, unless they have all ended with results or with the
+        only `PEER_GRACE_S`; then all of them are replaced, unless they have all ended with results or with the
         role's own errors, which leave them in step.
 
         Raises:
-            WorkerLost: a rank was lost, or has left the others waiting.
+            WorkerLost: a rank was lost, or failed while others did not end the call.
             RLHFError: the role's own error.
         """
         tasks = [asyncio.ensure_future(finished(call, phase, self.health.clock)) for call in calls]
         try:
             _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if waiting and not any(map(_rank_lost, _errors(tasks))):
-                _, waiting = await asyncio.wait(waiting, timeout=SIBLING_GRACE_S)
+                _, waiting = await asyncio.wait(waiting, timeout=PEER_GRACE_S)
             errors = _errors(tasks)
         finally:
             for task in tasks:
@@ -122,8 +122,9 @@ class WorkerDispatcher:
         if in_step or none_began:
             raise errors[0]
         error, call = next((error, call) for call, task in zip(calls, tasks, strict=True) for error in _errors([task]))
-        broke = WorkerLost(f"{call.worker} left the others that hold its model waiting: {first_line(error)}", call.role,
-                           call.rank, call.fence.incarnation, call.method, "broke", time.monotonic() - call.started)
+        broke = WorkerLost(f"{call.worker} failed in a call that all ranks of its model make together: "
+                           f"{first_line(error)}", call.role, call.rank, call.fence.incarnation, call.method, "broke",
+                           time.monotonic() - call.started)
         if isinstance(error, WorkerLost):  # an argument is lost, and has to be produced again
             self.health.lost(broke)
             raise error

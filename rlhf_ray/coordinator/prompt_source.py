@@ -78,18 +78,18 @@ class PromptSource:
         return (await self.reader.call("rows", list(dict.fromkeys(rows)), self.table)).ref
 
 
-def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig], began: Mapping[str, Contents]) -> Ready:
+def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig], contents: Mapping[str, Contents]) -> Ready:
     """A callback that opens the tables again in a restarted reader, with the same rows under the same numbers. It
     raises CheckpointError if a data set has changed since.
 
     Args:
-        began: contents of each table when it was first opened; tables that were not opened yet are missing.
+        contents: digests of each table when it was first opened; tables that were not opened yet are missing.
     """
     async def ready(rank: int, readmit: Callable[[], None]) -> str:
         for table, config in tables.items():
             opened = await reader.call(rank, "open", table, config).value()
-            if table in began:
-                check_contents(began[table], opened["contents"])
+            if table in contents:
+                check_contents(contents[table], opened["contents"])
         readmit()
         return "its tables read again"
 

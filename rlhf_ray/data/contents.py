@@ -1,5 +1,5 @@
 """What a run's data sets contained when it began: a digest of the rows of each, which a resume and every later reading
-compare, so that rows are not repeated or missed in silence because a file changed."""
+compare, so that no row is repeated or missed unnoticed because a file changed."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ def check_contents(began: Sequence[Sequence[str]], present: Sequence[Sequence[st
     Raises:
         CheckpointError: the rows of one are others; names it.
     """
-    for (former, digest), (source, found) in zip(began, present, strict=False):
-        if digest != found:
+    for (former, digest), (source, present_digest) in zip(began, present, strict=False):
+        if digest != present_digest:
             where = source if source == former else f"{source} (then {former})"
             raise CheckpointError(
-                f"the rows of {where} are not those that the run began with (digest {found[:12]}, then {digest[:12]}): "
-                "some would be repeated or missed; restore the data, or start a new run in another run.dir")
+                f"the rows of {where} are not those that the run began with (digest {digest[:12]} then, "
+                f"{present_digest[:12]} now): some would be repeated or missed; restore the data, or start a new run "
+                "in another run.dir")
     if len(began) != len(present):
         raise CheckpointError(f"the run began with {len(began)} data sets ({', '.join(name for name, _ in began)}), "
                               f"and now there are {len(present)}; set them back, or start a new run in another run.dir")

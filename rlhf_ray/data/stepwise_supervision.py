@@ -149,12 +149,12 @@ def _labels(rows: Rows, i: int, column: str, steps: StepsConfig, count: int) -> 
         raise DataError(f"{rows.place(i)}: {len(labels)} labels in column {column!r} for {count} steps; give one for "
                         "each, null where there is none")
     words = {steps.good: 1.0, steps.bad: 0.0, **{text: 2.0 + n for n, text in enumerate(steps.others)}}
-    found = []
+    values = []
     for n, label in enumerate(labels):
         if isinstance(label, str) and label in words:
-            found.append(words[label])
+            values.append(words[label])
         elif label is None:
-            found.append(np.nan)
+            values.append(np.nan)
         elif not isinstance(label, bool | int | float) or label < 0 or label > 1:
             raise DataError(f"{rows.place(i)}: {column}[{n}] is {label!r}; a label is true, false, a number from 0 to "
                             f"1, {', '.join(map(repr, words))} or null")
@@ -162,8 +162,8 @@ def _labels(rows: Rows, i: int, column: str, steps: StepsConfig, count: int) -> 
             raise DataError(f"{rows.place(i)}: {column}[{n}] is {label!r}, a probability of a good step over a bad "
                             "one, but there are steps.others; leave them empty, or label each step by a token")
         else:
-            found.append(float(label))
-    return np.array(found, dtype=np.float64)
+            values.append(float(label))
+    return np.array(values, dtype=np.float64)
 
 
 def _list(rows: Rows, i: int, column: str, of: str) -> list[Any]:

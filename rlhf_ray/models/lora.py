@@ -148,11 +148,11 @@ class Adapters:
         Args:
             tensors: the parameters `published_sources(names)`, whole.
         """
-        found = {}
+        whole = {}
         for name, source in zip(names, self.published_sources(names), strict=True):
             scaling = self.layers[source.removesuffix(B)].scaling if source.endswith(B) else 1.0
-            found[name] = scaling * tensors[source].float()
-        return found
+            whole[name] = scaling * tensors[source].float()
+        return whole
 
     def describe(self) -> dict[str, Any]:
         """The base model and the adapters' shape, without which saved adapters cannot be used."""

@@ -46,8 +46,8 @@ def check_router(model: ModelConfig | NewModelConfig, section: str, coef: float)
 class RouterBalance:
     """Records the router logits of a model's training passes by hooks.
 
-    Padding is left out, also the filler at the end of a packed pass. What activation checkpointing computes again in the
-    backward pass is not recorded.
+    Padding is left out, also the filler at the end of a packed pass. What activation checkpointing computes again in
+    the backward pass is not recorded.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -6,8 +6,7 @@ Nothing is started and no weight is loaded: a configuration, the shapes of its m
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_ray.config.combination_checks import BYTES_PER_TOKEN, BYTES_PER_VALUE
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.combination_checks import experience_bytes_per_token
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.planning.batch_layout import batch_layout_of, counted
@@ -114,8 +113,8 @@ def checkpoint_bytes(config: StageConfig, roles: Sequence[Role]) -> float:
         total += FLOAT * (1 + MOMENTS + average) * trained(role.placement, role.models[0])
     if isinstance(config, PPOConfig) and config.coordinator.max_staleness:
         longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
-        per_token = BYTES_PER_TOKEN + BYTES_PER_VALUE * (config.algorithm.has_critic + derive(config).uses_reference)
-        total += float(per_token) * config.coordinator.max_staleness * config.coordinator.samples_per_step * longest
+        per_token = float(experience_bytes_per_token(config))
+        total += per_token * config.coordinator.max_staleness * config.coordinator.samples_per_step * longest
     return total
 
 

@@ -87,15 +87,15 @@ class ProcessModelSource(LocalSource[ProcessReward]):
         with_steps = np.flatnonzero([len(marks) > 0 for marks in places])
 
         def judged(plan: list[RowNumbers]) -> list[NDArray[np.float64]]:
-            found: dict[int, NDArray[np.float64]] = {}
+            by_row: dict[int, NDArray[np.float64]] = {}
             for part in plan:
                 batch = with_steps[part]
                 starts = np.cumsum(lengths[batch]) - lengths[batch]
                 marks = [start + np.array(places[i]) for start, i in zip(starts, batch, strict=True)]
                 logits = self._model(*self._tensors([rows[i] for i in batch], lengths[batch], np.concatenate(marks)))
                 good = step_values(logits, self._ids.labels, self._ids.values).double().cpu().numpy()
-                found |= zip(part, np.split(good, np.cumsum([len(m) for m in marks])[:-1]), strict=True)
-            return [found.get(row, np.zeros(0)) for row in range(len(with_steps))]
+                by_row |= zip(part, np.split(good, np.cumsum([len(m) for m in marks])[:-1]), strict=True)
+            return [by_row.get(row, np.zeros(0)) for row in range(len(with_steps))]
 
         probabilities: list[NDArray[np.float64]] = [np.zeros(0)] * len(rows)
         of_rows = self._divided(lengths[with_steps], max(self._budget, int(lengths.max())), judged)

@@ -303,8 +303,8 @@ class Generator:
             if any(len(mask) == request.top_logprobs < self._vocabulary for mask in completion.masks):
                 raise ModelError(
                     f"{self.name}: with generator.sampling.top_k={request.sampling.top_k} a token was sampled among at "
-                    f"least {request.top_logprobs} tokens, because so many are equally likely, and its sampling mask is "
-                    "not completely known; set top_k to 0")
+                    f"least {request.top_logprobs} tokens, because so many are equally likely, and its sampling mask "
+                    "is not completely known; set top_k to 0")
 
 
 def build_engine(settings: EngineSettings, in_flight: Literal["keep", "abort"] = "keep") -> SamplingEngine:

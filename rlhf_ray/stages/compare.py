@@ -147,9 +147,9 @@ async def _scored(name: str, model: ModelConfig, answers: list[RewardRequest]) -
 def _sampling_text(sampling: SamplingConfig) -> str:
     """Temperature, truncation and length, and whatever else was set."""
     always = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, top-k {sampling.top_k}"
-    others = {"min-p": sampling.min_p, "repetition penalty": sampling.repetition_penalty - 1 and
-              sampling.repetition_penalty, "min tokens": sampling.min_tokens, "stop": sampling.stop,
-              "stop token ids": sampling.stop_token_ids}
+    penalty = sampling.repetition_penalty if sampling.repetition_penalty != 1 else None
+    others = {"min-p": sampling.min_p, "repetition penalty": penalty, "min tokens": sampling.min_tokens,
+              "stop": sampling.stop, "stop token ids": sampling.stop_token_ids}
     given = [f"{name} {value}" for name, value in others.items() if value]
     return ", ".join([always, *given, f"{sampling.max_tokens} tokens"])
 

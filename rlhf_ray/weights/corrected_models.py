@@ -1,4 +1,4 @@
-"""Models of vLLM that compute something else than transformers', corrected. vLLM imports them when it needs them."""
+"""Corrections of vLLM's models whose results differ from those of transformers. vLLM imports them when needed."""
 
 from __future__ import annotations
 

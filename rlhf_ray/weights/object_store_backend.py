@@ -119,7 +119,7 @@ class ObjectStoreWeightTransferEngine(WeightTransferEngine[NoInitInfo, BucketInf
 
 
 class WorkerExtension:
-    """Methods that vLLM's workers get; `worker_extension_cls` names it, so that they also import this module."""
+    """Methods that vLLM adds to its workers (`worker_extension_cls`), which import this module for it."""
 
     get_model: Callable[[], Any]
 

@@ -1,7 +1,7 @@
 """Stop strings: where a response's text completes one of some strings.
 
-vLLM cannot look for them, because it has no tokenizer here. So responses with stop strings are reported after every
-token, decoded as rewards decode them, and ended by the engine at the token that completes a string.
+vLLM runs without a tokenizer here, and cannot search for them. So it reports responses with stop strings after every
+token, they are decoded as rewards decode them, and the request is aborted at the token that completes a string.
 """
 
 from __future__ import annotations

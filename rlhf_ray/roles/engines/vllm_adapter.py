@@ -121,8 +121,8 @@ def _memory(generation: GenerationConfig) -> dict[str, Any]:
 
 
 def _operators(settings: EngineSettings) -> dict[str, Any]:
-    """vLLM's rotary embedding on CPUs takes keys and queries for contiguous, which latent attention's are not, and so
-    turns the wrong values; torch's own operations do not."""
+    """torch's own rotary embedding for latent attention on CPUs: vLLM 0.32's kernel assumes that queries and keys are
+    contiguous, which they are not there, and rotates the wrong values."""
     if settings.generation.gpus or not any(name.startswith("Deepseek") for name in settings.architectures):
         return {}
     return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}

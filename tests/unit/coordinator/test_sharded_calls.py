@@ -6,7 +6,7 @@ import asyncio
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.coordinator.dispatcher import SIBLING_GRACE_S
+from rlhf_ray.coordinator.dispatcher import PEER_GRACE_S
 from rlhf_ray.errors import SampleError, WorkerError, WorkerLost
 from tests.unit.coordinator.losses import ReplacementHarness, lost
 
@@ -110,7 +110,7 @@ def test_an_argument_that_one_rank_lost_is_produced_again_and_the_ranks_are_repl
     async def asked():
         with pytest.raises(WorkerLost) as error:
             await scorers.ask("a")
-        await asyncio.sleep(SIBLING_GRACE_S + 5)
+        await asyncio.sleep(PEER_GRACE_S + 5)
         return error.value.kind
 
     assert run_in_virtual_time(asked()) == "result"
