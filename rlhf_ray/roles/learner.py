@@ -151,8 +151,12 @@ class Learner:
     def shares(self, mini_batch: Any, meter: AverageMeter) -> Iterator[Tensor]:
         """This rank's parts of the mini-batch's loss; the sum over all ranks and micro-batches is the loss."""
         for part, counted in self.parts(mini_batch):
-            share = self.share(part, mini_batch, counted, meter)
-            yield share + self._balancing(part, mini_batch, counted, meter) if self._router_balance else share
+            yield self.balanced_share(part, mini_batch, counted, meter)
+
+    def balanced_share(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
+        """As `share`, with the auxiliary loss of the routers if configured."""
+        share = self.share(part, whole, counted, meter)
+        return share + self._balancing(part, whole, counted, meter) if self._router_balance else share
 
     def _balancing(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
         """The auxiliary loss of the routers in the pass over some rows, by their share of the mini-batch's tokens."""

@@ -135,8 +135,8 @@ class PolicyLearner(Learner):
         `TrainEngine.step` drops all gradients of the step on all ranks."""
         parts, own = list(self.parts(mini_batch)), AverageMeter()
         for part, counted in parts[:-1]:
-            yield self.share(part, mini_batch, counted, own)
-        last = self.share(parts[-1][0], mini_batch, parts[-1][1], own)
+            yield self.balanced_share(part, mini_batch, counted, own)
+        last = self.balanced_share(parts[-1][0], mini_batch, parts[-1][1], own)
         self._kl_exceeded = own.means()["approx_kl"] > (self.algorithm.target_kl or 0.0)
         meter.merge(own)
         yield last * math.nan if self._kl_exceeded else last

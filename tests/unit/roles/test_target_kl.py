@@ -114,3 +114,28 @@ def test_the_total_loss_is_the_sum_that_is_minimised():
         0, 0.0, experience()))
     assert critic["loss"] == pytest.approx(((RETURNS - 0.5) ** 2).mean() / 2)
     assert policy["total_loss"] == pytest.approx(policy["loss"] + 0.7 * critic["loss"])
+
+
+@pytest.mark.parametrize("cls", [PolicyLearner, ActorCriticLearner])
+def test_the_routers_are_balanced_in_every_step_with_a_target_too(cls):
+    class Balance:
+        def loss(self):
+            return torch.tensor(3.0)
+
+    def losses(**algorithm):
+        learner, found = learner_of(cls, **algorithm), []
+        if coefficient:
+            learner.config = learner.config.model_copy(update={"router_aux_loss_coef": coefficient})
+            learner._router_balance = Balance()
+        step = learner.engine.step
+        learner.engine.step = lambda parts: step([found.append(sum(kept := list(parts))), *kept][1:])
+        stats = (learner.update if cls is PolicyLearner else learner.update_both)(0, 0.0, experience())
+        return torch.stack(found), stats[0] if isinstance(stats, tuple) else stats
+
+    coefficient = 0.0
+    without, _ = losses(target_kl=9.0)
+    coefficient = 0.5
+    balanced, stats = losses(target_kl=9.0)
+    torch.testing.assert_close(balanced - without, torch.full((4,), 0.5 * 3.0))
+    assert stats.metrics["router_aux_loss"] == pytest.approx(3.0)
+    torch.testing.assert_close(balanced, losses()[0])
