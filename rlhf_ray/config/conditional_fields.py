@@ -51,7 +51,11 @@ def _has_critic(config: PPOConfig, _: Any) -> bool:
 
 
 def _writes_prompts(_: Any, data: DemonstrationsConfig) -> bool:
-    return data.prompt is not None or any(source.prompt is not None for source in data.mix)
+    return any(part.prompt is not None for part in data.parts())
+
+
+def _has_conversations(_: Any, data: DemonstrationsConfig) -> bool:
+    return any(part.messages is not None for part in data.parts())
 
 
 def _beyond_files(_: Any, section: Any) -> bool:
@@ -105,7 +109,7 @@ _SFT = (
         ("data.response", "data.as_chat"), _writes_prompts, "data.prompt is empty, so rows are whole texts or "
         "conversations", "set data.prompt"),
     ConditionalFields(
-        ("data.system",), lambda config, data: data.messages is not None or _writes_prompts(config, data),
+        ("data.system",), lambda config, data: _has_conversations(config, data) or _writes_prompts(config, data),
         "rows are whole texts, not chat messages", "set data.messages or data.prompt"),
 )
 _PREFERENCES = (

@@ -169,3 +169,12 @@ def functions_of(file: str) -> set[str]:
 def test_the_test_that_shows_it_exists(row):
     file, _, name = row.test.partition("::")
     assert name in functions_of(file), f"{row.test} is not there; name the test that shows {row.fields}"
+
+
+def test_a_system_message_acts_where_any_part_of_a_mix_has_conversations(tmp_path):
+    parts = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
+    values = {"model": {"path": "m"}, "data": {"system": "Be brief.", "mix": parts}}
+    assert "whole texts" in refusal("sft", values, tmp_path)
+    parts[1]["messages"] = "talk"
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(values))
+    assert load(STAGES["sft"], tmp_path / "c.yaml", []).data.system == "Be brief."
