@@ -90,9 +90,12 @@ class RunState:
             CheckpointError: the state is incomplete, or as `PromptCursor.load_state_dict`.
         """
         check_complete(state, self.state_dict(), "the checkpoint's state of the run")
-        former = dict(state["held_out"])  # of an evaluation that is kept; others may be configured anew
-        same = [part for part in self.held_out if part[0] in former]
-        check_contents([[name, former[name]] for name, _ in same], same)
+        # Of an evaluation that is kept; others may be configured anew. One file may be several parts of a mix.
+        for source in {name for name, _ in self.held_out}:
+            former, present = ([part for part in parts if part[0] == source]
+                               for parts in (state["held_out"], self.held_out))
+            if len(former) == len(present):
+                check_contents(former, present)
         self.cursor.load_state_dict(state["cursor"])
         self.kl.load_state_dict(state["kl"])
         self.scores.load_state_dict(state["scores"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,14 @@ from rlhf_ray.errors import CheckpointError
 Contents = list[list[str]]
 """[source, digest] of each data set, in order."""
 
-ENCODER = json.JSONEncoder(sort_keys=True, default=str, separators=(",", ":"))
+
+def _as_text(value: Any) -> str:
+    """The text of a value that JSON cannot hold, without the address in memory that Python's text of an object may
+    contain, as that of an image does: it differs at every reading."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", str(value))
+
+
+ENCODER = json.JSONEncoder(sort_keys=True, default=_as_text, separators=(",", ":"))
 
 
 class RowDigest:

@@ -68,6 +68,15 @@ def test_held_out_rows_that_changed_are_refused_by_name_and_other_files_are_not(
         again.load_state_dict(state.state_dict())
 
 
+def test_held_out_parts_of_one_data_set_are_compared_each_with_its_own():
+    state, again = used(), fresh()
+    state.held_out = again.held_out = [["team/set", "1f"], ["other.jsonl", "3f"], ["team/set", "2f"]]
+    again.load_state_dict(json.loads(json.dumps(state.state_dict())), PLACES)
+    again.held_out = [["team/set", "1f"], ["team/set", "3f"]]
+    with pytest.raises(CheckpointError, match=r"the rows of team/set are not those .*digest 3f, then 2f"):
+        again.load_state_dict(state.state_dict())
+
+
 @pytest.mark.parametrize("normalisation, mean, deviation", [
     ("none", 0.0, 1.0), ("scale", 0.0, 7**0.5), ("standardise", 3.0, 7**0.5),  # of 1, 2 and 6
 ])

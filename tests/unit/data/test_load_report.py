@@ -63,6 +63,20 @@ def test_a_digest_is_of_every_column_of_all_rows_in_their_order_and_of_no_name()
     assert whole not in changed and len(set(changed)) == 4
 
 
+def test_a_digest_of_objects_does_not_depend_on_where_they_are_in_memory():
+    class Image:
+        pass
+
+    def digest(**columns):
+        report = LoadReport("saved")
+        report.keep(Rows("saved", [{"prompt": "a", **columns}], [1]), {})
+        return contents_of([report])[0][1]
+
+    images = Image(), Image()
+    assert str(images[0]) != str(images[1]) and digest(image=images[0]) == digest(image=images[1])
+    assert digest(image=images[0]) != digest(image=None)
+
+
 def test_no_row_left_is_an_error_with_reasons_and_fix():
     report = LoadReport("rows.jsonl")
     report.keep(ROWS, {"long": where(0, 1, 2, 3)})
