@@ -61,6 +61,14 @@ class SamplingConfig(Section):
                              "numbered from 0")
         return self
 
+    @property
+    def kind(self) -> str:
+        """In words, what one batch of training responses has in common: the temperature, at which learners compute, and
+        the kind of sampling mask (see `records.SampleRows.mask_sizes`)."""
+        among = "all tokens, stop tokens later" if self.min_tokens else "all tokens"
+        among = "the top_k tokens" if self.top_k else among
+        return f"temperature={self.temperature:g} among {among}"
+
     def same_distribution(self, other: "SamplingConfig") -> bool:
         """Whether tokens are sampled from the same distributions, given the same tokens before them."""
         names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_tokens"]

@@ -45,14 +45,15 @@ class Recovery:
 
     def __init__(self, store: CheckpointStore, roles: RoleGroups, state: RunState, buffer: ReplayBuffer,
                  geometry: Mapping[str, int | str], ledger: Ledger, old_logprobs: str = "policy",
-                 files: RunFiles | None = None) -> None:
+                 sampling: str = "", files: RunFiles | None = None) -> None:
         """
         Args:
             geometry: values of the configuration (by field) that must be the same when the run resumes.
             old_logprobs: which ones experience contains, see `Derived.old_logprobs`. If that has changed when the run
                 resumes, as it may with another max_staleness, ready experience is generated again.
+            sampling: `SamplingConfig.kind` of the training responses; if it has changed, the same.
         """
-        self.geometry, self.old_logprobs = geometry, old_logprobs
+        self.geometry, self.old_logprobs, self.sampling = geometry, old_logprobs, sampling
         self.store, self.roles, self.state, self.buffer = store, roles, state, buffer
         self.ledger, self.files = ledger, files or RunFiles()
         self.longest_pause_s = 0.0
@@ -84,7 +85,7 @@ class Recovery:
                     "geometry": dict(self.geometry), "run": self.state.state_dict(),
                     "buffer": self.buffer.state_dict(),
                     "summaries": [[entry.order, summary_state(entry.summary)] for entry in waiting],
-                    "old_logprobs": self.old_logprobs,
+                    "old_logprobs": self.old_logprobs, "sampling": self.sampling,
                 })
                 await asyncio.gather(*(group.values("begin_save", str(directory.absolute() / group.role))
                                        for group in self.roles.learners()))
@@ -176,6 +177,8 @@ class Recovery:
             dropped = self._drop_waiting(saved, "made with old log-probabilities of the "
                                          f"{saved['old_logprobs']}, and the run resumed with those of the "
                                          f"{self.old_logprobs}")
+        elif (former := saved.get("sampling", self.sampling)) != self.sampling:
+            dropped = self._drop_waiting(saved, f"sampled with {former}, and the run resumed with {self.sampling}")
         refs = {}
         for entry in saved["buffer"]["ready"]:
             path = directory.absolute() / f"experience_{entry['order']}.npz"

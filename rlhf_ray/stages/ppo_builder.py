@@ -63,7 +63,8 @@ class CoordinatorBuilder:
         evaluator = None
         if config.evaluation and self.held_out:
             evaluator = Evaluator(config, roles, calls, self.held_out, progress.warn_once)
-        recovery = Recovery(self.store, roles, state, buffer, geometry_of(config), ledger, derived.old_logprobs, files)
+        recovery = Recovery(self.store, roles, state, buffer, geometry_of(config), ledger, derived.old_logprobs,
+                            config.generator.sampling.kind, files)
         best = BestKeeper(config.checkpoint, self.directory, self.store, state.best,
                           lambda place: export_policy(coordinator, evaluations, place, term))
         profiler = StepProfiler(self.directory, roles, config.logging.profile_step, progress.note,

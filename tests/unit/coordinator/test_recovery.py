@@ -10,6 +10,7 @@ import pytest
 
 from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.coordinator.chunk import Chunk
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.run_state import RunState
@@ -222,12 +223,23 @@ def test_a_run_that_ends_lets_its_checkpoint_come_to_an_end_unless_it_is_in_a_hu
     assert [path.name for path in tmp_path.iterdir() if "tmp-step" in path.name] == []
 
 
-def test_experience_with_other_old_logprobs_than_updates_need_now_is_made_again(tmp_path, summary):
-    """As when a run with one optimizer step a batch goes on at max_staleness 0, where the update gives them itself."""
+@pytest.mark.parametrize(("field", "former", "now", "why"), [
+    # As when a run with one optimizer step a batch goes on at max_staleness 0, where the update gives them itself.
+    ("old_logprobs", "policy", "update",
+     "made with old log-probabilities of the policy, and the run resumed with those of the update"),
+    ("sampling", SamplingConfig(temperature=0.7).kind, SamplingConfig(top_k=50).kind,
+     "sampled with temperature=0.7 among all tokens, and the run resumed with temperature=1 among the top_k tokens"),
+    ("sampling", SamplingConfig(min_tokens=4).kind, SamplingConfig().kind,
+     "sampled with temperature=1 among all tokens, stop tokens later, and the run resumed with temperature=1 among all "
+     "tokens"),
+])
+def test_experience_of_another_kind_than_updates_need_now_is_made_again(
+        tmp_path, summary, field, former, now, why):
     keys = [SampleKey(0, row, 0) for row in range(6)]
 
     async def run():
         _, state, buffer, recovery = setting(tmp_path)
+        setattr(recovery, field, former)
         places = [buffer.reserve(2, 0) for _ in range(2)]
         begin(recovery.ledger, keys[:4], 0)
         recovery.ledger.generated(keys[2:4], "generator/0")
@@ -237,7 +249,7 @@ def test_experience_with_other_old_logprobs_than_updates_need_now_is_made_again(
         where = await saved(recovery)
 
         _, again, other, restored = setting(tmp_path)
-        restored.old_logprobs = "update"
+        setattr(restored, field, now)
         restored.ledger = Ledger.resume(tmp_path / "resumed.sqlite", where / LEDGER, FACTS)
         await restored.restore(where)
         with closing(open_for_reading(restored.ledger.path)) as db:
@@ -247,7 +259,7 @@ def test_experience_with_other_old_logprobs_than_updates_need_now_is_made_again(
     again, buffer, reason = asyncio.run(run())
     assert again.returned == [*keys[2:4], *keys[4:]] and buffer.ready_entries() == []
     assert {order: chunk.keys for order, chunk in again.chunks.items()} == {0: keys[:2]}
-    assert reason == "made with old log-probabilities of the policy, and the run resumed with those of the update"
+    assert reason == why
 
 
 def test_other_ranks_and_another_estimator_are_refused_by_name(tmp_path):
