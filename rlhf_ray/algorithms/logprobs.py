@@ -72,7 +72,7 @@ class SamplingMask:
     """True: the listed tokens only. False: all but the listed ones."""
 
     def padded(self, count: int) -> "SamplingMask":
-        """With so many tokens more, sampled among token 0 only, or among all."""
+        """The mask with `count` more tokens, which were sampled among token 0 only (`only`) or among all."""
         listed = pad(self.listed, (0, 0, 0, count), value=-1)
         if self.only:
             listed[len(self.listed) :, 0] = 0

@@ -30,7 +30,7 @@ def sampling_of(stop: list[str] | None, stop_token_id: list[int] | None, **optio
     """Sampling settings from the options.
 
     Raises:
-        ConfigError: they cannot be sampled with.
+        ConfigError: an option is invalid, or has no effect; names it.
     """
     from pydantic import ValidationError
 
@@ -47,7 +47,7 @@ def sampling_of(stop: list[str] | None, stop_token_id: list[int] | None, **optio
     except ValidationError as error:
         problems = [": ".join([*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ")])
                     for problem in error.errors()]
-        raise ConfigError(f"the options of sampling cannot be used: {'; '.join(problems)}") from None
+        raise ConfigError(f"invalid sampling options: {'; '.join(problems)}") from None
 
 
 def prepare_engine() -> None:

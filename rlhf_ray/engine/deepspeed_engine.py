@@ -42,7 +42,7 @@ class StepResult:
     """Global gradient norm before clipping; not finite if the step was not applied."""
     learning_rate: float
     ends_update: bool = False
-    """Whether this step, which was then not applied, and the rest of the update are left out on purpose."""
+    """Whether the update ends before this step, which was then not applied (`algorithm.target_kl`)."""
 
 
 class TrainEngine:
@@ -54,7 +54,7 @@ class TrainEngine:
         self.config = config
         self.total_steps = total_steps
         self.optimizer_steps = 0
-        """Position in the learning rate's schedule: optimizer steps applied, or passed over, so far."""
+        """Position in the learning rate's schedule: optimizer steps applied or skipped by `pass_over` so far."""
         self.consecutive_skipped_updates = 0
         """Consecutive updates that applied no step; see `count_update`."""
         self.world = dist.get_world_size()

@@ -177,7 +177,7 @@ def load_checkpoint_weights(model: nn.Module, weights: Iterable[tuple[str, Tenso
 
 
 def _without_direct(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Loads the sinks and the head's bias, and passes everything else on."""
+    """The tensors other than sinks and the head's bias, which are loaded here."""
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -274,7 +274,7 @@ def load_adapter(model: nn.Module, tensors: dict[str, Tensor], rank: int) -> Non
     absent = sorted(adapter.loras.keys() - manager.modules.keys())
     if absent:
         raise ModelError(f"vLLM's {type(model).__name__} has no layer for the adapter of {absent[0]} ({len(absent)} of "
-                         f"{len(adapter.loras)} are missing)")
+                         f"{len(adapter.loras)} are missing); name other layers in policy.lora.targets")
     manager.activate_adapter(ADAPTER_ID)
 
 

@@ -1,4 +1,4 @@
-"""Logits of given hidden states by the model's own way from its backbone's output to logits.
+"""Logits of given hidden states, computed as the model computes them from its backbone's output.
 
 Families differ there: soft-caps, scales, biases, further layers. So the family's forward pass itself runs, on a shallow
 copy of the model whose backbone returns the given states instead of computing some.
@@ -30,7 +30,7 @@ class _BackboneOutput:
 
 
 class _GivenStates:
-    """Stands in for a backbone: returns the states, and has all other attributes of the backbone."""
+    """Replaces a backbone: a call returns the states, and attributes are those of the backbone."""
 
     def __init__(self, backbone: nn.Module, states: Tensor) -> None:
         self._backbone, self.states, self.calls = backbone, states, 0

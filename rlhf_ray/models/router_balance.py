@@ -17,7 +17,7 @@ from rlhf_ray.models.config_json import pretrained_config
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+BALANCED_FAMILIES = ("gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Families (`model_type`) whose routers can be balanced: transformers trains them with this loss."""
 
 
@@ -37,10 +37,10 @@ def check_router(model: ModelConfig | NewModelConfig, section: str, coef: float)
         family: str = model.architecture.family
     else:
         family = pretrained_config(model).model_type
-    if family not in FAMILIES:
+    if family not in BALANCED_FAMILIES:
         raise ModelError(f"{section}.router_aux_loss_coef={coef:g} balances the routers of a mixture of experts, but "
                          f"transformers trains no routers of the family {family!r} with this loss; set it to 0, or use "
-                         f"a model of one of the families {', '.join(FAMILIES)}")
+                         f"a model of one of the families {', '.join(BALANCED_FAMILIES)}")
 
 
 class RouterBalance:

@@ -29,7 +29,7 @@ from rlhf_ray.planning.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Adapted:
+class GeneratorAdapters:
     """Adapters that a generator computes with."""
 
     rank: int
@@ -42,7 +42,7 @@ class Adapted:
         return 3 * self.nbytes + tokens * shape.intermediate * self.rank * float(shape.bytes_per_value)
 
 
-WITHOUT_ADAPTERS = Adapted(0, 0.0)
+WITHOUT_ADAPTERS = GeneratorAdapters(0, 0.0)
 
 
 def is_async(config: GenerationConfig) -> bool:
@@ -52,7 +52,7 @@ def is_async(config: GenerationConfig) -> bool:
 
 def generator_memory(
     config: GenerationConfig, shape: ModelShape, longest: int, device: Hardware, bucket_bytes: float,
-    through_memory: float = 0.0, adapters: Adapted = WITHOUT_ADAPTERS,
+    through_memory: float = 0.0, adapters: GeneratorAdapters = WITHOUT_ADAPTERS,
 ) -> Memory:
     """Memory of one generator.
 
@@ -85,7 +85,7 @@ def generator_memory(
     return Memory(device=parts, host=host)
 
 
-def _on_cpu(config: GenerationConfig, shape: ModelShape, adapters: Adapted, longest: int) -> Memory:
+def _on_cpu(config: GenerationConfig, shape: ModelShape, adapters: GeneratorAdapters, longest: int) -> Memory:
     head = shape.vocabulary * shape.hidden * shape.bytes_per_value if shape.tied else 0
     received = 2.0 * (shape.weight_bytes + head)
     if adapters.rank:

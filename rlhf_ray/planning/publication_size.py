@@ -7,7 +7,7 @@ from rlhf_ray.planning.memory_breakdown import gib
 from rlhf_ray.planning.model_shape import ModelShape
 
 LIKE_LLAMA = "llama"
-"""Stands for the family of a shape from the table of known models, whose families are all published alike."""
+"""Family of shapes without one, which are from the table of known models: publications of all these are alike."""
 
 
 def adapter_bytes(config: PPOConfig, shape: ModelShape) -> float | None:

@@ -19,7 +19,7 @@ from rlhf_ray.config.stages import (
     StageConfig,
 )
 from rlhf_ray.planning.hardware import CORE, Hardware
-from rlhf_ray.planning.inference_memory import WITHOUT_ADAPTERS, Adapted, generator_memory, scorer_memory
+from rlhf_ray.planning.inference_memory import WITHOUT_ADAPTERS, GeneratorAdapters, generator_memory, scorer_memory
 from rlhf_ray.planning.learner_memory import Training, learner_memory
 from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, LOGITS, MIB, READER, RUNTIME, SMALL, Memory
 from rlhf_ray.planning.model_shape import ModelShape
@@ -69,7 +69,9 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     # One call to a scorer is a chunk, or with staleness, where chunks are batched, up to all samples in flight.
     batched = config.coordinator.max_staleness > 0
     samples = concurrency_of(config.coordinator, config.generator) if batched else config.generator.chunk
-    added = Adapted(config.policy.lora.rank, adapters) if config.policy.lora and adapters else WITHOUT_ADAPTERS
+    added = WITHOUT_ADAPTERS
+    if config.policy.lora and adapters:
+        added = GeneratorAdapters(config.policy.lora.rank, adapters)
     roles = [_generator(config.generator, shape, named, longest, bucket, through_memory, added)]
     if derived.starts_reference:
         frozen = shapes(derived.reference_model, "reference")
@@ -97,7 +99,7 @@ def _supervised(config: SFTConfig | RewardModelConfig | ProcessRewardConfig, sha
 
 
 def _generator(config: GenerationConfig, shape: ModelShape, named: str, longest: int, bucket: float,
-               through_memory: float = 0.0, adapters: Adapted = WITHOUT_ADAPTERS) -> Role:
+               through_memory: float = 0.0, adapters: GeneratorAdapters = WITHOUT_ADAPTERS) -> Role:
     return Role("generator", config, (shape,), named,
                 lambda device: generator_memory(config, shape, longest, device, bucket, through_memory, adapters))
 

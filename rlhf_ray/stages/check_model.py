@@ -38,8 +38,8 @@ class Part:
     function: str
     """`module:name`; takes the model, and the longest row unless `reads_text`; returns an outcome for each of
     `rows`."""
-    does: str
-    """For the progress line."""
+    activity: str
+    """What it does, for the progress line."""
     reads_text: bool = False
     """Whether it takes no longest row, and needs no process of its own."""
     advice: str = ""
@@ -121,7 +121,7 @@ def run(options: CheckOptions, progress: Callable[[str], None] = lambda _: None)
             skipped += part.rows
             outcomes += [Outcome(row, "not checked", f"--skip {name}") for row in part.rows]
             continue
-        progress(f"{', '.join(part.rows)}: {part.does}")
+        progress(f"{', '.join(part.rows)}: {part.activity}")
         outcomes += outcomes_of(part, model, options.tokens)
     return CheckReport(model.path, kind, model.dtype, outcomes, tuple(skipped))
 

@@ -47,13 +47,7 @@ def preflight(config: PPOConfig) -> None:
         _check_other_model(config, derived.reference_model, "reference")
         check_family(derived.reference_model, "reference", {Use.LANGUAGE}, rows)
     if derived.starts_critic:
-        if config.critic.path:
-            _check_other_model(config, derived.critic_model, "critic")
-            has_scalar_head(derived.critic_model, "critic")
-        source = "critic" if config.critic.path else f"critic.init={config.critic.init}"
-        check_family(derived.critic_model, source, {Use.SCALAR}, rows)
-        check_adapters(config.critic, derived.critic_model, "critic", scalar=True)
-        check_router(derived.critic_model, "critic", config.critic.router_aux_loss_coef)
+        _check_critic(config, derived.critic_model, rows)
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
     if config.evaluation:
@@ -61,6 +55,16 @@ def preflight(config: PPOConfig) -> None:
     check_fit(config)
     for section in (config.prompts, held_out) if held_out else (config.prompts,):
         check_first_rows(section, config.model)
+
+
+def _check_critic(config: PPOConfig, model: ModelConfig, rows: tuple[int, str]) -> None:
+    """Refuse a model that cannot be the critic; `rows` as `longest` of `check_family`."""
+    if config.critic.path:
+        _check_other_model(config, model, "critic")
+        has_scalar_head(model, "critic")
+    check_family(model, "critic" if config.critic.path else f"critic.init={config.critic.init}", {Use.SCALAR}, rows)
+    check_adapters(config.critic, model, "critic", scalar=True)
+    check_router(model, "critic", config.critic.router_aux_loss_coef)
 
 
 def _check_other_model(config: PPOConfig, model: ModelConfig, section: str) -> None:

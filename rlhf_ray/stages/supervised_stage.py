@@ -107,7 +107,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
                     health = HealthMonitor(config.cluster, log)
                     health.register_learners([learners])
                     restart = LearnerRestart(config.cluster.max_learner_restarts, health, [learners], store,
-                                             partial(_start_again, learners, data, config.cluster.start_timeout_s),
+                                             partial(_restart_learners, learners, data, config.cluster.start_timeout_s),
                                              progress.warn, files)
                     detector = HeartbeatDetector(health.watched, config.cluster.heartbeat_timeout_s, health.silent)
 
@@ -126,29 +126,29 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
             "probe_seconds": {learners.role: round(probe_seconds, 3)}, **run.evaluation, **run.keeper.summary()}
 
 
-async def _start_again(learners: WorkerGroup, data: "_Data", timeout_s: float) -> None:
-    """Start learners whose processes are new, and give them the rows."""
+async def _restart_learners(learners: WorkerGroup, data: "_TrainingData", timeout_s: float) -> None:
+    """Start learners in new processes, and send them the rows."""
     await start_learners(learners, timeout_s)
-    await data.hand_to(learners)
+    await data.send_to(learners)
 
 
 @dataclass(frozen=True)
-class _Data:
+class _TrainingData:
     """The rows of a run, in the object store."""
 
     rows: Sequence[Any]
     """References to training rows and held-out rows."""
     summary: DataSummary
 
-    async def hand_to(self, learners: WorkerGroup) -> None:
-        """Give all ranks the rows, which they use without a copy."""
+    async def send_to(self, learners: WorkerGroup) -> None:
+        """Send all ranks the rows, which they use without a copy."""
         calls = learners.call_all("take", *self.rows, self.summary.sizes, self.summary.weights)
         await asyncio.gather(*(call.done() for call in calls))
 
 
 async def _prepare(
     stage: SupervisedStage, runtime: Runtime, progress: StageProgress
-) -> tuple[WorkerGroup, _Data, float]:
+) -> tuple[WorkerGroup, _TrainingData, float]:
     """Start learners and read the data at the same time, then pass the data to the learners.
 
     Returns:
@@ -177,8 +177,8 @@ async def _prepare(
     (call, summary), started = await asyncio.gather(read(), start_learners(learners, config.cluster.start_timeout_s))
     progress.note(sizes_note(learners.role, started[0]))
     progress.note(probe_note(learners.role, started[0]))
-    data = _Data(call.refs[:2], summary)
-    await data.hand_to(learners)
+    data = _TrainingData(call.refs[:2], summary)
+    await data.send_to(learners)
     reader.kill()
     return learners, data, started[0]["probe_seconds"]
 

@@ -142,7 +142,7 @@ def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
 
 
 def _adapters(adapters: AdapterSettings | None) -> dict[str, Any]:
-    """One adapter, on those layers only that have one."""
+    """Engine arguments for one adapter, on the layers that it has only."""
     if adapters is None:
         return {}
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(rank for rank in RANKS if rank >= adapters.rank),

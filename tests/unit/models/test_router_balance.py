@@ -9,14 +9,14 @@ from rlhf_ray.errors import ModelError
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.models.router_balance import FAMILIES, RouterBalance, check_router
+from rlhf_ray.models.router_balance import BALANCED_FAMILIES, RouterBalance, check_router
 from tests.tiny_families import DECODERS, MIXTURE, config_of, randomised
 
 LENGTHS = (5, 1, 9, 32, 12)
 TOKENS = torch.randint(2, 64, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=BALANCED_FAMILIES)
 def plain(request, tmp_path):
     """Transformers' own model, saved in `directory`."""
     model = randomised(transformers.AutoModelForCausalLM.from_config(
