@@ -39,7 +39,7 @@ def supports_attention_interface(model: type[PreTrainedModel]) -> bool:
     """Whether a family calls registered attention implementations, and passes on to them what its model is given.
 
     Source: 5.19.0, modeling_utils.py (`PreTrainedModel._supports_attention_backend`).
-    Missing: transformers documents it for authors of models, without a way to ask.
+    Missing: transformers documents it for authors of models, without a public query.
     Otherwise: learners of families that are not listed in `model_families` run on padded rows, or fail when they start.
     """
     return bool(model._supports_attention_backend)

@@ -68,7 +68,7 @@ class SupervisedStage:
     learner: type[SupervisedLearner]
     reader: type[DataReader]
     method: str
-    """The reader's method that returns training rows, held-out rows and (row count, report)."""
+    """The reader's method that returns training rows, held-out rows and a `DataSummary`."""
     card: Callable[[int, Mapping[str, float]], ModelCardInfo]
     reading: tuple[Any, ...] = ()
     """Arguments of the reader's method besides the section `data`."""
