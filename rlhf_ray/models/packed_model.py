@@ -31,8 +31,8 @@ def runs_packed(model: "PreTrainedModel") -> bool:
 
 def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) -> Tensor:
     """[T, hidden] last hidden states of packed rows: in one row with attention over packed rows if the model was loaded
-    with it, else in a grid with transformers' own attention. The grid is padded at the ends of rows, to which no earlier
-    token attends in a causal model."""
+    with it, else in a grid with transformers' own attention. The grid is padded at the ends of rows, to which no
+    earlier token attends in a causal model."""
     backbone = model.get_decoder()
     if not runs_packed(model):
         mask = packing.to_grid(torch.ones_like(tokens))

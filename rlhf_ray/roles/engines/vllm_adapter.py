@@ -14,8 +14,6 @@ from rlhf_ray.config.adapter_publication import RANKS
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.errors import ConfigError, WorkerError
 from rlhf_ray.internals.vllm import ADAPTER_ID, BACKENDS, model_class
-from rlhf_ray.models.lora import layer_in_file
-from rlhf_ray.models.lora_targets import last_names
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 
@@ -145,6 +143,9 @@ def _adapters(adapters: AdapterSettings | None) -> dict[str, Any]:
     """Engine arguments for one adapter, on the layers that it has only."""
     if adapters is None:
         return {}
+    from rlhf_ray.models.lora import layer_in_file  # imports torch, which reads `generator_environment`
+    from rlhf_ray.models.lora_targets import last_names
+
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(rank for rank in RANKS if rank >= adapters.rank),
             "lora_target_modules": last_names(map(layer_in_file, adapters.shapes))}
 
