@@ -117,7 +117,8 @@ class SupervisedRun:
             await self.learners.values("begin_save", str(directory.absolute() / self.learners.role))
             await parts_on_disk([self.learners], checkpoints.timeout_s)
             await checkpoints.run(save_state, directory / STATE, {
-                "step": self.step, "best": self.best.state_dict(), "contents": self.contents})
+                "step": self.step, "best": self.best.state_dict(), "contents": self.contents,
+                "geometry": order_of_rows(self.config)})
         await checkpoints.run(self.store.commit, directory, self.step)
 
     async def restore(self, path: Path) -> None:
@@ -153,3 +154,15 @@ class SupervisedRun:
 
     def _due(self, every: int) -> bool:
         return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
+
+
+def order_of_rows(config: SupervisedConfig) -> dict[str, int | str]:
+    """Values of the configuration, by field, on which depends which rows an update visits: a resumed run needs the same
+    ones, or rows would be repeated or missed, and held-out ones trained on."""
+    return {
+        "run.seed": config.run.seed,
+        "training.batch_size": config.training.batch_size,
+        "data.held_out": f"{config.data.held_out:g}",
+        "data.max_tokens": config.data.max_tokens,
+        "data.mix (weights)": ", ".join(f"{weight:g}" for weight in config.data.weights),
+    }

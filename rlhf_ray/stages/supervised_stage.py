@@ -53,7 +53,7 @@ from rlhf_ray.stages.runtime import (
     start_learners,
 )
 from rlhf_ray.stages.supervised_attempts import SupervisedAttempts
-from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun
+from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun, order_of_rows
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
     with owned_directory(stage.config, resume) as directory:
         if resume:
             fetch_uploaded(stage.config, directory)
-            check_resume(stage.config, stage.config.run.steps)
+            check_resume(stage.config, stage.config.run.steps, order_of_rows(stage.config))
         return run_stage(stage.config, directory, resume, lambda session: _run(stage, directory, session, resume))
 
 
