@@ -23,7 +23,6 @@ from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.data.load_report import left_out_lines
 from rlhf_ray.observability.control_files import answering
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import StageProgress
@@ -45,7 +44,14 @@ from rlhf_ray.stages.ppo_roles import (
     with_generators,
 )
 from rlhf_ray.stages.preflight import check_resume
-from rlhf_ray.stages.runtime import fetch_uploaded, newest_checkpoint, open_runtime, owned_directory, run_stage
+from rlhf_ray.stages.runtime import (
+    fetch_uploaded,
+    newest_checkpoint,
+    open_runtime,
+    owned_directory,
+    run_stage,
+    write_left_out,
+)
 
 __all__ = ["finalize_ledger", "preflight", "run", "show_live"]
 
@@ -91,7 +97,7 @@ async def _run(
             progress.note(f"{len(roles.generators)} generators, as set by `rlhf-ray scale` (configured: {configured})")
         prompts, held_out = await start_roles(config, runtime, roles, progress)
         left_out = [*prompts.left_out, *(held_out.left_out if held_out else [])]
-        await files.records.run(directory.write_text, directory.left_out.name, left_out_lines(left_out))
+        await write_left_out(directory, left_out)
         timeout_s = config.cluster.heartbeat_timeout_s
         phases = Phases(config.generator, config.policy, config.critic, roles)
         weights = WeightSync(config.weights, roles, timeout_s, phases)

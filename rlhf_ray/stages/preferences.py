@@ -18,7 +18,6 @@ from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.data.contents import Contents
-from rlhf_ray.data.load_report import left_out_lines
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.faults import FaultLog
@@ -30,7 +29,7 @@ from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
 from rlhf_ray.stages.preflight import check_context, check_data, check_first_rows, check_model, check_stop_tokens
-from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage
+from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage, write_left_out
 from rlhf_ray.stages.scorers import check_scorer
 
 
@@ -78,8 +77,7 @@ async def _sample_pairs(config: PreferencesStageConfig, directory: RunDirectory)
     async with open_runtime(config) as runtime:
         log = FaultLog(directory.faults, print, print, directory.term, directory.files.records)
         sampler = await _Sampler.start(config, runtime, HealthMonitor(config.cluster, log))
-        lines = left_out_lines(sampler.prompts.left_out)
-        await directory.files.records.run(directory.write_text, directory.left_out.name, lines)
+        await write_left_out(directory, sampler.prompts.left_out)
         with StageProgress("preferences", sampler.prompts.rows) as progress:
             for report in sampler.prompts.reports:
                 progress.note(report)

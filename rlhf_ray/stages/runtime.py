@@ -21,6 +21,7 @@ from rlhf_ray.config.derived import model_paths, placements_of
 from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.data.load_report import LeftOutRows, left_out_lines
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import DiskStalled, RLHFError, StoppedEarly, SupersededError, UploadError
 from rlhf_ray.files.writer_thread import HURRY_S, FileThread, RunFiles
@@ -128,6 +129,11 @@ def sizes_note(role: str, started: Mapping[str, float]) -> str:
     trained, parameters = started["trained"], started["parameters"]
     share = "" if trained == parameters else f" of {parameters:,.0f} ({trained / parameters:.2%})"
     return f"{role} trains {trained:,.0f}{share} parameters"
+
+
+async def write_left_out(directory: RunDirectory, rows: LeftOutRows) -> None:
+    """Write the rows of the data sets that were left out, with their reasons, to left_out.jsonl."""
+    await directory.files.records.run(directory.write_text, directory.left_out.name, left_out_lines(rows))
 
 
 @contextmanager

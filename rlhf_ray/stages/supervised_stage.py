@@ -19,7 +19,6 @@ from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.data.load_report import left_out_lines
 from rlhf_ray.data.stepwise_format import StepTokens
 from rlhf_ray.errors import ConfigError, DiskStalled
 from rlhf_ray.models.loading import load_tokenizer
@@ -51,6 +50,7 @@ from rlhf_ray.stages.runtime import (
     run_stage,
     sizes_note,
     start_learners,
+    write_left_out,
 )
 from rlhf_ray.stages.supervised_attempts import SupervisedAttempts
 from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun, order_of_rows
@@ -102,8 +102,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
             with stop.listening():
                 async with open_runtime(config, progress.note) as runtime:
                     learners, data, probe_seconds = await _prepare(stage, runtime, progress)
-                    lines = left_out_lines(data.summary.left_out)
-                    await files.records.run(directory.write_text, directory.left_out.name, lines)
+                    await write_left_out(directory, data.summary.left_out)
                     health = HealthMonitor(config.cluster, log)
                     health.register_learners([learners])
                     restart = LearnerRestart(config.cluster.max_learner_restarts, health, [learners], store,
