@@ -153,7 +153,7 @@ def test_the_text_s_loss_is_added_with_its_coefficient(modules):
 
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence"])
-def test_the_critic_s_loss_is_added_per_token_with_its_coefficient(modules, aggregate):
+def test_the_critic_s_loss_is_added_with_its_coefficient_and_averaged_as_the_policy_s_is(modules, aggregate):
     module, part, meter = modules[ActorCriticLearner], batch(), AverageMeter()
     both = total(learner(ActorCriticLearner, module, aggregate=aggregate), part, meter)
     alone = learner(PolicyLearner, lambda *args, mask: module(*args, mask=mask)[:2], aggregate=aggregate)
@@ -163,8 +163,10 @@ def test_the_critic_s_loss_is_added_per_token_with_its_coefficient(modules, aggr
     mask = part.response_mask
     near = np.clip(values, part.values[mask] - 0.2, part.values[mask] + 0.2)
     worst = np.maximum((values - part.returns[mask]) ** 2, (near - part.returns[mask]) ** 2)
-    assert float((both - policy).detach()) == pytest.approx(VALUE_COEF * 0.5 * worst.mean(), rel=1e-6)
-    assert meter.means()["critic/loss"] == pytest.approx(0.5 * worst.mean(), rel=1e-6)
+    rows = np.repeat(np.arange(len(part)), part.lengths)[mask]
+    expected = 0.5 * (worst.mean() if aggregate == "token" else np.mean([worst[rows == r].mean() for r in set(rows)]))
+    assert float((both - policy).detach()) == pytest.approx(VALUE_COEF * expected, rel=1e-6)
+    assert meter.means()["critic/loss"] == pytest.approx(expected, rel=1e-6)
     assert meter.means()["loss"] == pytest.approx(float(policy), rel=1e-6)
 
 
