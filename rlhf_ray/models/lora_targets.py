@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
+WEIGHTS_READ = frozenset({"jamba", "mamba", "mamba2", "nemotron_h"})
+"""Families whose mixers read their layers' weights without calling the layers, and so compute without the adapters."""
 HEAD = "score"
 """Name of a scalar model's head. It is new or nearly so, and is therefore trained in full."""
 
@@ -29,11 +31,12 @@ def check_targets(targets: list[str], model: ModelConfig, field: str, scalar: bo
     Raises:
         ModelError: names the field, the value and the layers that exist.
     """
-    if targets == [ALL_LINEAR]:
+    shape = pretrained_config(model)
+    if targets == [ALL_LINEAR] and shape.model_type not in WEIGHTS_READ:
         return
     from transformers import AutoModelForCausalLM
 
-    shape, build = pretrained_config(model), new_classifier if scalar else AutoModelForCausalLM.from_config
+    build = new_classifier if scalar else AutoModelForCausalLM.from_config
     with torch.device("meta"):
         skeleton = build(shape, trust_remote_code=model.trust_remote_code)
     chosen_layers(skeleton, targets, field)
@@ -46,8 +49,13 @@ def chosen_layers(model: "PreTrainedModel", targets: list[str], field: str = "lo
     `layers.0.self_attn.q_proj` that of the first.
 
     Raises:
-        ModelError: a target is not a linear layer of the model, or is its scalar head or a head tied to the embedding.
+        ModelError: a target is not a linear layer of the model, or is its scalar head or a head tied to the embedding;
+            or the family does not compute with adapters.
     """
+    if model.config.model_type in WEIGHTS_READ:
+        raise ModelError(f"{field}={targets}: models of the family {model.config.model_type!r} cannot have adapters: "
+                         "their mixers read the weights of layers without calling the layers, so adapters would be "
+                         "left out; remove lora to train all weights")
     output = model.get_output_embeddings()
     layers = {name: layer for name, layer in linear_layers(model).items() if name != HEAD}
     if targets == [ALL_LINEAR]:

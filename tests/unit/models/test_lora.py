@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from rlhf_ray.config.learner import LoRAConfig
+from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.lora import Adapters, adapter_shapes, digest, layer_in_file
-from rlhf_ray.models.lora_targets import chosen_layers, shortest_targets
+from rlhf_ray.models.lora_targets import check_targets, chosen_layers, shortest_targets
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
 from tests.tiny_families import DECODERS, config_of
@@ -31,6 +32,18 @@ def shapes(model):
 def merge_whole(adapters, model):
     names, tensors = [name for name, _ in adapters.base_shapes(shapes(model))], dict(model.named_parameters())
     return adapters.merged(names, {name: tensors[name].detach() for name in adapters.sources(names)})
+
+
+@pytest.mark.parametrize("family", ["jamba", "mamba2"])
+def test_families_that_compute_without_their_adapters_are_refused(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    shape = config_of(family, **DECODERS[family])
+    with pytest.raises(ModelError, match=rf"lora.targets=.*{family}.*cannot have adapters.*remove lora"):
+        Adapters(AutoModelForCausalLM.from_config(shape), LORA, "base")
+    shape.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"policy.lora.targets=\['all-linear'\]"):
+        check_targets(["all-linear"], ModelConfig(path=str(tmp_path)), "policy.lora.targets", scalar=False)
 
 
 def test_a_merged_weight_by_hand():
