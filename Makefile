@@ -34,7 +34,7 @@ quickstart: install ## Run the whole way, data to tuned policy, in a few minutes
 example: install ## Teach sums by rewarding right answers, in a few minutes on two cores
 	@$(BIN)/rlhf-ray example arithmetic $(ARGS)
 
-test: install-test ## Run the default tests, in about eight minutes on two cores
+test: install-test ## Run the default tests, in about ten minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-all: ## Run all tests that need no GPU, with the optional packages (W&B, MLflow, S3) installed

@@ -12,7 +12,7 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 EXPECTED_S = 12 * 60
-"""The default suite takes about eight minutes on two quiet cores. Machines are noisy: past this it only warns."""
+"""The default suite takes about ten minutes on two quiet cores. Machines are noisy: past this it only warns."""
 _started = pytest.StashKey[float]()
 
 
@@ -47,5 +47,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     seconds = time.monotonic() - config.stash[_started]
     if seconds > EXPECTED_S and config.option.markexpr == "not slow and not gpu":
         terminalreporter.write_line(
-            f"The suite took {seconds / 60:.0f} minutes; two quiet cores need about eight. Its slowest tests "
+            f"The suite took {seconds / 60:.0f} minutes; two quiet cores need about ten. Its slowest tests "
             "are listed above; see what else the machine does.", yellow=True)
