@@ -1,11 +1,14 @@
 """Settings of all tests: which run together in one process, and what the suite says of its own duration."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.threads import one_torch_thread
 
 # How long one example takes says more about the machine's other work than about the code.
 settings.register_profile("any machine", deadline=None)
@@ -40,6 +43,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes with one thread in the test."""
+    with one_torch_thread():
+        yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -39,17 +39,16 @@ from tests.cluster.generators import (
     reference_logprobs,
 )
 from tests.models import make_tiny_llama
+from tests.threads import one_torch_thread
 
 
 @pytest.fixture(scope="module")
 def loop():
     """The event loop that generators of this file live in; the references are computed with one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
-    torch.set_num_threads(threads)
+    with one_torch_thread():
+        loop = asyncio.new_event_loop()
+        yield loop
+        loop.close()
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from rlhf_ray.roles.generator import Generator
 from rlhf_ray.weights.publisher import Publisher
 from tests.cluster.generator_families import MODELS, TIED, UNTIED, VOCAB, make_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = 6
 CONTEXT = 96
 KEYS = [SampleKey(0, row, 0) for row in range(ROWS)]
@@ -24,14 +25,6 @@ CASES = [*((name, "float32", False) for name in MODELS if name not in TIED),
          *((name, "bfloat16", name in TIED) for name in MODELS)]
 QUICK = [("mixtral", "float32", False)]
 """In the default suite, which has a dense family in `test_generator.py`."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def prompts():

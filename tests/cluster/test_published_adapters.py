@@ -24,17 +24,10 @@ from tests.cluster.generator_families import VOCAB as TOKENS
 from tests.cluster.generators import CONTEXT, KEYS, LONG, PROMPTS, SHORT, VOCAB, gap, load_model
 from tests.models import make_tiny_llama
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LORA = LoRAConfig(rank=4, alpha=12)
 FLOAT32 = 1e-4
 """Largest difference between log-probabilities of a generator and of a learner."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Learner:

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.stages.runtime import open_runtime, start_learners
 from tests.cluster.learners.learner_bench import LearnerBench
 from tests.cluster.learners.plain_torch import make_experiences
+from tests.threads import one_torch_thread
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,12 +36,10 @@ def floor(shared_ray):
     """A runtime with room for all ranks, and a loop to call them from; benches are made once."""
     from rlhf_ray.cluster.session import ray_session
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     config = StageConfig(pools={"default": PoolConfig(cpus=2)},
                          cluster=ClusterConfig(dashboard=False, object_store_mb=128, call_timeout_s=120))
     loop = asyncio.new_event_loop()
-    with ray_session(config.cluster, config.pools, "learners"):
+    with one_torch_thread(), ray_session(config.cluster, config.pools, "learners"):
         room = open_runtime(config)
         place = loop.run_until_complete(room.__aenter__())
         try:
@@ -50,7 +48,6 @@ def floor(shared_ray):
         finally:
             loop.run_until_complete(room.__aexit__(None, None, None))
             loop.close()
-    torch.set_num_threads(threads)
 
 
 def spawn(place, ranks, name):

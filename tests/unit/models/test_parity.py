@@ -21,6 +21,7 @@ from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel,
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from tests.tiny_families import DECODERS, config_of, randomised
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LIMITS = RowLimits(150, 256)
 POSITIONS = 512
 RIGHT = ("llama", "qwen2", "mistral", "gemma2", "gpt_oss", "cohere", "opt", "bloom", "mamba")
@@ -41,15 +42,6 @@ def plain_passes(monkeypatch):
     own = attention.Kind
     monkeypatch.setattr(attention, "Kind", lambda dropout, scale, *_: own(dropout, scale))
     monkeypatch.setattr(packed_model, "logits_of", lambda model, states: model.get_output_embeddings()(states))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Many small products: threads would wait for one another most of the time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def packed(model):
