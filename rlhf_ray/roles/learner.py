@@ -24,7 +24,7 @@ from rlhf_ray.roles.async_checkpoint import Writers
 from rlhf_ray.roles.learner_state import LearnerState
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, score_columns, share_of
 from rlhf_ray.roles.profiling import TorchProfile
-from rlhf_ray.roles.publication import Publication, PublishedModel
+from rlhf_ray.roles.publication import Publication, PublishedModel, PublishedTensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,7 +70,7 @@ class Learner:
         self.config, self._published_as, self.model_config = config, model, model.model_copy(update=own)
         self.rank, self.world, self.seed = rank, world, seed
         self.total_steps, self.longest = total_steps, longest or config.micro_batch_tokens
-        self.lockstep = config.zero_stage == 3
+        self.lockstep = config.is_sharded
         """Whether every forward pass is a collective call."""
         self.mapped = self.lockstep and not config.lora
         """Whether the model is memory-mapped from its files and becomes float32 while it is sharded, layer by layer."""
@@ -122,8 +122,12 @@ class Learner:
         self.engine.release_gathered()
         self.state = LearnerState(self.engine, self.adapters, self.rank)
         self.published = PublishedModel(self.engine, self.adapters, self._published_as, self.rank, self.lockstep)
-        self.publication.model = self.published
+        self.publication.model = self.published_tensors()
         return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **sizes, **compared}
+
+    def published_tensors(self) -> PublishedTensors:
+        """What publications send to the generators: the model."""
+        return self.published
 
     def build(self) -> "nn.Module":
         """The packed module to train."""

@@ -32,7 +32,7 @@ from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 from rlhf_ray.roles.ppo_update import loss_count, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
-from rlhf_ray.roles.publication import PublishedAdapters
+from rlhf_ray.roles.publication import PublishedAdapters, PublishedTensors
 
 
 class PolicyLearner(Learner):
@@ -61,12 +61,15 @@ class PolicyLearner(Learner):
     def start(self, address: str, timeout_s: float) -> dict[str, float]:
         """As `Learner.start`; the average of the weights starts at the initial weights."""
         numbers = super().start(address, timeout_s)
-        if self._publishes_adapters and self.adapters:
-            self.publication.model = PublishedAdapters(
-                self.engine, self.adapters, self.model_config.dtype, self.rank, self.lockstep)
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
         return numbers
+
+    def published_tensors(self) -> PublishedTensors:
+        """The adapters alone, if generators compute with them; else the model."""
+        if self._publishes_adapters and self.adapters:
+            return PublishedAdapters(self.engine, self.adapters, self.model_config.dtype, self.rank, self.lockstep)
+        return super().published_tensors()
 
     def take_pretraining_text(self, config: PtxConfig, text: Sequences, sizes: Sequence[int] | None = None,
                               contents: Contents | None = None) -> None:

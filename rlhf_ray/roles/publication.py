@@ -1,5 +1,6 @@
 """The trained model as others get it: exported in Hugging Face format, or published to the generators."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,17 +28,56 @@ Gather = Callable[[list[str]], dict[str, Tensor]]
 """Returns whole parameters of the trained module by name; called on every rank."""
 
 
-class PublishedModel:
-    """One rank's view of the model in its own precision, under the base model's names, with adapters merged in.
+class PublishedTensors(ABC):
+    """One rank's view of tensors that are computed from the trained module's parameters.
 
     Gathering is a collective call under ZeRO-3 (`lockstep`).
     """
 
+    def __init__(self, engine: TrainEngine, rank: int, lockstep: bool) -> None:
+        self.device, self._engine = engine.device, engine
+        self._rank, self._lockstep = rank, lockstep
+
+    @abstractmethod
+    def specs(self) -> list[TensorSpec]:
+        """Name, shape and precision of every tensor, in a fixed order."""
+
+    @abstractmethod
+    def changing(self) -> list[str]:
+        """Names of the tensors that training changes."""
+
+    def gather(self, names: list[str], source: Gather | None = None) -> dict[str, Tensor] | None:
+        """Whole tensors by name, on the CPU; None on other ranks than 0.
+
+        Args:
+            source: returns other parameters than the current ones.
+        """
+        if source is None and self._rank and not self._lockstep:
+            return None
+        parameters = (source or self._engine.gather)(self._sources(names))
+        return None if self._rank else self._computed(names, parameters)
+
+    def gather_in_place(self, names: list[str]) -> dict[str, Tensor]:
+        """As `gather`, on every rank, and on the device of the parameters."""
+        return self._computed(names, self._engine.gather(self._sources(names), in_place=True))
+
+    @abstractmethod
+    def _sources(self, names: list[str]) -> list[str]:
+        """Names of the parameters that these tensors are computed from."""
+
+    @abstractmethod
+    def _computed(self, names: list[str], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, from whole parameters."""
+
+
+class PublishedModel(PublishedTensors):
+    """The model in its own precision, under the base model's names, with adapters merged in."""
+
     def __init__(self, engine: TrainEngine, adapters: Adapters | None, model: ModelConfig | NewModelConfig, rank: int,
                  lockstep: bool) -> None:
         """`model`: its precision and tokenizer are those of the published model."""
-        self.device, self._engine, self._adapters, self._model = engine.device, engine, adapters, model
-        self._rank, self._lockstep = rank, lockstep
+        super().__init__(engine, rank, lockstep)
+        self._adapters, self._model = adapters, model
 
     def specs(self) -> list[TensorSpec]:
         """Name, shape and precision of every parameter, in a fixed order."""
@@ -49,21 +89,6 @@ class PublishedModel:
         """Names of the parameters that training changes."""
         trained = {name for name, p in self._engine.module.model.named_parameters() if p.requires_grad}
         return [name for name, *_ in self.specs() if trained.intersection(self._sources([name]))]
-
-    def gather(self, names: list[str], source: Gather | None = None) -> dict[str, Tensor] | None:
-        """Whole parameters by name, on the CPU; None on other ranks than 0.
-
-        Args:
-            source: returns other parameters than the current ones.
-        """
-        if source is None and self._rank and not self._lockstep:
-            return None
-        tensors = (source or self._engine.gather)(self._sources(names))
-        return None if self._rank else self._merged(names, tensors)
-
-    def gather_in_place(self, names: list[str]) -> dict[str, Tensor]:
-        """As `gather`, on every rank, and on the device of the parameters."""
-        return self._merged(names, self._engine.gather(self._sources(names), in_place=True))
 
     def export(
         self, directory: str, card: ModelCardInfo, term: Term | None = None, source: Gather | None = None
@@ -105,40 +130,31 @@ class PublishedModel:
     def _sources(self, names: list[str]) -> list[str]:
         return self._adapters.sources(names) if self._adapters else names
 
-    def _merged(self, names: list[str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return self._adapters.merged(names, tensors) if self._adapters else tensors
+    def _computed(self, names: list[str], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self._adapters.merged(names, parameters) if self._adapters else parameters
 
 
-class PublishedAdapters:
-    """One rank's view of the adapters alone, in the model's own precision (see `Adapters.published`).
-
-    Gathering is a collective call under ZeRO-3 (`lockstep`).
-    """
+class PublishedAdapters(PublishedTensors):
+    """The adapters alone, in the model's own precision (see `Adapters.published`)."""
 
     def __init__(self, engine: TrainEngine, adapters: Adapters, dtype: str, rank: int, lockstep: bool) -> None:
-        self.device, self._engine, self._adapters, self._dtype = engine.device, engine, adapters, dtype
-        self._rank, self._lockstep = rank, lockstep
+        super().__init__(engine, rank, lockstep)
+        self._adapters, self._dtype = adapters, dtype
 
     def specs(self) -> list[TensorSpec]:
-        """Name, shape and precision of every tensor, in a fixed order."""
+        """As `PublishedTensors.specs`."""
         return [(name, shape, self._dtype)
                 for name, shape in self._adapters.published_shapes(self._engine.parameter_shapes())]
 
     def changing(self) -> list[str]:
-        """Names of the tensors that training changes: all."""
+        """As `PublishedTensors.changing`: all."""
         return [name for name, *_ in self.specs()]
 
-    def gather(self, names: list[str]) -> dict[str, Tensor] | None:
-        """Whole tensors by name, on the CPU; None on other ranks than 0."""
-        if self._rank and not self._lockstep:
-            return None
-        tensors = self._engine.gather(self._adapters.published_sources(names))
-        return None if self._rank else self._adapters.published(names, tensors)
+    def _sources(self, names: list[str]) -> list[str]:
+        return self._adapters.published_sources(names)
 
-    def gather_in_place(self, names: list[str]) -> dict[str, Tensor]:
-        """As `gather`, on every rank, and on the device of the parameters."""
-        sources = self._adapters.published_sources(names)
-        return self._adapters.published(names, self._engine.gather(sources, in_place=True))
+    def _computed(self, names: list[str], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self._adapters.published(names, parameters)
 
 
 class Publication:
@@ -150,7 +166,7 @@ class Publication:
 
     def __init__(self, rank: int, lockstep: bool) -> None:
         self._rank, self._lockstep = rank, lockstep
-        self.model: PublishedModel | PublishedAdapters
+        self.model: PublishedTensors
         self._publisher: Publisher | None = None
         self._sender: Sender | None = None
 
