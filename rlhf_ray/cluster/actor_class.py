@@ -11,9 +11,7 @@ import ray
 
 from rlhf_ray.cluster.heartbeat import introduce
 from rlhf_ray.cluster.processes import own_processes
-from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.stages import ScorerConfig
 
 KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -121,6 +119,4 @@ def worker_environment(placement: PlacementConfig, more: Mapping[str, str]) -> d
 def _memory(placement: PlacementConfig) -> dict[str, str]:
     if placement.gpus:
         return {}
-    sharded = (isinstance(placement, LearnerConfig) and placement.zero_stage == 3) or (
-        isinstance(placement, ScorerConfig) and placement.shards > 1)
-    return GIVE_BACK_LARGE if sharded else KEEP_MEMORY
+    return GIVE_BACK_LARGE if placement.is_sharded else KEEP_MEMORY

@@ -16,7 +16,6 @@ from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_n
 from rlhf_ray.cluster.resource_pools import Pools, Seat
 from rlhf_ray.cluster.shared_memory import removed_after
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.stages import ScorerConfig
 from rlhf_ray.errors import RLHFError
 
 KILLED_S = 2.0
@@ -55,7 +54,6 @@ class WorkerGroup:
                 role's name when empty.
         """
         self.role, self._section = role, section or role
-        self._shards = placement.shards if isinstance(placement, ScorerConfig) else 1
         self.call_timeout_s = call_timeout_s
         self._class, self._placement, self._pools = actor_class(cls), placement, pools
         self._concurrency = 1000 if is_async(cls) else 1
@@ -76,8 +74,9 @@ class WorkerGroup:
     def replica(self, rank: int) -> list[int]:
         """The ranks that hold one copy of the role's models together with `rank`, itself included. They make every call
         together, and are started together."""
-        first = rank - rank % self._shards
-        return list(range(first, first + self._shards))
+        size = self._placement.replica_size
+        first = rank - rank % size
+        return list(range(first, first + size))
 
     def incarnation(self, rank: int) -> int:
         """Number of the rank's present process, counted from 1."""

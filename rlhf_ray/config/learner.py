@@ -112,6 +112,11 @@ class LearnerConfig(PlacementConfig):
         rate = cls.default_rate if given.get("lora") is None else round(LORA_RATE * cls.default_rate, 12)
         return {**given, "optimizer": {"learning_rate": rate, **optimizer}}
 
+    @property
+    def is_sharded(self) -> bool:
+        """As `PlacementConfig.is_sharded`."""
+        return self.zero_stage == 3
+
     @model_validator(mode="after")
     def _offload(self) -> "LearnerConfig":
         if self.offload_optimizer and not (self.gpus and self.zero_stage):

@@ -127,3 +127,13 @@ class PlacementConfig(Section):
     threads: int = Field(1, ge=1)
     """Compute threads of each worker. On CPUs keep the sum close to the number of cores: oversubscription halves
     speed."""
+
+    @property
+    def replica_size(self) -> int:
+        """Workers that hold one copy of the role's models together, and make every call together."""
+        return 1
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a worker holds shards of parameters and gathers them for each pass (ZeRO-3)."""
+        return self.replica_size > 1

@@ -206,6 +206,11 @@ class ScorerConfig(PlacementConfig):
     """Workers that hold one copy of a model together, each a shard of every parameter (ZeRO-3), for models larger than
     one GPU; `workers` is a multiple of it. They make every pass together, each over its share of the rows."""
 
+    @property
+    def replica_size(self) -> int:
+        """As `PlacementConfig.replica_size`."""
+        return self.shards
+
     @model_validator(mode="after")
     def _whole_copies(self) -> Self:
         if self.workers % self.shards:

@@ -9,14 +9,13 @@ from torch import nn
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.model_families import WITHOUT_ADAPTERS
 from rlhf_ray.models.scalar_head import new_classifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
-WEIGHTS_READ = frozenset({"jamba", "mamba", "mamba2", "nemotron_h"})
-"""Families whose mixers read their layers' weights without calling the layers, and so compute without the adapters."""
 HEAD = "score"
 """Name of a scalar model's head. It is new or nearly so, and is therefore trained in full."""
 
@@ -32,7 +31,7 @@ def check_targets(targets: list[str], model: ModelConfig, field: str, scalar: bo
         ModelError: names the field, the value and the layers that exist.
     """
     shape = pretrained_config(model)
-    if targets == [ALL_LINEAR] and shape.model_type not in WEIGHTS_READ:
+    if targets == [ALL_LINEAR] and shape.model_type not in WITHOUT_ADAPTERS:
         return
     from transformers import AutoModelForCausalLM
 
@@ -52,7 +51,7 @@ def chosen_layers(model: "PreTrainedModel", targets: list[str], field: str = "lo
         ModelError: a target is not a linear layer of the model, or is its scalar head or a head tied to the embedding;
             or the family does not compute with adapters.
     """
-    if model.config.model_type in WEIGHTS_READ:
+    if model.config.model_type in WITHOUT_ADAPTERS:
         raise ModelError(f"{field}={targets}: models of the family {model.config.model_type!r} cannot have adapters: "
                          "their mixers read the weights of layers without calling the layers, so adapters would be "
                          "left out; remove lora to train all weights")

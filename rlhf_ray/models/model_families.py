@@ -81,6 +81,8 @@ FAMILIES: dict[str, Family] = {
 }
 WINDOW_IN_MASK = frozenset({"doge", "phimoe", "qwen2_moe"})
 """Families that do not pass their sliding window to attention."""
+WITHOUT_ADAPTERS = frozenset({"jamba", "mamba", "mamba2", "nemotron_h"})
+"""Families whose mixers read their layers' weights without calling the layers, and so would leave out adapters."""
 
 
 def check_family(
