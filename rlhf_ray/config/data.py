@@ -42,6 +42,8 @@ class DataSection(Section):
 
     SECTION: ClassVar[str] = "data"
     """Name of the section in a stage's configuration."""
+    PATH: ClassVar[str] = "path"
+    """Name of the field `path` in that section."""
     COLUMNS: ClassVar[tuple[str, ...]] = ()
     """Fields that name columns."""
 
@@ -85,6 +87,11 @@ class DataSection(Section):
     def parts(self) -> list[Self]:
         """The section once for each data set: itself, or with each member of the mix filled in."""
         return [self._of(source) for source in self.sources] or [self]
+
+    def named_parts(self) -> list[tuple[str, Self]]:
+        """`parts`, each with the field that names its data set: "prompts.path", or "prompts.mix.0.path"."""
+        return [(f"{self.SECTION}.mix.{i}.path" if self.sources else f"{self.SECTION}.{self.PATH}", part)
+                for i, part in enumerate(self.parts())]
 
     def _of(self, source: MixedSource) -> Self:
         given = {name: value for name in type(source).model_fields if (value := getattr(source, name)) is not None}
@@ -137,6 +144,7 @@ class EvaluationPrompts(PromptsConfig):
     """Prompts of `evaluation`; its missing fields are taken from the training prompts."""
 
     SECTION = "evaluation"
+    PATH = "prompts"
 
 
 class DemonstrationsSource(MixedSource):

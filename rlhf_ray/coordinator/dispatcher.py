@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from rlhf_ray.cluster.calls import Call
@@ -90,38 +90,47 @@ class WorkerDispatcher:
                 raise WorkerLost(f"{self.group.role}/{first} was lost before {method} had its turn", self.group.role,
                                  first, self.group.incarnation(first), method, "stale")
             calls = [self.group.call(rank, method, *arguments, outputs=outputs) for rank in ranks]
-            await self._finished_together(calls, phase)
+            self._check_in_step(calls, await self._ended(calls, phase))
             return calls[0]
 
-    async def _finished_together(self, calls: Sequence[Call], phase: str) -> None:
-        """Wait until all ranks of a sharded model have made the same call.
+    async def _ended(self, calls: Sequence[Call], phase: str) -> list[tuple[Call, BaseException | None]]:
+        """Wait for the calls of all ranks of a sharded model; returns those that ended, with their errors.
 
         When one fails, the others may wait for it in a collective call without end, or fail because of it. So they get
-        only `PEER_GRACE_S`; then all of them are replaced, unless they have all ended with results or with the
-        role's own errors, which leave them in step.
+        only `PEER_GRACE_S`, and no time at all when a rank is lost.
+        """
+        tasks = [asyncio.ensure_future(finished(call, phase, self.health.clock)) for call in calls]
+        try:
+            done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if waiting and not any(_rank_lost(task.exception()) for task in done):
+                await asyncio.wait(waiting, timeout=PEER_GRACE_S)
+            return [(call, task.exception()) for call, task in zip(calls, tasks, strict=True) if task.done()]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def _check_in_step(self, calls: Sequence[Call], ended: Sequence[tuple[Call, BaseException | None]]) -> None:
+        """Raise the error of a call that all ranks of a sharded model made together. All of them are replaced, unless
+        they have all ended with results or with the role's own errors, which leave them in step.
+
+        Args:
+            ended: see `_ended`.
 
         Raises:
             WorkerLost: a rank was lost, or failed while others did not end the call.
             RLHFError: the role's own error.
         """
-        tasks = [asyncio.ensure_future(finished(call, phase, self.health.clock)) for call in calls]
-        try:
-            _, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            if waiting and not any(map(_rank_lost, _errors(tasks))):
-                _, waiting = await asyncio.wait(waiting, timeout=PEER_GRACE_S)
-            errors = _errors(tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        if not errors:
+        failed = [(call, error) for call, error in ended if error is not None]
+        if not failed:
             return
-        if lost := [error for error in errors if _rank_lost(error)]:
-            raise lost[0]
-        in_step = not waiting and not any(isinstance(error, WorkerError) for error in errors)
-        none_began = len(errors) == len(calls) and all(isinstance(error, WorkerLost) for error in errors)
+        for _, error in failed:
+            if _rank_lost(error):
+                raise error
+        call, error = failed[0]
+        in_step = len(ended) == len(calls) and not any(isinstance(error, WorkerError) for _, error in failed)
+        none_began = len(failed) == len(calls) and all(isinstance(error, WorkerLost) for _, error in failed)
         if in_step or none_began:
-            raise errors[0]
-        error, call = next((error, call) for call, task in zip(calls, tasks, strict=True) for error in _errors([task]))
+            raise error
         broke = WorkerLost(f"{call.worker} failed in a call that all ranks of its model make together: "
                            f"{first_line(error)}", call.role, call.rank, call.fence.incarnation, call.method, "broke",
                            time.monotonic() - call.started)
@@ -136,12 +145,7 @@ class WorkerDispatcher:
         return self.health.lost(error, work) if error.role == self.group.role else Decision.FAIL
 
 
-def _errors(tasks: Iterable[asyncio.Task[Call]]) -> list[BaseException]:
-    """Errors of the tasks that have failed so far."""
-    return [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception()) is not None]
-
-
-def _rank_lost(error: BaseException) -> bool:
+def _rank_lost(error: BaseException | None) -> bool:
     """Whether an error is the loss of a worker rather than of an object."""
     return isinstance(error, WorkerLost) and error.kind != "result"
 

@@ -5,12 +5,14 @@ weights, optimizer state and coordinator state of the same step. Generators, sco
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
-from rlhf_ray.errors import WorkerError, first_line
+from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.errors import RunInterrupted, WorkerError, first_line
 from rlhf_ray.files.writer_thread import RunFiles
 
 
@@ -18,37 +20,49 @@ class LearnerRestart:
     """Restarts the learners, and counts restarts without a new checkpoint in between."""
 
     def __init__(self, limit: int, health: HealthMonitor, learners: Sequence[WorkerGroup], store: CheckpointStore,
-                 start: Callable[[], Awaitable[None]], warn: Callable[[str], None],
+                 start: Callable[[], Awaitable[None]], warn: Callable[[str], None], stop: StopRequest,
                  files: RunFiles | None = None) -> None:
         """
         Args:
             limit: `cluster.max_learner_restarts`.
             health: decides whose loss it was.
             start: prepares new learners for `load`.
+            stop: when a stop is requested, learners are not restarted.
         """
         self._files = files or RunFiles()
         self._limit, self._health, self._learners, self._store = limit, health, learners, store
-        self._start, self._warn = start, warn
+        self._start, self._warn, self._stop = start, warn, stop
         self._losses = 0
         self._committed: int | None = None
         """Step of the newest checkpoint at the last loss of a learner."""
 
-    async def after(self, error: WorkerError) -> None:
-        """Replace all learners if `error` is the loss of one. The new ones have no weights: restore a checkpoint.
+    async def after(self, error: WorkerError) -> Checkpoint | None:
+        """Replace all learners if `error` is the loss of one. The new ones have no weights.
+
+        Returns:
+            The checkpoint to restore; None if there is none yet.
 
         Raises:
             WorkerError: no learner was lost (then `error` itself), or learners were lost too often without a new
                 checkpoint in between.
+            RunInterrupted: a stop was requested.
         """
+        if self._stop.requested:
+            raise RunInterrupted(f"stopped by {self._stop.requested} when a worker was lost; --resume continues from "
+                                 f"the last checkpoint, or starts over when there is none: {error}") from error
+        self._stop.can_save = False  # the last checkpoint is the state to continue from
+        began, first = time.perf_counter(), error
         while await self._health.decide(error) is Decision.RESTART_LEARNERS:
             await self._count(error)
             where = "the beginning" if self._committed is None else f"the checkpoint of step {self._committed}"
             self._warn(f"{first_line(error).rstrip('.')}. All learners are restarted; the run continues from {where}")
             try:
                 await self._replace_all()
-                return
             except WorkerError as again:
                 error = again
+                continue
+            self._health.log.learners_restarted(first, time.perf_counter() - began)
+            return await self._files.checkpoints.run(self._store.latest)
         raise error
 
     async def _replace_all(self) -> None:

@@ -102,6 +102,11 @@ def contents_of(reports: Iterable[LoadReport]) -> Contents:
     return [[report.source, str(report.digest)] for report in reports]
 
 
+def left_out_of(reports: Iterable[LoadReport]) -> LeftOutRows:
+    """All rows that were left out of several data sets."""
+    return [rows for report in reports for rows in report.left_out_rows()]
+
+
 def left_out_lines(left_out: Iterable[tuple[str, str, array[int]]]) -> str:
     """Rows that were left out as JSON lines: {"source": "d.jsonl", "row": 7, "reason": "longer than max_tokens=9"}."""
     return "".join(json.dumps({"source": source, "row": row, "reason": reason}, ensure_ascii=False) + "\n"

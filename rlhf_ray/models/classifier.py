@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.models.config_json import context_of
 from rlhf_ray.models.loading import check_scalar_head, label_names, load_scalar_model
 from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
@@ -126,8 +127,8 @@ class Classifier:
 
 
 def _context(model: Any) -> int | None:
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is None or longest < 0:
+    longest = context_of(model.config)
+    if longest is None:
         return None
     table = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
     first = getattr(table, "padding_idx", None)  # RoBERTa's positions start after the padding's

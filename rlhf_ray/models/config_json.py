@@ -39,6 +39,13 @@ def pretrained_config(config: ModelConfig) -> PretrainedConfig:
         raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
 
 
+def context_of(config: PretrainedConfig) -> int | None:
+    """Positions of a model in tokens; None if it has no limit."""
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
+    return longest if longest and longest > 0 else None
+
+
 def config_from_hub(model: ModelConfig) -> dict[str, Any] | None:
     """config.json of a model on the Hub or in its local cache, without any weights; None if it is not available."""
     from huggingface_hub import hf_hub_download

@@ -6,6 +6,7 @@ Torch is imported only to load models: a process that needs only a tokenizer sta
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +14,7 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError, first_line
 from rlhf_ray.models.config_json import HUB_TIMEOUT_S, local_configuration, pretrained_config
 from rlhf_ray.models.model_families import why_padded
-from rlhf_ray.models.scalar_head import classifier_class
+from rlhf_ray.models.scalar_head import classifier_class, new_classifier
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +169,7 @@ def check_scalar_head(config: ModelConfig, field: str = "", label: int | str | N
     """
     named = f"{field}.path={config.path!r}" if field else repr(config.path)
     heads, names = _heads_and_labels(config, named)
-    if not _is_classifier(heads):
+    if not is_classifier(heads):
         raise ModelError(f"{named} is not a reward model: it has architectures {heads}, and a sequence classifier is "
                          "needed. Train one with `rlhf-ray reward-model`.")
     shown = ", ".join(f"{i} {name!r}" for i, name in enumerate(names))
@@ -202,24 +203,32 @@ def has_scalar_head(config: ModelConfig, field: str = "") -> bool:
     """
     named = f"{field}.path={config.path!r}" if field else repr(config.path)
     heads, names = _heads_and_labels(config, named)
-    if _is_classifier(heads) and len(names) > 1:
+    if is_classifier(heads) and len(names) > 1:
         raise ModelError(f"{named} is a classifier with {len(names)} labels, and a critic has one value for each "
                          "state: name a classifier with one label, or a language model, which gets a new head")
-    return _is_classifier(heads)
+    return is_classifier(heads)
 
 
-def _is_classifier(architectures: list[str]) -> bool:
-    return any("SequenceClassification" in name for name in architectures)
+def is_classifier(architectures: Sequence[str] | None) -> bool:
+    """Whether a model with these `architectures` is a sequence classifier, as reward models are."""
+    return any("SequenceClassification" in name for name in architectures or [])
+
+
+def meta_model(config: PretrainedConfig, trust_remote_code: bool = False, scalar: bool = False) -> PreTrainedModel:
+    """The model that `config` describes, on the meta device, without values: a language model, or with `scalar` a
+    sequence classifier."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    build = new_classifier if scalar else AutoModelForCausalLM.from_config
+    with torch.device("meta"):
+        return build(config, trust_remote_code=trust_remote_code)
 
 
 def parameter_shapes(config: PretrainedConfig, trust_remote_code: bool = False) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the causal language model that `config` describes, tied ones once, by name."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return {name: tuple(parameter.shape) for name, parameter in skeleton.named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in
+            meta_model(config, trust_remote_code).named_parameters()}
 
 
 def _heads_and_labels(config: ModelConfig, named: str) -> tuple[list[str], list[str]]:

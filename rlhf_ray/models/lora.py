@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.errors import CheckpointError, ModelError
+from rlhf_ray.models.loading import meta_model
 from rlhf_ray.models.lora_targets import (
     HEAD,
     chosen_layers,
@@ -189,10 +190,7 @@ def adapter_shapes(
     Raises:
         ModelError: as `lora_targets.chosen_layers`.
     """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(model, trust_remote_code=trust_remote_code)
+    skeleton = meta_model(model, trust_remote_code)
     layers = linear_layers(skeleton)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in chosen_layers(skeleton, config.targets):

@@ -3,14 +3,13 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.loading import meta_model
 from rlhf_ray.models.model_families import WITHOUT_ADAPTERS
-from rlhf_ray.models.scalar_head import new_classifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,12 +32,7 @@ def check_targets(targets: list[str], model: ModelConfig, field: str, scalar: bo
     shape = pretrained_config(model)
     if targets == [ALL_LINEAR] and shape.model_type not in WITHOUT_ADAPTERS:
         return
-    from transformers import AutoModelForCausalLM
-
-    build = new_classifier if scalar else AutoModelForCausalLM.from_config
-    with torch.device("meta"):
-        skeleton = build(shape, trust_remote_code=model.trust_remote_code)
-    chosen_layers(skeleton, targets, field)
+    chosen_layers(meta_model(shape, model.trust_remote_code, scalar), targets, field)
 
 
 def chosen_layers(model: "PreTrainedModel", targets: list[str], field: str = "lora.targets") -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ray.errors import ModelError, first_line
+from rlhf_ray.models.config_json import context_of
 from rlhf_ray.models.cpu.short_rows import LONGEST
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel, runs_packed
 from rlhf_ray.models.packing import Packing
@@ -68,12 +69,6 @@ class RowLimits:
     def of(cls, config: Any, longest: int, budget: int) -> "RowLimits":
         """The limits for a model with this transformers configuration; rows do not exceed its context."""
         return cls(min(longest, context_of(config) or longest), budget)
-
-
-def context_of(config: Any) -> int | None:
-    """Positions of a model with this transformers configuration; None if it has no limit."""
-    text = config.get_text_config()
-    return getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
 
 
 @dataclass(frozen=True)
@@ -299,15 +294,16 @@ class ParityProbe:
     def _own_differences(self, rows: ProbeRows, one: PassResult, other: PassResult) -> Iterator[Difference]:
         counts = [len(places) for places in rows.compared]
         for name, ours, theirs in zip(self._names, one.columns, other.columns, strict=True):
-            unit = _rms(theirs) if name in SCALARS else 1.0
-            yield Difference(name, max(map(_rms, _subtract(ours, theirs).split(counts))),
+            unit = root_mean_square(theirs) if name in SCALARS else 1.0
+            yield Difference(name, max(map(root_mean_square, _subtract(ours, theirs).split(counts))),
                              VALUES[self._precision] * unit)
-        typical = max(map(_rms, other.gradients.values()), default=0.0)
+        typical = max(map(root_mean_square, other.gradients.values()), default=0.0)
         for name, theirs in other.gradients.items():
-            unit = max(_rms(theirs), SMALLEST_GRADIENT[self._precision] * typical)
+            unit = max(root_mean_square(theirs), SMALLEST_GRADIENT[self._precision] * typical)
             ours = one.gradients.get(name, torch.zeros_like(theirs))
             yield Difference(
-                f"{GRADIENT} {name}", _rms(_subtract(ours, theirs)) / (unit or 1.0), GRADIENTS[self._precision])
+                f"{GRADIENT} {name}", root_mean_square(_subtract(ours, theirs)) / (unit or 1.0),
+                GRADIENTS[self._precision])
 
     @property
     def _rounding(self) -> float:
@@ -334,6 +330,6 @@ def _subtract(one: Tensor, other: Tensor) -> Tensor:
     return torch.where(same, 0.0, one - other).nan_to_num(nan=torch.inf)
 
 
-def _rms(numbers: Tensor) -> float:
-    """Root mean square."""
+def root_mean_square(numbers: Tensor) -> float:
+    """Over all elements; 0 without any."""
     return float(numbers.double().square().mean().sqrt()) if numbers.numel() else 0.0

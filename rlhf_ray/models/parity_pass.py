@@ -55,7 +55,7 @@ def run_pass(
         weights: [columns, n] weights of the sum of outputs whose gradients are taken; None for no gradients.
         rounding: the embedding's output is perturbed by up to this relative amount.
     """
-    with _embedding_as_leaf(module.model, rounding) as leaves:
+    with embedding_as_leaf(module.model, rounding) as leaves:
         columns = run()
     if weights is None:
         return PassResult(tuple(column.float() for column in columns), {})
@@ -118,8 +118,12 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
 
 @contextmanager
-def _embedding_as_leaf(model: Any, rounding: float) -> Iterator[list[Tensor]]:
-    """Inside, the embedding's output is a leaf of the graph, which is appended to the yielded list."""
+def embedding_as_leaf(model: Any, rounding: float) -> Iterator[list[Tensor]]:
+    """Inside, the embedding's output is a leaf of the graph, which is appended to the yielded list.
+
+    Args:
+        rounding: the output is perturbed by up to this relative amount.
+    """
     leaves: list[Tensor] = []
 
     def cut(_: nn.Module, __: Any, output: Tensor) -> Tensor:

@@ -59,9 +59,9 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
 
 def _copies(config: ScorerConfig) -> str:
     """Copies of a sharded model, as text."""
-    copies = config.workers // config.shards
     if config.shards == 1:
         return ""
+    copies = config.workers // config.shards
     return f"; {copies} {'copy' if copies == 1 else 'copies'} of {config.shards} shards (ZeRO 3)"
 
 

@@ -11,7 +11,7 @@ from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.inference_memory import cache_sequences
 from rlhf_ray.planning.memory_breakdown import MIB, Memory, gib
-from rlhf_ray.planning.publication_size import publication_bytes
+from rlhf_ray.planning.publication_size import bucket_bytes, publication_bytes
 from rlhf_ray.planning.roles import Role
 
 TIGHT = 0.9
@@ -75,13 +75,11 @@ def _caches(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory
 
 
 def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) -> Iterator[Finding]:
-    """The object store holds three buckets of a publication at a time, and a bucket is at least as large as the largest
-    tensor, the embedding."""
+    """The object store holds three buckets of a publication at a time."""
     if not isinstance(config, PPOConfig) or config.weights.transport != "object_store":
         return
     shape = roles[0].models[0]
-    sent = publication_bytes(config, shape)
-    bucket = min(sent, max(config.weights.bucket_mb * MIB, shape.vocabulary * shape.hidden * shape.bytes_per_value))
+    sent, bucket = publication_bytes(config, shape), bucket_bytes(config, shape)
     needed = min(3 * bucket, sent + 2 * bucket) + (config.buffer.capacity_mb or 0) * MIB
     stores = [load.holders["object store"]["object store"] for load in loads if load.device is None]
     if stores and min(stores) < needed:

@@ -72,7 +72,7 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Weights of one layer; of the larger kind, if there are two."""
         dense = self.matrices * self.hidden * self.intermediate if self.layers > self.expert_layers else 0
-        return self._attention + max(dense, self._routed(self.experts) if self.experts else 0)
+        return self._attention + max(dense, self._routed(self.experts))
 
     @property
     def _attention(self) -> int:

@@ -3,7 +3,7 @@
 from rlhf_ray.config.adapter_publication import publishes_adapters, why_merged
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.learner_memory import adapter_parameters
-from rlhf_ray.planning.memory_breakdown import gib
+from rlhf_ray.planning.memory_breakdown import MIB, gib
 from rlhf_ray.planning.model_shape import ModelShape
 
 LIKE_LLAMA = "llama"
@@ -23,6 +23,12 @@ def publication_bytes(config: PPOConfig, shape: ModelShape) -> float:
     """Bytes of one publication."""
     adapters = adapter_bytes(config, shape)
     return float(shape.weight_bytes) if adapters is None else adapters
+
+
+def bucket_bytes(config: PPOConfig, shape: ModelShape) -> float:
+    """Bytes of the largest bucket of a publication, which holds the largest tensor, the embedding, at least."""
+    embedding = shape.vocabulary * shape.hidden * shape.bytes_per_value
+    return min(publication_bytes(config, shape), max(config.weights.bucket_mb * float(MIB), embedding))
 
 
 def publication_in_words(config: PPOConfig, shape: ModelShape) -> str:

@@ -21,9 +21,9 @@ from rlhf_ray.config.stages import (
 from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.inference_memory import WITHOUT_ADAPTERS, GeneratorAdapters, generator_memory, scorer_memory
 from rlhf_ray.planning.learner_memory import Training, learner_memory
-from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, LOGITS, MIB, READER, RUNTIME, SMALL, Memory
+from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, LOGITS, READER, RUNTIME, SMALL, Memory
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.publication_size import adapter_bytes, publication_bytes
+from rlhf_ray.planning.publication_size import adapter_bytes, bucket_bytes, publication_bytes
 
 Shapes = Callable[[ModelConfig | NewModelConfig, str], ModelShape]
 """Returns the shape of the model that a section names; raises as `model_lookup.shape_of`."""
@@ -60,8 +60,7 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     shape, named, derived = shapes(config.model, "model"), config.model.path, derive(config)
     longest = derived.longest_sample
     adapters = adapter_bytes(config, shape)
-    bucket = min(publication_bytes(config, shape),
-                 max(config.weights.bucket_mb * float(MIB), shape.vocabulary * shape.hidden * shape.bytes_per_value))
+    bucket = bucket_bytes(config, shape)
     answers = config.generator.sampling.max_tokens / (config.prompts.max_tokens + config.generator.sampling.max_tokens)
     copies = 2 if config.generator.sampling.min_tokens and not config.generator.sampling.top_k else 1
     rows = config.coordinator.samples_per_step // config.algorithm.mini_batches

@@ -21,6 +21,7 @@ from rlhf_ray.data.encoding import encode_prompts
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.engine.frozen_model import largest_of, place_of
 from rlhf_ray.errors import SampleError
+from rlhf_ray.models.config_json import context_of
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
 from rlhf_ray.models.packed_model import PackedStepModel, step_values
 from rlhf_ray.models.packing import Packing
@@ -45,7 +46,7 @@ class ProcessModelSource(LocalSource[ProcessReward]):
         self._tokenizer, self._policy_tokenizer = load_tokenizer(self._config), load_tokenizer(self._policy)
         self._ids = StepTokens.of(self._steps, self._tokenizer)
         model = load_causal_lm(self._config)
-        self._longest = getattr(model.config, "max_position_embeddings", None)
+        self._longest = context_of(model.config)
         self._model = PackedStepModel(model)
         self._device = place_of(self._shard)(self._model)
         limits = RowLimits.of(model.config, self._rows, self._budget)

@@ -20,7 +20,7 @@ from rlhf_ray.config.data import (
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.demonstrations import load_demonstrations, load_pretraining_text
-from rlhf_ray.data.load_report import LeftOutRows, LoadReport, contents_of
+from rlhf_ray.data.load_report import LeftOutRows, LoadReport, contents_of, left_out_of
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompt_table import PromptRows, open_prompts
 from rlhf_ray.data.stepwise_format import StepTokens
@@ -101,7 +101,7 @@ class DataReader:
 def _summary(config: DataSection, train: list[Any], reports: list[LoadReport]) -> DataSummary:
     """The summary of the training rows of each data set."""
     return DataSummary([len(rows) for rows in train], config.weights, [str(report) for report in reports],
-                       contents_of(reports), [rows for report in reports for rows in report.left_out_rows()])
+                       contents_of(reports), left_out_of(reports))
 
 
 class PromptReader:
@@ -134,7 +134,7 @@ class PromptReader:
         return {"sizes": opened.training.sizes, "held_out": len(opened.held_out),
                 "bytes": opened.training.table.nbytes, "reports": [str(report) for report in opened.reports],
                 "contents": contents_of(opened.reports),
-                "left_out": [rows for report in opened.reports for rows in report.left_out_rows()]}
+                "left_out": left_out_of(opened.reports)}
 
     def rows(self, numbers: Sequence[int], table: str = "training") -> Prompts:
         """The rows with these numbers, in this order.

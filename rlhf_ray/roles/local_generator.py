@@ -20,7 +20,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.chat import Messages
 from rlhf_ray.data.encoding import flat_tokens
 from rlhf_ray.errors import DataError
-from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.config_json import context_of, pretrained_config
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, Rollout, SampleKey, offsets_of
 from rlhf_ray.rewards.protocol import RewardRequest, requests_of
@@ -122,7 +122,7 @@ def _context(config: PretrainedConfig, prompt: int, at_least: int, response: int
         DataError: the model's context does not hold the prompt and one token.
     """
     wanted = max(prompt, at_least) + response
-    limit = getattr(config, "max_position_embeddings", None) or wanted
+    limit = context_of(config) or wanted
     if prompt >= limit:
         raise DataError(f"a prompt has {prompt} tokens, and the context of {model} is {limit}; shorten the prompt")
     return min(wanted, limit)

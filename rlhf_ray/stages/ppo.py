@@ -108,9 +108,9 @@ async def _run(
         ]
         learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
                                          partial(restart_learners, config, runtime, roles, progress), progress.warn,
-                                         files)
+                                         stop, files)
         builder = CoordinatorBuilder(config, roles, weights, prompts, held_out, directory, store, progress, stop)
-        attempts = RunAttempts(config.logging, directory, store, stop, learner_restart, builder.build)
+        attempts = RunAttempts(config.logging, directory, learner_restart, builder.build)
         scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
                           partial(save_generator_count, directory, configured), progress.note, files)
         frozen = [group for group in roles.groups() if not roles.trains(group.role)]

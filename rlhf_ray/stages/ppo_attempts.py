@@ -10,12 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
+from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.errors import CheckpointError, ConfigError, DiskStalled, RunInterrupted, WorkerError
+from rlhf_ray.errors import CheckpointError, ConfigError, DiskStalled, WorkerError
 from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -29,10 +28,10 @@ Build = Callable[[MetricsWriter, EvaluationLog, int | None], Coordinator]
 class RunAttempts:
     """A run from the moment its workers are ready to its last written file."""
 
-    def __init__(self, logging: LoggingConfig, directory: RunDirectory, store: CheckpointStore, stop: StopRequest,
-                 learner_restart: LearnerRestart, build: Build) -> None:
-        self._logging, self._directory, self._store = logging, directory, store
-        self._stop, self._learner_restart, self._build = stop, learner_restart, build
+    def __init__(self, logging: LoggingConfig, directory: RunDirectory, learner_restart: LearnerRestart,
+                 build: Build) -> None:
+        self._logging, self._directory = logging, directory
+        self._learner_restart, self._build = learner_restart, build
         self.coordinator: Coordinator | None = None
         """Of the present attempt; None before the first."""
         self.evaluations = EvaluationLog(directory, None)
@@ -50,14 +49,16 @@ class RunAttempts:
 
         Raises:
             WorkerError: a worker that is not replaced was lost, or learners were lost too often.
+            RunInterrupted: a stop was requested.
         """
         again = False
         while True:
             try:
                 return await self.run_attempt(start, again, resume or again)
             except WorkerError as error:
-                start = await self._after(error)
-                again = True
+                if self.coordinator is not None:
+                    await self.coordinator.weights.forget()
+                start, again = await self._learner_restart.after(error), True
 
     async def profile(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Profile the next step; see `StepProfiler.requested`.
@@ -100,20 +101,6 @@ class RunAttempts:
         finally:
             self.seconds += time.perf_counter() - began
             self.samples += coordinator.state.samples - before
-
-    async def _after(self, error: WorkerError) -> Checkpoint | None:
-        """Wait for the learners to be restarted; returns the checkpoint to continue from."""
-        if self._stop.requested:
-            raise RunInterrupted(f"stopped by {self._stop.requested} when a worker was lost; --resume continues from "
-                                 f"the last checkpoint, or starts over when there is none: {error}") from error
-        self._stop.can_save = False  # the last checkpoint is the state to continue from
-        began, coordinator = time.perf_counter(), self.coordinator
-        if coordinator is not None:
-            await coordinator.weights.forget()
-        await self._learner_restart.after(error)
-        if coordinator is not None:
-            coordinator.roles.health.log.learners_restarted(error, time.perf_counter() - began)
-        return await self._directory.files.checkpoints.run(self._store.latest)
 
 
 def check_ledger(coordinator: Coordinator, place: Path) -> None:

@@ -30,11 +30,11 @@ def preflight(config: PPOConfig) -> None:
     """
     refuse_open_serialization()
     armed()  # a misspelled failpoint would never be reached
-    check_data(config.prompts, "prompts")
+    check_data(config.prompts)
     derived = derive(config)
     held_out = derived.evaluation_prompts
     if held_out:
-        check_data(held_out, "evaluation")
+        check_data(held_out)
     check_pretraining_text(config)
     check_model(config.model, "model")
     longest, field = derived.longest_response, derived.longest_response_field

@@ -37,7 +37,7 @@ from rlhf_ray.stages.runtime import Runtime, probe_note, sizes_note, start_learn
 def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | None = None) -> RoleGroups:
     """Spawn all processes of the run; they load in parallel once `start_roles` calls them."""
     derived, generation, temperature = derive(config), config.generator, config.generator.sampling.temperature
-    adapters = publishes_adapters(config, model_family(config.model))
+    adapters, judge = publishes_adapters(config, model_family(config.model)), judge_rewards(config)
     return RoleGroups(
         generators=runtime.spawn(
             "generator", Generator, generation,
@@ -59,7 +59,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
             lambda rank: {"rewards": config.rewards, "policy": config.model,
                           "micro_batch_tokens": config.reward.micro_batch_tokens,
                           "on_failure": config.reward.on_failure, "longest": _longest_row(config, "reward"),
-                          "judge": judge_rewards(config), "shard": _shard(config.reward, rank)},
+                          "judge": judge, "shard": _shard(config.reward, rank)},
             shutdown_method="stop",
         ),
         assembler=runtime.spawn(
@@ -180,7 +180,7 @@ def check_pretraining_text(config: PPOConfig) -> None:
     """
     if config.ptx is None:
         return
-    check_data(config.ptx, "ptx")
+    check_data(config.ptx)
     check_row_length(config.model, config.ptx.max_tokens, "ptx.max_tokens")
     check_family(config.model, "model", {Use.LANGUAGE}, (config.ptx.max_tokens, "ptx.max_tokens"))
 

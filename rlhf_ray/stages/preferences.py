@@ -52,7 +52,7 @@ def preflight(config: PreferencesStageConfig) -> None:
     """Refuse a configuration that cannot work, before anything starts; raises the same errors as `run`."""
     check_combinations(config)
     refuse_open_serialization()
-    check_data(config.prompts, "prompts")
+    check_data(config.prompts)
     check_model(config.model, "model")
     check_family(config.model, "model", {Use.GENERATION})
     check_first_rows(config.prompts, config.model)
@@ -101,11 +101,10 @@ class _Sampler:
             {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
         )
         self._dispatcher = WorkerDispatcher(self._generators, health)
+        judge = scorer_rewards(config.pairs.judge, "pairs.judge")
         ranker = runtime.spawn("pair_ranker", PairRanker, pool,
-                               lambda _: {
-                                   "model": model, "judge": scorer_rewards(config.pairs.judge, "pairs.judge"),
-                                   "min_margin": config.pairs.min_margin, "longest": longest,
-                               }, shutdown_method="stop")
+                               lambda _: {"model": model, "judge": judge, "min_margin": config.pairs.min_margin,
+                                          "longest": longest}, shutdown_method="stop")
         self._ranker = WorkerDispatcher(ranker, health)
         reader = runtime.spawn("prompt_reader", PromptReader, pool,
                                    lambda _: {"model": model, "directory": Path(config.run.dir).absolute()})

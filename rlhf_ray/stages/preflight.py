@@ -18,7 +18,7 @@ from rlhf_ray.data.inspection import check_rows, check_some_are_left
 from rlhf_ray.data.row_readers import READERS
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
-from rlhf_ray.models.config_json import local_configuration
+from rlhf_ray.models.config_json import context_of, local_configuration, pretrained_config
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -31,19 +31,18 @@ FIRST_ROWS = 1000
 """Rows of each file that are checked before anything starts; takes a moment."""
 
 
-def check_data(config: DataSection, field: str) -> None:
+def check_data(config: DataSection) -> None:
     """Refuse local data files that are missing or empty, and fields of the Hub for a local directory.
 
     Raises:
         DataError: naming the field and the path.
     """
-    for number, part in enumerate(config.parts()):
-        name = f"mix.{number}.path" if config.sources else "prompts" if field == "evaluation" else "path"
-        check_data_file(part.location, f"{field}.{name}")
+    for field, part in config.named_parts():
+        check_data_file(part.location, field)
         for key in ("subset", "revision"):
             if (value := getattr(part, key)) is not None and Path(part.location).expanduser().is_dir():
-                raise DataError(f"{field}.{key}={value!r} has no effect: {part.location} is a directory, not a data "
-                                "set of the Hub; leave it out")
+                raise DataError(f"{config.SECTION}.{key}={value!r} has no effect: {part.location} is a directory, not "
+                                "a data set of the Hub; leave it out")
 
 
 def check_first_rows(
@@ -97,7 +96,7 @@ def check_model(config: ModelConfig | NewModelConfig, field: str, require_eos: b
         return
     check_model_directory(config, field)
     if config.revision is not None and not config.trust_remote_code and Path(config.path).is_dir():
-        raise ConfigError(f"{field}.revision={config.revision!r} has no effect: {config.path} is a directory, not a "
+        raise ConfigError(f"{field}.revision={config.revision!r} has no effect: {config.path} is a directory, not "
                           "model of the Hub; leave it out")
     size = local_configuration(config).get("vocab_size")
     if size is not None:
@@ -144,10 +143,10 @@ def check_adapters(learner: LearnerConfig, model: ModelConfig | NewModelConfig, 
 
 
 def context_length(config: ModelConfig | NewModelConfig) -> int | None:
-    """Context of a new or local model in tokens; None when its config does not have it, or the model is on the Hub."""
+    """Context of a new or local model in tokens; None when it has no limit, or the model is on the Hub."""
     if isinstance(config, NewModelConfig):
         return config.architecture.max_positions
-    return local_configuration(config).get("max_position_embeddings")
+    return context_of(pretrained_config(config)) if Path(config.path).is_dir() else None
 
 
 def check_row_length(config: ModelConfig | NewModelConfig, tokens: int, field: str) -> None:

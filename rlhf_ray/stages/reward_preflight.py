@@ -153,9 +153,6 @@ def _columns(reward: RewardConfig) -> list[tuple[str, str]]:
 
 def _prompt_files(config: PPOConfig) -> list[tuple[str, PromptsConfig]]:
     """Sections of prompts that are local files, with the field of each."""
-    files = [(f"prompts.mix.{i}.path" if config.prompts.sources else "prompts.path", part)
-             for i, part in enumerate(config.prompts.parts())]
-    if evaluation_prompts := derive(config).evaluation_prompts:
-        files += [(f"evaluation.mix.{i}.path" if evaluation_prompts.sources else "evaluation.prompts", part)
-                  for i, part in enumerate(evaluation_prompts.parts())]
-    return [(field, part) for field, part in files if Path(part.location).expanduser().is_file()]
+    sections = [config.prompts, derive(config).evaluation_prompts]
+    return [(field, part) for section in sections if section for field, part in section.named_parts()
+            if Path(part.location).expanduser().is_file()]

@@ -1,16 +1,14 @@
 """A supervised run with its workers ready: to its end, and again from the last checkpoint when a learner is lost."""
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
+from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
-from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.errors import DiskStalled, RunInterrupted, WorkerError
-from rlhf_ray.observability.faults import FaultLog, note_restart
+from rlhf_ray.errors import DiskStalled, WorkerError
+from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.supervised_loop import SupervisedRun
@@ -22,10 +20,7 @@ class SupervisedAttempts:
 
     logging: LoggingConfig
     directory: RunDirectory
-    store: CheckpointStore
-    stop: StopRequest
     learner_restart: LearnerRestart
-    log: FaultLog
     build: Callable[[MetricsWriter], SupervisedRun]
     """Makes the run of an attempt."""
 
@@ -44,7 +39,7 @@ class SupervisedAttempts:
             try:
                 return await self._attempt(start, start.step if start else NOTHING if resume else None)
             except WorkerError as error:
-                start, resume = await self._after(error), True
+                start, resume = await self.learner_restart.after(error), True
 
     async def _attempt(self, start: Checkpoint | None, kept: int | None) -> SupervisedRun:
         """An attempt that keeps the metrics up to the step `kept`."""
@@ -61,13 +56,3 @@ class SupervisedAttempts:
         finally:
             with suppress(DiskStalled):  # reported already by the first failure
                 await records.run(metrics.close)
-
-    async def _after(self, error: WorkerError) -> Checkpoint | None:
-        """Wait for the learners to be restarted; returns the checkpoint to continue from."""
-        if self.stop.requested:
-            raise RunInterrupted(f"stopped by {self.stop.requested} when a worker was lost; --resume continues from "
-                                 f"the last checkpoint, or starts over when there is none: {error}") from error
-        self.stop.can_save, began = False, time.perf_counter()
-        await self.learner_restart.after(error)
-        self.log.learners_restarted(error, time.perf_counter() - began)
-        return await self.directory.files.checkpoints.run(self.store.latest)

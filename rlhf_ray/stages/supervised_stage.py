@@ -107,14 +107,14 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
                     health.register_learners([learners])
                     restart = LearnerRestart(config.cluster.max_learner_restarts, health, [learners], store,
                                              partial(_restart_learners, learners, data, config.cluster.start_timeout_s),
-                                             progress.warn, files)
+                                             progress.warn, stop, files)
                     detector = HeartbeatDetector(health.watched, config.cluster.heartbeat_timeout_s, health.silent)
 
                     def build(metrics: MetricsWriter) -> SupervisedRun:
                         return SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
                                              stage.card, data.summary.contents)
 
-                    attempts = SupervisedAttempts(config.logging, directory, store, stop, restart, log, build)
+                    attempts = SupervisedAttempts(config.logging, directory, restart, build)
                     async with (watch_node_drains(stop, progress.warn, [learners], on_failure=log.failed),
                                 health.at_work([detector])):
                         run = await attempts.run(start, resume)
@@ -193,7 +193,7 @@ def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: St
         DataError, ModelError, ConfigError: naming the field, the value and the fix.
     """
     check_combinations(config)
-    check_data(config.data, "data")
+    check_data(config.data)
     check_model(config.model, "model")
     check_row_length(config.model, config.data.max_tokens, "data.max_tokens")
     check_family(config.model, "model", {Use.SCALAR if pairs else Use.LANGUAGE},

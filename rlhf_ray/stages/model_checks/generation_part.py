@@ -6,25 +6,26 @@ The reference is transformers' forward pass of each row alone, with its "eager" 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError, RLHFError
-from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.config_json import context_of, pretrained_config
+from rlhf_ray.models.loading import is_classifier
 from rlhf_ray.models.model_families import Use
+from rlhf_ray.models.parity import NOISE, root_mean_square
+from rlhf_ray.models.parity_pass import embedding_as_leaf
 from rlhf_ray.records import Prompts, Rollout, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.local_generator import local_generation_config
 from rlhf_ray.stages.model_checks.outcome import Outcome, refusal
-from rlhf_ray.stages.model_checks.pass_parts import SEED, is_classifier, root_mean_square
+from rlhf_ray.stages.model_checks.pass_parts import SEED
 from rlhf_ray.weights.publisher import Publisher
 
 RESPONSE = 24
@@ -34,9 +35,6 @@ PROMPTS = (3, 8, 13, 21)
 CACHE_ON_GPU_MB = 1024
 FIXED = {"float32": 1e-4, "bfloat16": 0.05}
 """Tolerated difference of log-probabilities in nats, root mean square over the tokens, by precision."""
-NOISE = 2.5
-"""Differences up to this multiple of those that one rounding of the embeddings makes are rounding, too (see
-`models.parity`)."""
 CHANGE, MOST_CHANGES = 0.1, 8
 """Relative change of each matrix of the published weights, made until log-probabilities move by ten times what is
 tolerated, and at most this often."""
@@ -54,11 +52,11 @@ def check_generation(model: ModelConfig, tokens: int) -> list[Outcome]:
         ModelError: vLLM cannot run the model, or samples from another distribution with the initial weights.
     """
     shape = pretrained_config(model)
-    if is_classifier(shape):
+    if is_classifier(shape.architectures):
         return [Outcome(name, "does not apply", "a classifier generates nothing") for name in (GENERATION, PUBLICATION)]
     if refused := refusal(GENERATION, model, Use.GENERATION):
         return [refused, Outcome(PUBLICATION, "refused", refused.detail, refused.advice)]
-    limit = getattr(shape.get_text_config(), "max_position_embeddings", None) or tokens
+    limit = context_of(shape) or tokens
     context = max(min(tokens, limit), min(limit, PROMPTS[-1] + RESPONSE))
     generation = local_generation_config(shape, model, context, len(PROMPTS) + 1)
     if generation.gpus:
@@ -67,11 +65,15 @@ def check_generation(model: ModelConfig, tokens: int) -> list[Outcome]:
 
 
 @dataclass(frozen=True)
-class _Gap:
-    """A difference of log-probabilities, and how large rounding explains."""
+class _Comparison:
+    """Log-probabilities of a rollout against transformers'."""
 
-    value: float
+    expected: Tensor
+    """[n] transformers' log-probabilities of the responses' tokens."""
+    gap: float
+    """Root mean square of the differences, in nats."""
     tolerated: float
+    """How large rounding explains."""
 
 
 class _GenerationCheck:
@@ -89,24 +91,28 @@ class _GenerationCheck:
         try:
             self._reference = _reference(self._model)
             first = await self._sample(version=0)
-            gap = self._gap(first)
-            if gap.value > gap.tolerated:
-                raise ModelError(f"log-probabilities of sampled tokens differ by {gap.value:.3g} nats from "
-                                 f"transformers', and rounding explains {gap.tolerated:.3g}")
-            outcome = Outcome(GENERATION, "works", f"log-probabilities of {_sampled(first)} sampled tokens differ by "
-                              f"{gap.value:.2g} nats", "", {"difference": gap.value})
-            return [outcome, await self._publication(first)]
+            compared = self._compare(first)
+            if compared.gap > compared.tolerated:
+                raise ModelError(f"log-probabilities of sampled tokens differ by {compared.gap:.3g} nats from "
+                                 f"transformers', and rounding explains {compared.tolerated:.3g}")
+            outcome = Outcome(GENERATION, "works", f"log-probabilities of {len(compared.expected)} sampled tokens "
+                              f"differ by {compared.gap:.2g} nats", "", {"difference": compared.gap})
+            return [outcome, await self._publication(first, compared)]
         finally:
             await self._generator.stop()
 
-    async def _publication(self, first: Rollout) -> Outcome:
-        """Publish other weights and sample again."""
+    async def _publication(self, first: Rollout, compared: _Comparison) -> Outcome:
+        """Publish other weights and sample again.
+
+        Args:
+            compared: the comparison of `first` with the present weights.
+        """
         if refused := refusal(PUBLICATION, self._model, Use.PUBLICATION):
             return refused
-        before, enough, moved = self._logprobs(first), 10 * self._gap(first).tolerated, 0.0
+        enough, moved = 10 * compared.tolerated, 0.0
         for _ in range(MOST_CHANGES):
             self._change_weights()
-            if (moved := root_mean_square(before - self._logprobs(first))) >= enough:
+            if (moved := root_mean_square(compared.expected - self._logprobs(first))) >= enough:
                 break
         else:
             return Outcome(PUBLICATION, "not checked", f"random changes of the weights move log-probabilities by "
@@ -114,15 +120,16 @@ class _GenerationCheck:
                            "use --dtype float32")
         try:
             await self._publish()
-            gap = self._gap(await self._sample(version=1))
+            changed = self._compare(await self._sample(version=1))
         except RLHFError as error:
             return Outcome(PUBLICATION, "fails", str(error), "do not train this model with PPO")
-        if gap.value > gap.tolerated:
+        if changed.gap > changed.tolerated:
             return Outcome(PUBLICATION, "fails", f"after a change of the weights, which moves log-probabilities by "
-                           f"{moved:.3g} nats, those of sampled tokens differ by {gap.value:.3g} from transformers', "
-                           f"and rounding explains {gap.tolerated:.3g}", "do not train this model with PPO")
-        return Outcome(PUBLICATION, "works", f"after a change by {moved:.2g} nats they differ by {gap.value:.2g}", "",
-                       {"difference": gap.value, "change": moved})
+                           f"{moved:.3g} nats, those of sampled tokens differ by {changed.gap:.3g} from "
+                           f"transformers', and rounding explains {changed.tolerated:.3g}",
+                           "do not train this model with PPO")
+        return Outcome(PUBLICATION, "works", f"after a change by {moved:.2g} nats they differ by {changed.gap:.2g}", "",
+                       {"difference": changed.gap, "change": moved})
 
     async def _sample(self, version: int) -> Rollout:
         """Responses to random prompts. Raises ModelError if they come from another version of the weights."""
@@ -158,13 +165,13 @@ class _GenerationCheck:
                 noise = torch.randn(parameter.shape, generator=self._random).to(parameter)
                 parameter.add_(CHANGE * parameter.std() * noise)
 
-    def _gap(self, rollout: Rollout) -> _Gap:
-        """The difference of a rollout's log-probabilities from transformers', in nats."""
+    def _compare(self, rollout: Rollout) -> _Comparison:
+        """A rollout's log-probabilities against those of the reference's present weights."""
         expected = self._logprobs(rollout)
-        with _rounded_embeddings(self._reference):
+        with embedding_as_leaf(self._reference, rounding=torch.finfo(getattr(torch, self._model.dtype)).eps / 2):
             noise = root_mean_square(self._logprobs(rollout) - expected)
-        value = root_mean_square(torch.from_numpy(rollout.logprobs[rollout.response_mask]) - expected)
-        return _Gap(value, FIXED[self._model.dtype] + NOISE * noise)
+        gap = root_mean_square(torch.from_numpy(rollout.logprobs[rollout.response_mask]) - expected)
+        return _Comparison(expected, gap, FIXED[self._model.dtype] + NOISE * noise)
 
     @torch.no_grad()
     def _logprobs(self, rollout: Rollout) -> Tensor:
@@ -185,24 +192,3 @@ def _reference(model: ModelConfig) -> Any:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         model.path, dtype=getattr(torch, model.dtype), attn_implementation="eager", use_safetensors=True, **model.trust)
     return loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-@contextmanager
-def _rounded_embeddings(model: nn.Module) -> Iterator[None]:
-    """Inside, the embeddings' output is off by up to one rounding."""
-    def perturb(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        noise = (2 * torch.rand(output.shape, generator=generator) - 1).to(output.device)
-        return (output.float() * (1 + torch.finfo(output.dtype).eps / 2 * noise)).to(output.dtype)
-
-    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    hook = embeddings.register_forward_hook(perturb)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _sampled(rollout: Rollout) -> int:
-    return int(rollout.response_mask.sum())
-

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +11,13 @@ from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.config_json import pretrained_config
-from rlhf_ray.models.loading import label_names, load_causal_lm, load_scalar_model
+from rlhf_ray.models.loading import is_classifier, label_names, load_causal_lm, load_scalar_model
 from rlhf_ray.models.lora import BASE, A, Adapters, B
 from rlhf_ray.models.model_families import Use, why_padded
 from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.models.parity import ParityProbe, RowLimits
+from rlhf_ray.models.parity import ParityProbe, RowLimits, root_mean_square
 from rlhf_ray.stages.model_checks.outcome import Outcome, refusal
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 LANGUAGE_MODEL, SCALAR_HEAD, LORA = "log-probabilities", "scalar head", "LoRA"
 SEED = 20260101
@@ -30,11 +26,6 @@ ROW = 32
 MERGED = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Tolerated difference of log-probabilities between a model with adapters and one with merged weights, in nats, by the
 precision of the merged weights: `PublishedModel` sends them in the generator's."""
-
-
-def is_classifier(shape: PretrainedConfig) -> bool:
-    """Whether a model is a sequence classifier, such as a reward model."""
-    return any("SequenceClassification" in name for name in shape.architectures or [])
 
 
 def check_passes(model: ModelConfig, tokens: int) -> list[Outcome]:
@@ -47,7 +38,7 @@ def check_passes(model: ModelConfig, tokens: int) -> list[Outcome]:
         ModelError: they differ, or cannot be computed.
     """
     name = LANGUAGE_MODEL
-    if is_classifier(pretrained_config(model)):
+    if is_classifier(pretrained_config(model).architectures):
         return [Outcome(name, "does not apply", "a classifier predicts no tokens")]
     if refused := refusal(name, model, Use.LANGUAGE, tokens):
         return [refused]
@@ -65,7 +56,7 @@ def check_scalar_head(model: ModelConfig, tokens: int) -> list[Outcome]:
         ModelError: values differ from those of transformers' own passes, or cannot be computed.
     """
     name, sentence = SCALAR_HEAD, "values differ by at most {}, gradients agree"
-    if not is_classifier(pretrained_config(model)):
+    if not is_classifier(pretrained_config(model).architectures):
         if refused := refusal(name, model, Use.SCALAR, tokens):
             return [refused]
         torch.manual_seed(SEED)
@@ -92,7 +83,7 @@ def check_adapters(model: ModelConfig, tokens: int) -> list[Outcome]:
         ModelError: passes differ from transformers' own, or merged weights from adapters.
     """
     name = LORA
-    if is_classifier(pretrained_config(model)):
+    if is_classifier(pretrained_config(model).architectures):
         return [Outcome(name, "does not apply", "checked on language models")]
     if refused := refusal(name, model, Use.LANGUAGE, tokens):
         return [refused]
@@ -161,8 +152,3 @@ def _logprobs(module: PackedLanguageModel) -> Tensor:
     packing = Packing(torch.tensor([ROW], device=device))
     values: Tensor = module(row, packing, torch.arange(1, ROW, device=device))[0]
     return values
-
-
-def root_mean_square(numbers: Tensor) -> float:
-    """Over all elements."""
-    return float(numbers.double().square().mean().sqrt())

@@ -9,6 +9,7 @@ from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
+from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import WorkerError, WorkerLost
 from tests.checkpoints import new_checkpoint
 
@@ -57,7 +58,9 @@ def setting(tmp_path, gone=(), lost_at_start=0, warn=lambda _: None, **cluster):
     health, config = HealthMonitor(), ClusterConfig(**cluster)
     health.register_learners([policy, critic])
     store = CheckpointStore(tmp_path, 2)
-    return LearnerRestart(config.max_learner_restarts, health, [policy, critic], store, start, warn), store, started
+    restart = LearnerRestart(config.max_learner_restarts, health, [policy, critic], store, start, warn,
+                             StopRequest(warn))
+    return restart, store, started
 
 
 @pytest.mark.parametrize("error", [lost("policy", "died"), lost("critic", "stale"), failed("critic")], ids=str)

@@ -43,7 +43,7 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
                                                         position=lambda: [0])),
         best=SimpleNamespace(resume=lost_learner), files=RunFiles(),
     )
-    attempts = RunAttempts(LoggingConfig(), RunDirectory(tmp_path), None, None, None, lambda *_: coordinator)
+    attempts = RunAttempts(LoggingConfig(), RunDirectory(tmp_path), None, lambda *_: coordinator)
     with pytest.raises(WorkerError, match="died in export"):
         asyncio.run(attempts.run_attempt(SimpleNamespace(step=0, path=tmp_path), again=False, resume=False))
     assert done == ["resumed", "pipeline closed", "ledger closed"]
@@ -82,13 +82,15 @@ def test_what_learners_were_doing_for_generators_is_over_before_they_are_replace
         await asyncio.sleep(0)
         done.append("no catch-up is under way")
 
-    async def after(_):
+    async def after(error):
         done.append("learners are replaced")
+        raise error
 
-    attempts = RunAttempts(LoggingConfig(), RunDirectory(tmp_path), SimpleNamespace(latest=lambda: None),
-                    SimpleNamespace(requested=None), SimpleNamespace(after=after), None)
-    attempts.coordinator = SimpleNamespace(
-        weights=SimpleNamespace(forget=forget),
-        roles=SimpleNamespace(health=SimpleNamespace(log=SimpleNamespace(learners_restarted=lambda *_: None))))
-    assert asyncio.run(attempts._after(WorkerError("policy_learner/0 died"))) is None
+    def build(*_):
+        raise WorkerError("policy_learner/0 died")
+
+    attempts = RunAttempts(LoggingConfig(), RunDirectory(tmp_path), SimpleNamespace(after=after), build)
+    attempts.coordinator = SimpleNamespace(weights=SimpleNamespace(forget=forget))
+    with pytest.raises(WorkerError, match="policy_learner/0 died"):
+        asyncio.run(attempts.run(None, resume=False))
     assert done == ["no catch-up is under way", "learners are replaced"]

@@ -3,9 +3,11 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
 from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.data import PromptsConfig
@@ -27,7 +29,7 @@ from rlhf_ray.stages.preflight import (
     context_length,
 )
 from tests.models import make_tiny_llama, make_tiny_reward_model, make_tiny_tokenizer
-from tests.tiny_families import GROUPED, config_of
+from tests.tiny_families import DECODERS, GROUPED, config_of
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_fields_of_the_hub_are_refused_for_directories(llama, tmp_path):
         check_model(config(llama).model_copy(update={"revision": "v1"}), "model")
     for name in ("subset", "revision"):
         with pytest.raises(DataError, match=rf"prompts\.{name}='v1' has no effect: .* is a directory"):
-            check_data(PromptsConfig(path=str(tmp_path), **{name: "v1"}), "prompts")
+            check_data(PromptsConfig(path=str(tmp_path), **{name: "v1"}))
 
 
 def test_a_new_model_needs_its_tokenizer(llama, tmp_path):
@@ -156,15 +158,6 @@ def test_pretraining_text_is_there_and_its_rows_fit(llama, tmp_path):
         check(tmp_path / "text.jsonl", 65)
     with pytest.raises(DataError, match=r"^ptx\.path=.*none\.jsonl.*no such file"):
         check(tmp_path / "none.jsonl", 64)
-
-
-def test_a_context_that_is_not_told_is_not_checked(copy):
-    shape = json.loads((copy / "config.json").read_text())
-    shape.pop("max_position_embeddings")
-    (copy / "config.json").write_text(json.dumps(shape))
-    assert context_length(config(copy)) is None
-    assert context_length(config("some/name")) is None
-    check_context(config(copy), 10**6, 1, ("a", "b"))
 
 
 @pytest.fixture
@@ -399,6 +392,22 @@ def of_family(llama, tmp_path):
         return directory
 
     return make
+
+
+@pytest.mark.parametrize(("family", "limit"), [("llama", 32), ("gpt2", 32), ("mpt", 32), ("bloom", None)])
+def test_the_context_is_found_by_each_family_s_name_for_it(copy, family, limit):
+    config_of(family, **DECODERS[family]).save_pretrained(copy)
+    assert context_length(config(copy)) == limit
+    with pytest.raises(ModelError, match="context of .*, 32") if limit else nullcontext():
+        check_context(config(copy), 30, 3, ("a", "b"))
+
+
+def test_a_family_s_own_context_holds_where_config_json_is_silent(copy):
+    shape = json.loads((copy / "config.json").read_text())
+    shape.pop("max_position_embeddings")
+    (copy / "config.json").write_text(json.dumps(shape))
+    assert context_length(config(copy)) == LlamaConfig().max_position_embeddings
+    assert context_length(config("some/name")) is None
 
 
 def test_every_stage_refuses_what_is_known_not_to_work(of_family, llama, tmp_path, ppo_config):
