@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    from chaos.faults import KINDS
+    from chaos.kinds import KINDS
 
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,6 +65,7 @@ def _run(options: argparse.Namespace, directory: Path) -> bool:
     from benchmarks.machine import describe_machine
     from benchmarks.summary import commit
     from chaos.campaign import rounds
+    from chaos.kinds import KINDS, not_possible
     from chaos.page import write_page, write_picture
     from chaos.summary import CampaignSummary, print_report
     from rlhf_ray.cli.library_logging import quiet_libraries
@@ -73,11 +74,12 @@ def _run(options: argparse.Namespace, directory: Path) -> bool:
     quiet_libraries()
     os.environ.update(accelerator_environment(gpus=0), CUDA_VISIBLE_DEVICES="")
     command = " ".join(["python -m chaos", *sys.argv[1:]])
-    campaign = CampaignSummary(options.seed, command, describe_machine(), commit())
+    campaign = CampaignSummary(options.seed, command, describe_machine(), commit(),
+                               not_tried=not_possible(options.only or KINDS))
     written: list[Path] = []
     interrupted = False
     try:
-        for finished in rounds(options.seed, options.minutes, options.only, directory):
+        for finished in rounds(options.seed, options.minutes, options.only, directory, campaign.not_tried):
             campaign.runs.append(finished)
             if options.keep is not None:
                 shutil.copytree(directory, options.keep, dirs_exist_ok=True)

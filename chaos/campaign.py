@@ -7,18 +7,19 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from chaos.faults import KINDS, REFUSED, TOO_LARGE, fewest_steps, of_target, plan
 from chaos.invariants import Books, violations
+from chaos.kinds import KINDS
 from chaos.mounts import small_disk
 from chaos.nodes import HEARTBEAT_TIMEOUT_S, SPARE, several_nodes_sections
 from chaos.outcomes import outcomes
+from chaos.plan import fewest_steps, plan
 from chaos.reward_service import RewardService, reward_service
 from chaos.run_record import RunRecord
 from chaos.summary import FinishedRun
@@ -31,22 +32,11 @@ USUAL_MINUTES = 15.0
 STEPS_A_FAULT, FEWEST_STEPS = 1.5, 12
 FAULTS_OF_ONLY = 2
 """Faults of each kind of --only."""
-SYNCHRONOUS = {
-    "generator_kill": 2, "generator_stop": 1, "generator_kill_in_publication": 1, "reward_kill": 1, "reward_stop": 1,
-    "reference_kill": 1, "reference_stop": 1, "assembler_kill": 1, "policy_kill": 1, "policy_stop": 1,
-    "policy_kill_in_forward": 1, "critic_kill": 1, "critic_stop": 1, "driver_kill": 1, "driver_term": 1,
-    **{kind.name: 1 for kind in of_target("service", "failpoint", "disk", "network", "checkpoint")
-       if not kind.changes_results},
-}
-"""Faults of the run at max_staleness 0, by kind."""
-OVERLAPPED = {"generator_kill": 2, "generator_stop": 1, "generator_kill_in_publication": 1, "reward_kill": 1,
-              "reference_kill": 1, "assembler_kill": 1, "policy_kill": 1, "critic_stop": 1, "driver_kill": 1,
-              "exit_at_checkpoint_copied": 1, "checkpoint_flip": 1, TOO_LARGE: 1, REFUSED: 1,
-              "loss_nan": 1, "gradient_nan": 1}
-"""Faults of the run at max_staleness 1, which is checked by its ledger, not bit for bit."""
-SEVERAL_NODES = {"node_lost": 1, "partition": 1, "generator_kill": 1, "generator_stop": 1,
-             "generator_kill_in_publication": 1}
-"""Faults of the run on a cluster of several nodes, one for each generator."""
+RUNS = {"several_nodes": 0, "overlapped": 1, "synchronous": 0}
+"""The runs of a round, short ones first, with their `max_staleness`: one on a cluster of several nodes, one for each
+generator; one that is checked by its ledger, not bit for bit; and one with the faults of most kinds. A kind says in
+which of them it is, and how often (`Kind.runs`)."""
+SEVERAL_NODES = "several_nodes"
 SAVED_EVERY = 3
 """Steps between checkpoints."""
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -85,23 +75,25 @@ class Trial:
         return max(FEWEST_STEPS, math.ceil(STEPS_A_FAULT * len(self.kinds)), fewest_steps(self.kinds, SAVED_EVERY))
 
 
-def trials(seed: int, minutes: float, only: Sequence[str] = (), disk: bool = True) -> list[Trial]:
-    """The runs of one round, short ones first. In less than USUAL_MINUTES there are fewer faults of each kind, and then
-    fewer kinds.
+def trials(seed: int, minutes: float, only: Sequence[str] = (), not_tried: Container[str] = ()) -> list[Trial]:
+    """The runs of one round. In less than USUAL_MINUTES there are fewer faults of each kind, and then fewer kinds.
 
     Args:
-        disk: whether there is a disk that may be filled.
+        not_tried: kinds that are not possible on this machine.
     """
-    if only:
-        kinds = _select({kind: FAULTS_OF_ONLY for kind in only if disk or kind != "disk_full"}, 1.0)
-        nodes, others = (tuple(k for k in kinds if (KINDS[k].target == "node") is which) for which in (True, False))
-        selected = (Trial("only", others, 0, seed), Trial("only_several_nodes", nodes[:SPARE], 0, seed, True))
-        return [trial for trial in selected if trial.kinds]
-    share = min(1.0, minutes / USUAL_MINUTES)
-    wanted = {kind: number for kind, number in SYNCHRONOUS.items() if disk or kind != "disk_full"}
-    return [Trial("several_nodes", _select(SEVERAL_NODES, share), 0, seed + 2, True),
-            Trial("overlapped", _select(OVERLAPPED, share), 1, seed + 1),
-            Trial("synchronous", _select(wanted, share), 0, seed)]
+    kinds = [kind for kind in KINDS.values() if kind.name not in not_tried and (not only or kind.name in only)]
+    found = []
+    for index, (name, max_staleness) in enumerate(reversed(RUNS.items())):
+        if only:
+            chosen = _select({kind.name: FAULTS_OF_ONLY for kind in kinds if next(iter(kind.runs)) == name}, 1.0)
+            chosen = chosen[:SPARE] if name == SEVERAL_NODES else chosen
+        else:
+            chosen = _select({kind.name: kind.runs[name] for kind in kinds if name in kind.runs},
+                             min(1.0, minutes / USUAL_MINUTES))
+        if chosen:
+            found.append(Trial(f"only_{name}" if only else name, chosen, max_staleness, seed + index,
+                               name == SEVERAL_NODES))
+    return found[::-1]
 
 
 def _select(wanted: dict[str, int], share: float) -> tuple[str, ...]:
@@ -146,21 +138,23 @@ class Workspace:
         return path, directory
 
 
-def rounds(seed: int, minutes: float, only: Sequence[str], directory: Path) -> Iterator[FinishedRun]:
+def rounds(seed: int, minutes: float, only: Sequence[str], directory: Path,
+           not_tried: Container[str] = ()) -> Iterator[FinishedRun]:
     """Make the runs of one round, and of further rounds while the time allows.
+
+    Args:
+        not_tried: kinds that are not possible on this machine.
 
     Raises:
         KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM; the interrupted run has been yielded before.
     """
     began, longest, number = time.monotonic(), 0.0, 0
     undisturbed: dict[tuple[int, int], Path] = {}
-    with small_disk(directory) as disk, reward_service() as service:
+    with small_disk(directory), reward_service() as service:
         workspace = Workspace.make(directory, service)
-        if not disk:
-            _log("a small disk cannot be mounted (that requires root): no disk is filled")
         while not number or time.monotonic() - began + longest < 60 * minutes:
             start = time.monotonic()
-            for trial in trials(seed + 100 * number, minutes, only, disk):
+            for trial in trials(seed + 100 * number, minutes, only, not_tried):
                 shape = trial.steps, trial.max_staleness
                 if shape not in undisturbed:
                     undisturbed[shape] = _run_undisturbed(workspace, trial)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from chaos.faults import Fault
@@ -22,17 +21,8 @@ LOST_BY_RAY = "RpcError: Unavailable"
 """In Ray's error for a message that it lost on purpose; those lost by a death name the connection's error."""
 
 
-def message_loss(faults: Sequence[Fault]) -> Fault | None:
-    """The first fault of a driver that is a lost message; a driver has one at most."""
-    return next((fault for fault in faults if fault.details.target == "network"), None)
-
-
-def environment(faults: Sequence[Fault]) -> dict[str, str]:
-    """Environment variables that the driver needs for its faults."""
-    fault = message_loss(faults)
-    if fault is None:
-        return {}
-    request = fault.kind == "request_lost"
+def environment(request: bool) -> dict[str, str]:
+    """Environment variables of a driver that shall lose a message: a call of an actor, otherwise a reply."""
     return {LOSE_MESSAGES: json.dumps({CALL_MESSAGE: {
         "num_failures": 1, "req_failure_prob": CHANCE_PERCENT * request,
         "resp_failure_prob": CHANCE_PERCENT * (not request), "in_flight_failure_prob": 0}})}
@@ -46,18 +36,15 @@ def lose_messages_of_this_process_only() -> None:
     start_processes_with({LOSE_MESSAGES: ""})
 
 
-def lost_at_the_start(faults: Sequence[Fault], code: int, log: str) -> bool:
+def lost_at_the_start(code: int, log: str) -> bool:
     """Whether a driver ended because a message got lost while its workers started, when they are not replaced."""
-    return message_loss(faults) is not None and code == WorkerError.exit_code and LOST_BY_RAY in log
+    return code == WorkerError.exit_code and LOST_BY_RAY in log
 
 
-def log_loss(record: RunRecord, start: Start, faults: Sequence[Fault]) -> None:
+def log_loss(record: RunRecord, start: Start, fault: Fault) -> None:
     """Find the loss in the files of a driver that ended, and add it to the injection log."""
-    fault = message_loss(faults)
-    if fault is None:
-        return
     log = start.log.read_text(errors="replace")
-    if lost_at_the_start(faults, start.code, log):
+    if lost_at_the_start(start.code, log):
         record.injections.add("injected", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
                               state="a call while workers started")
     elif (event := _loss(record, start)) is not None:

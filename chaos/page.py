@@ -11,8 +11,8 @@ from pathlib import Path
 
 from benchmarks.page import svg_url
 from benchmarks.svg import STYLE, Axis, axis
-from chaos.faults import KINDS
-from chaos.summary import HEADINGS, CampaignSummary, FinishedRun, figures, problems, rows, seconds
+from chaos.kinds import KINDS
+from chaos.summary import HEADINGS, CampaignSummary, FinishedRun, figures, not_tried, problems, rows, seconds
 from rlhf_ray.observability import html_page as html
 from rlhf_ray.observability.metrics import read_metrics
 
@@ -28,8 +28,7 @@ COLOURS = {
     "service": ("#c98a00", "reward service"), "driver": ("#c0392b", "driver, failpoint, disk"),
     "network": ("#6b7280", "message"), "checkpoint": ("#8a5a2b", "checkpoint"),
 }
-"""Colour and text of the key by target."""
-SAME_COLOUR = {"failpoint": "driver", "disk": "driver"}
+"""Colour and text of the key by `Kind.colour`."""
 MORE_STYLE = ".down{fill:#c0392b22}.updates{fill:none;stroke:#8a939e;stroke-width:1.5}"
 
 
@@ -52,7 +51,8 @@ def page(campaign: CampaignSummary) -> str:
                "survived" if fault["survived"] else fault["problem"]) for fault in data["faults"]]
     return html.page(
         Path(__file__).with_name("page.html"), kind="Chaos", title="Faults on purpose", lead=verdict, facts=facts,
-        notes=problems(campaign), tiles=[html.Tile(name, numbers[name].partition(",")[0]) for name in TILES],
+        notes=[*problems(campaign), *not_tried(campaign)],
+        tiles=[html.Tile(name, numbers[name].partition(",")[0]) for name in TILES],
         picture=svg_url(picture(campaign.runs).encode()), kind_headings=HEADINGS, kinds=rows(campaign),
         fault_headings=COLUMNS, faults=faults, runs=json.dumps(data["runs"], indent=2),
         machine=json.dumps(campaign.machine, indent=2, default=str))
@@ -122,8 +122,7 @@ def _faults(run: FinishedRun, across: Axis, up: Axis) -> Iterator[str]:
     for line in run.record.injections.read("injected"):
         step = line.get("step", step)
         x, y = WIDTH * across.place(line["time"] - began), HEIGHT * (1 - up.place(step))
-        target = KINDS[line["kind"]].target
-        colour, problem = COLOURS[SAME_COLOUR.get(target, target)][0], problems.get(line["fault"], "")
+        colour, problem = COLOURS[KINDS[line["kind"]].colour][0], problems.get(line["fault"], "")
         words = f"{line['kind']}: {problem or line['state']}"
         yield (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{"none" if problem else colour}" stroke="{colour}">'
                f"<title>{escape(words)}</title></circle>")

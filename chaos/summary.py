@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from chaos.faults import KINDS
+from chaos.evidence import Outcome
 from chaos.invariants import Books
-from chaos.outcomes import Outcome
+from chaos.kinds import KINDS, kind_of, triples
 from chaos.run_record import RunRecord
 
 FILE = "summary.json"
@@ -57,6 +57,8 @@ class CampaignSummary:
     machine: dict[str, Any]
     commit: str
     runs: list[FinishedRun] = field(default_factory=list)
+    not_tried: dict[str, str] = field(default_factory=dict)
+    """Kinds that are not possible on the machine, and why."""
 
     @property
     def outcomes(self) -> list[Outcome]:
@@ -77,7 +79,7 @@ class CampaignSummary:
     def sound(self) -> bool:
         """Whether every fault was injected and survived and every invariant holds. A lost message need not be injected:
         Ray may lose one that makes no difference, and the run's files do not show it."""
-        missed = [outcome for outcome in self.missed if outcome.fault.details.target != "network"]
+        missed = [outcome for outcome in self.missed if not kind_of(outcome.fault).may_not_happen]
         return not self.broken and not missed and all(outcome.survived for outcome in self.outcomes)
 
     def as_dict(self) -> dict[str, Any]:
@@ -88,7 +90,8 @@ class CampaignSummary:
         loops = sum(run.loop_s for run in self.runs)
         return {
             "injected": len(outcomes), "survived": sum(outcome.survived for outcome in outcomes),
-            "kinds": len({outcome.fault.kind for outcome in outcomes}),
+            "kinds": len(triples(outcome.fault.kind for outcome in outcomes)),
+            "second_faults": sum(bool(outcome.repairing) for outcome in outcomes),
             "lost": sum(run.books.lost for run in self.runs),
             "duplicated": sum(run.books.duplicated for run in self.runs),
             "quarantined": sum(run.books.quarantined for run in self.runs),
@@ -100,6 +103,7 @@ class CampaignSummary:
             **quantiles("commit_pause", pauses),
             "by_kind": by_kind(outcomes), "broken": self.broken,
             "not_injected": [f"{outcome.run}: {outcome.fault.kind}" for outcome in self.missed],
+            "not_tried": self.not_tried,
             "faults": [fault_row(outcome) for outcome in outcomes],
             "runs": {run.name: {"seconds": run.seconds, "starts": len(run.record.starts),
                                 "undisturbed_loop_seconds": run.undisturbed_s, "loop_seconds": run.loop_s,
@@ -137,6 +141,7 @@ def by_kind(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
 def fault_row(outcome: Outcome) -> dict[str, Any]:
     """A fault as plain data for JSON."""
     return {"run": outcome.run, "kind": outcome.fault.kind, "state": outcome.state, "survived": outcome.survived,
+            "repairing": list(outcome.repairing),
             "detection_s": outcome.detection_s, "recovery_s": outcome.recovery_s, "problem": outcome.problem}
 
 
@@ -154,7 +159,8 @@ def figures(campaign: CampaignSummary) -> dict[str, str]:
     return {
         "Faults survived": f"{data['survived']} of {data['injected']}, {data['kinds']} kinds",
         "Samples lost": str(data["lost"]), "Samples trained on twice": str(data["duplicated"]),
-        "Samples quarantined": str(data["quarantined"]), "Wedges": str(data["wedges"]),
+        "Samples quarantined": str(data["quarantined"]),
+        "Injected during the repair of another": str(data["second_faults"]), "Wedges": str(data["wedges"]),
         "Noticed after": _both(data, "detection"), "Back after": _both(data, "recovery"),
         "Tokens computed twice": f"{data['recomputed_token_share']:.1%} at most",
         "Share of time effective": "unknown" if effective is None else f"{effective:.0%}",
@@ -174,8 +180,15 @@ def print_report(campaign: CampaignSummary) -> None:
     console.print(table)
     for name, value in figures(campaign).items():
         console.print(f"{name}: {value}", highlight=False)
+    for line in not_tried(campaign):
+        console.print(line, highlight=False, soft_wrap=True)
     for line in problems(campaign):
         console.print(f"[red]{line}", highlight=False, soft_wrap=True)
+
+
+def not_tried(campaign: CampaignSummary) -> list[str]:
+    """A line for each kind that is not possible on the machine."""
+    return [f"not tried: {kind} ({reason})" for kind, reason in campaign.not_tried.items()]
 
 
 def problems(campaign: CampaignSummary) -> list[str]:

@@ -15,15 +15,11 @@ from uuid import uuid4
 
 import psutil
 
-from chaos.checkpoint_damage import damage
-from chaos.faults import KILL, Fault
+from chaos.faults import Fault
 from chaos.injection_log import INJECTION_LOG
-from chaos.message_loss import environment, log_loss, lost_at_the_start
-from chaos.mounts import free_disk
+from chaos.kinds import kind_of
 from chaos.reward_service import RewardService
 from chaos.run_record import RunRecord, Start
-from rlhf_ray.errors import CheckpointError, RunInterrupted
-from rlhf_ray.failpoints import EXIT_CODE
 from rlhf_ray.observability.run_directory import RunDirectory
 from tests.cluster.processes import abandoned, shared_memory
 
@@ -76,21 +72,21 @@ def _start_until_the_end(record: RunRecord, mark: str) -> None:
             return
         record.left += [f"{process} after start {len(record.starts)}" for process in _kill_leftovers(mark)]
         injected = record.injections.injected()
-        free_disk(record.directory.parent)
         pending = [fault for fault in pending if fault.number not in injected]
         surprises += start.wedged or start.code != start.expected
         if start.code == 0 or surprises > MOST_SURPRISES:
             break
-        _damage(record, pending)
+        _inject_between(record, pending)
     record.report_injections()
 
 
 def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str) -> Start:
     """Start the driver with the faults up to the next one that ends it, and wait for its end."""
     number = len(record.starts) + 1
-    until = next((index for index, fault in enumerate(pending) if fault.details.ends_the_driver), len(pending))
-    mine = [fault for fault in pending[: until + 1] if fault.details.target != "checkpoint"]
-    variables = {RUN_MARK: mark, INJECTION_LOG: str(record.injections.path), **environment(mine)}
+    mine = _of_next_driver(pending)
+    variables = {RUN_MARK: mark, INJECTION_LOG: str(record.injections.path)}
+    for fault in mine:
+        variables |= kind_of(fault).environment(fault)
     faults, log = (record.config.with_suffix(f".{number}.{kind}") for kind in ("faults.json", "log"))
     faults.write_text(json.dumps([fault.as_dict() for fault in mine]))
     command = [sys.executable, "-m", DRIVER, str(record.config), str(faults), str(record.injections.path),
@@ -106,21 +102,21 @@ def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str) -> Start
             driver.kill()
             driver.wait()
             _kill_marked(mark)
-    code, end = driver.returncode, next((fault for fault in mine if fault.details.ends_the_driver), None)
-    expected = code if lost_at_the_start(mine, code, log.read_text(errors="replace")) else _expected_code(end)
-    start = Start(driver.pid, began, time.time(), code, expected, log, wedged)
-    log_loss(record, start, mine)
+    code, text = driver.returncode, log.read_text(errors="replace")
+    codes = (kind_of(fault).expected_code(fault, code, text) for fault in mine)
+    caused = [each for each in codes if each is not None] or [0]
+    start = Start(driver.pid, began, time.time(), code, code if code in caused else caused[-1], log, wedged)
+    for fault in mine:
+        kind_of(fault).driver_ended(record, start, fault)
     return start
 
 
-def _expected_code(end: Fault | None) -> int:
-    if end is None:
-        return 0
-    if end.details.target == "failpoint":
-        return EXIT_CODE
-    if end.details.target == "disk":
-        return CheckpointError.exit_code
-    return -KILL if end.details.signal == KILL else RunInterrupted.exit_code
+def _of_next_driver(pending: Sequence[Fault]) -> list[Fault]:
+    """The faults up to the next one that ends the driver, which it may know when it starts or injects itself."""
+    until = next((index for index, fault in enumerate(pending) if kind_of(fault).ends_the_driver), len(pending))
+    mine = [fault for fault in pending[: until + 1] if not kind_of(fault).needs_no_driver]
+    later = [fault for fault in mine if kind_of(fault).follows_an_end][1:]  # one environment has one of them at most
+    return [fault for fault in mine if fault not in later]
 
 
 def _wait(driver: subprocess.Popen[bytes], record: RunRecord, log: Path) -> bool:
@@ -141,14 +137,14 @@ def _wait(driver: subprocess.Popen[bytes], record: RunRecord, log: Path) -> bool
     return False
 
 
-def _damage(record: RunRecord, pending: list[Fault]) -> None:
-    """Damage a checkpoint, if such a fault is due before the next driver starts."""
-    coming = takewhile(lambda fault: fault.details.follows_an_end, pending)
-    fault = next((fault for fault in coming if fault.details.target == "checkpoint"), None)
+def _inject_between(record: RunRecord, pending: list[Fault]) -> None:
+    """Inject the fault that is due before the next driver starts, if there is one."""
+    coming = takewhile(lambda fault: kind_of(fault).follows_an_end, pending)
+    fault = next((fault for fault in coming if kind_of(fault).needs_no_driver), None)
     if fault is None:
         return
     pending.remove(fault)
-    done = damage(fault, RunDirectory(record.directory).checkpoints)
+    done = kind_of(fault).inject_between(record, fault)
     if done is not None:
         record.injections.add("injected", fault=fault.number, kind=fault.kind, state=done, in_state=True)
 

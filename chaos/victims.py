@@ -12,12 +12,11 @@ import psutil
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.nodes import HEARTBEAT_TIMEOUT_S
+from chaos.scene import POLL_S
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.spans import Task
 
-POLL_S = 0.002
-"""Interval of polling for calls and processes."""
 TOO_FAST = 4
 """Calls that may end before the delay of a fault; a fault that waits for a slower one is injected into the next. How
 long calls take depends on the machine, its load, and what the policy has learned."""
@@ -31,20 +30,22 @@ ENDED_S = 45.0
 PARTITION_POLL_S = 0.05
 
 
-async def call_under_way(fault: Fault, coordinator: Coordinator, group: WorkerGroup,
-                         spared: Callable[[Fault], bool]) -> tuple[Task, psutil.Process]:
+async def call_under_way(fault: Fault, phase: str, coordinator: Coordinator, group: WorkerGroup,
+                         spared: Callable[[], bool]) -> tuple[Task, psutil.Process]:
     """Wait for a call in the state that the fault requires; returns it and the process of its worker. The call cannot
     finish before this coroutine yields: its reply is handled on the loop's thread.
 
     Args:
+        phase: of the call.
+        group: the victim's.
         spared: whether no fault may be injected into the victim at present.
     """
-    clock, details, seen = coordinator.roles.clock, fault.details, set[Task]()
+    clock, seen = coordinator.roles.clock, set[Task]()
     while True:
         await asyncio.sleep(POLL_S)
         calls = {task for task in clock.under_way
-                 if (task.role, task.worker, task.phase) == (details.role, fault.rank, details.phase)}
-        if not calls or spared(fault) or (process := _process(fault, coordinator, group)) is None:
+                 if (task.role, task.worker, task.phase) == (group.role, fault.rank, phase)}
+        if not calls or spared() or (process := _process(fault, coordinator, group)) is None:
             continue
         seen |= calls
         oldest = min(calls, key=lambda task: task.since)
@@ -58,12 +59,12 @@ def is_up(process: psutil.Process) -> bool:
     return state_of(process) not in (GONE, psutil.STATUS_STOPPED)
 
 
-def log_effect(injections: InjectionLog, fault: Fault, process: psutil.Process) -> None:
-    """Wait until the process is dead, or stopped, and log it."""
+def log_effect(injections: InjectionLog, fault: Fault, process: psutil.Process, stops: bool) -> None:
+    """Wait until the process is dead, or stopped, and log it. `stops`: whether it shall be stopped, not killed."""
     began = time.monotonic()
     while (seconds := time.monotonic() - began) < EFFECT_S:
         state = state_of(process)
-        if state == GONE or (state == psutil.STATUS_STOPPED and fault.details.stops):
+        if state == GONE or (state == psutil.STATUS_STOPPED and stops):
             injections.add("confirmed", fault=fault.number, state=state, seconds=seconds)
             return
         time.sleep(POLL_S)

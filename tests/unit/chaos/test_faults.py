@@ -5,9 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from chaos.campaign import OVERLAPPED, SEVERAL_NODES, SYNCHRONOUS, trials
-from chaos.faults import KINDS, Fault, fewest_steps, plan
+from chaos.campaign import RUNS, trials
+from chaos.faults import Fault
+from chaos.kinds import KINDS, kind_of, triples
 from chaos.nodes import SPARE
+from chaos.plan import fewest_steps, plan
 
 RANKS = {"generator": 2, "policy_learner": 2}
 ALL = tuple(KINDS)
@@ -29,19 +31,19 @@ def test_every_plan_is_complete_and_possible(kinds):
         assert Counter(kinds) <= planned, seed
         assert set(planned - Counter(kinds)) <= {"driver_kill"}, seed
         assert [fault.number for fault in faults] == list(range(1, len(faults) + 1)), seed
-        assert all(fault.rank < RANKS.get(fault.details.role, 1) for fault in faults), seed
+        assert all(fault.rank < RANKS.get(kind_of(fault).role, 1) for fault in faults), seed
         assert max(fault.step for fault in faults) < steps - 3, seed
-        assert faults[0].details.target != "checkpoint", seed
-        damages = [(before, fault) for before, fault in pairwise(faults) if fault.details.target == "checkpoint"]
+        assert not kind_of(faults[0]).needs_no_driver, seed
+        damages = [(before, fault) for before, fault in pairwise(faults) if kind_of(fault).checkpoints]
         for before, fault in damages:
-            assert before.details.ends_the_driver and before.step > 6 and fault.valid_checkpoints == 2, seed
+            assert kind_of(before).ends_the_driver and before.step > 6 and fault.valid_checkpoints == 2, seed
         if kinds != ALL:
             assert all(later.step - earlier.step >= 6 for (_, earlier), (_, later) in pairwise(damages)), seed
 
 
 def test_damage_alone_adds_the_ends_of_the_driver_that_it_needs():
     faults = plan(1, ("checkpoint_flip", "checkpoint_delete"), 20, RANKS, 3)
-    assert [fault.details.target for fault in faults] == ["driver", "checkpoint"] * 2
+    assert [kind_of(fault).follows_an_end for fault in faults] == [False, True] * 2
 
 
 def test_a_fault_round_trips_through_json():
@@ -52,12 +54,14 @@ def test_a_fault_round_trips_through_json():
 def test_a_round_has_forty_faults_of_twelve_kinds_and_more():
     kinds = [kind for trial in trials(1, 15) for kind in trial.kinds]
     assert len(kinds) >= 40 and len(set(kinds)) >= 12
-    assert sum(map(sum, (some.values() for some in (SYNCHRONOUS, OVERLAPPED, SEVERAL_NODES)))) == len(kinds)
+    assert sum(sum(kind.runs.values()) for kind in KINDS.values()) == len(kinds)
+    assert all(kind.runs and set(kind.runs) <= set(RUNS) for kind in KINDS.values())
 
 
 def test_less_time_means_fewer_faults_of_each_kind_first():
     *_, short = trials(1, 14.6)
-    assert set(SYNCHRONOUS) == set(short.kinds) and len(short.kinds) < sum(SYNCHRONOUS.values())
+    wanted = {name: kind.runs["synchronous"] for name, kind in KINDS.items() if "synchronous" in kind.runs}
+    assert set(wanted) == set(short.kinds) and len(short.kinds) < sum(wanted.values())
 
 
 def test_one_kind_alone():
@@ -66,7 +70,7 @@ def test_one_kind_alone():
 
 
 def test_a_lost_node_alone_is_lost_where_there_are_several():
-    others, on_nodes = trials(1, 15, ["policy_stop", "node_lost", "partition"])
+    on_nodes, others = trials(1, 15, ["policy_stop", "node_lost", "partition"])
     assert (others.several_nodes, on_nodes.several_nodes, on_nodes.kinds) == (False, True, ("node_lost", "partition"))
     assert len(trials(1, 15, ["partition"])[0].kinds) <= SPARE
 
@@ -76,3 +80,27 @@ def test_results_are_compared_where_no_fault_may_change_them():
     assert synchronous.reproducible and on_nodes.reproducible and not overlapped.reproducible
     assert trials(1, 15, ["http_nan"])[0].reproducible and not trials(1, 15, ["http_largest"])[0].reproducible
     assert not trials(1, 15, ["http_400"])[0].reproducible
+
+
+def test_what_is_not_possible_is_left_out_of_every_run():
+    assert all("disk_full" not in trial.kinds for trial in trials(1, 15, not_tried={"disk_full": "no root"}))
+    assert trials(1, 15, ["disk_full"], {"disk_full": "no root"}) == []
+
+
+def test_kinds_with_the_same_victim_mechanism_and_state_are_one():
+    """Nine ways in which one service fails are three kinds: no valid scores, scores that are late, a cut connection."""
+    assert len(triples(name for name in KINDS if name.startswith("http_"))) == 3
+    others = [name for name in KINDS if not name.startswith("http_")]
+    assert len(triples(others)) == len(others)
+
+
+def test_some_faults_come_while_the_victim_of_the_one_before_is_replaced():
+    """The victim is another worker, and the same update: otherwise the first is back before."""
+    seconds = 0
+    for seed in range(100):
+        for first, second in pairwise(plan(seed, ALL, 60, RANKS, 3)):
+            if second.during_repair:
+                seconds += 1
+                assert kind_of(first).is_repaired and first.step == second.step, seed
+                assert (kind_of(first).role, first.rank) != (kind_of(second).role, second.rank), seed
+    assert 4 <= seconds / 100 <= 15

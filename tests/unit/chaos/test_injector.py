@@ -24,18 +24,35 @@ def injector(tmp_path):
 @pytest.mark.parametrize("step, down, waits", [
     (5, [("generator", 1)], True), (4, [("generator", 1)], False), (5, [("generator", 0)], False), (5, [], False)])
 def test_training_waits_while_the_victim_of_a_fault_that_is_due_is_down(injector, step, down, waits):
-    assert injector._must_wait(coordinator(step, *down)) is waits
+    assert injector.must_wait(coordinator(step, *down)) is waits
 
 
 def test_it_waits_for_nobody_who_cannot_come_back(injector):
-    assert not injector._must_wait(coordinator(5, ("generator", 1), told=True))
+    assert not injector.must_wait(coordinator(5, ("generator", 1), told=True))
 
 
 def test_when_no_fault_is_left_it_waits_for_all_who_are_down(injector):
-    injector._left.clear()
-    assert injector._must_wait(coordinator(2, ("reward_scorer", 0))) and not injector._must_wait(coordinator(2))
+    injector.scene.left.clear()
+    assert injector.must_wait(coordinator(2, ("reward_scorer", 0))) and not injector.must_wait(coordinator(2))
 
 
 def test_a_run_without_faults_goes_as_ever(tmp_path):
     injector = Injector([Fault(1, "request_lost", step=1)], InjectionLog(tmp_path / "injections.jsonl"))
-    assert not injector._must_wait(coordinator(2, ("generator", 1)))
+    assert not injector.must_wait(coordinator(2, ("generator", 1)))
+
+
+@pytest.mark.parametrize("step, down, due", [
+    (5, [], False), (5, [("reward_scorer", 0)], True), (6, [("reward_scorer", 0)], True), (7, [], True)])
+def test_a_fault_during_a_repair_waits_for_it_but_not_for_ever(tmp_path, step, down, due):
+    injector = Injector([Fault(1, "generator_kill", step=5, during_repair=True)], InjectionLog(tmp_path / "i.jsonl"))
+    injector.scene.coordinator = coordinator(step, *down)
+    assert injector.is_due(injector.scene.left[0]) is due
+
+
+def test_what_was_under_repair_is_logged_and_a_fault_is_injected_once(tmp_path):
+    injector = Injector([Fault(1, "generator_kill", step=5)], InjectionLog(tmp_path / "i.jsonl"))
+    scene = injector.scene
+    scene.coordinator = coordinator(5, ("reward_scorer", 0))
+    scene.injected(scene.left[0], state="at work")
+    (line,) = scene.injections.read("injected")
+    assert line["repairing"] == ["reward_scorer/0"] and scene.left == []

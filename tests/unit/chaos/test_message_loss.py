@@ -4,14 +4,15 @@ import json
 
 import pytest
 
-from chaos.faults import KILL, Fault, plan
+from chaos.faults import KILL, Fault
+from chaos.kinds import KINDS, kind_of
 from chaos.message_loss import (
-    environment,
     log_loss,
     lose_messages_of_this_process_only,
     lost_at_the_start,
 )
 from chaos.outcomes import outcomes
+from chaos.plan import plan
 from rlhf_ray.errors import WorkerError
 from rlhf_ray.internals.ray import CALL_MESSAGE, LOSE_MESSAGES
 
@@ -20,11 +21,11 @@ SAID, RESET = f"{ACTOR}RpcError: Unavailable rpc_code: 14", f"{ACTOR}RpcError: R
 
 
 def test_a_driver_gets_one_lost_message_of_the_kind_that_is_asked_for():
-    request, reply = (json.loads(environment([Fault(1, "reward_kill", 1), Fault(2, kind, 1), Fault(3, kind, 1)])[
-        LOSE_MESSAGES])[CALL_MESSAGE] for kind in ("request_lost", "reply_lost"))
+    request, reply = (json.loads(KINDS[kind].environment(Fault(1, kind, 1))[LOSE_MESSAGES])[CALL_MESSAGE]
+                      for kind in ("request_lost", "reply_lost"))
     assert (request["num_failures"], request["req_failure_prob"], request["resp_failure_prob"]) == (1, 1, 0)
     assert (reply["num_failures"], reply["req_failure_prob"], reply["resp_failure_prob"]) == (1, 0, 1)
-    assert environment([Fault(1, "reward_kill", 1)]) == {}
+    assert KINDS["reward_kill"].environment(Fault(1, "reward_kill", 1)) == {}
 
 
 def test_ray_s_own_processes_lose_nothing(monkeypatch):
@@ -42,7 +43,7 @@ def lose(fake_run, code=0, said=""):
     """A run with one driver that should lose a message; the loss is logged."""
     fake_run.start(100, 200, code, code, said)
     fake_run.fault("request_lost")
-    log_loss(fake_run.record, fake_run.record.starts[0], fake_run.record.faults)
+    log_loss(fake_run.record, fake_run.record.starts[0], fake_run.record.faults[0])
     return fake_run.record
 
 
@@ -62,8 +63,7 @@ def test_a_loss_of_another_kind_or_time_is_none(fake_run):
 
 
 def test_a_loss_while_workers_start_ends_the_driver_and_the_next_one_goes_on(fake_run):
-    assert lost_at_the_start([Fault(1, "reply_lost", 1)], WorkerError.exit_code, SAID)
-    assert not lost_at_the_start([Fault(1, "reward_kill", 1)], WorkerError.exit_code, SAID)
+    assert lost_at_the_start(WorkerError.exit_code, SAID) and not lost_at_the_start(WorkerError.exit_code, RESET)
     record = lose(fake_run, WorkerError.exit_code, SAID)
     assert not outcomes(record)[0].survived
     fake_run.line("loop", 230, step=0)
@@ -82,5 +82,5 @@ def test_a_loss_before_a_driver_s_abrupt_end_is_in_its_log_only(fake_run):
 def test_a_message_is_lost_in_a_driver_that_is_started_again(seed):
     faults = plan(seed, ("request_lost", "reply_lost", "http_500", "driver_term"), 30, {}, 3)
     for fault in faults:
-        if fault.details.target == "network":
-            assert faults[fault.number - 2].details.ends_the_driver
+        if kind_of(fault).follows_an_end:
+            assert kind_of(faults[fault.number - 2]).ends_the_driver

@@ -3,7 +3,9 @@
 import pytest
 
 from chaos.faults import KILL
-from chaos.outcomes import LEFT_OUT, SKIPPED, outcomes
+from chaos.kinds.checkpoints import SKIPPED
+from chaos.kinds.failures import LEFT_OUT
+from chaos.outcomes import outcomes
 from rlhf_ray.failpoints import EXIT_CODE
 
 

@@ -14,7 +14,7 @@ from chaos.summary import CampaignSummary, FinishedRun, figures, print_report, p
 MACHINE = {"cores": 2, "cpu": "a CPU"}
 SVG = "{http://www.w3.org/2000/svg}"
 PROMISED = {"injected", "survived", "kinds", "lost", "duplicated", "quarantined", "wedges", "detection_p95_s",
-            "recovery_p95_s", "recomputed_token_share"}
+            "recovery_p95_s", "recomputed_token_share", "second_faults", "not_tried"}
 
 
 @pytest.fixture
@@ -72,6 +72,20 @@ def test_the_page_holds_every_figure_and_loads_nothing(chaos, tmp_path):
     assert "http://" not in text and "https://" not in text
     assert all(value.split(",")[0] in text for value in figures(chaos).values())
     assert text.count("generator with requests in flight is killed") == 1 and text.count("survived</td>") == 2
+
+
+def test_what_the_machine_cannot_do_is_reported_as_not_tried(chaos, tmp_path, capsys):
+    chaos.not_tried["disk_full"] = "mounting a file system: this requires root"
+    print_report(chaos)
+    assert "not tried: disk_full (mounting a file system: this requires root)" in capsys.readouterr().out
+    assert chaos.as_dict()["not_tried"] == chaos.not_tried and "this requires root" in page(chaos) and chaos.sound
+
+
+def test_second_faults_are_those_that_came_during_a_repair(chaos, fake_run):
+    for time, repairing in ((150, ["reward_scorer/0"]), (160, [])):
+        fake_run.injected("policy_kill", time, role="policy_learner", pid=9, repairing=repairing)
+        fake_run.event("policy_learner", None, time + 1, 9.0)
+    assert with_run(chaos, outcomes=outcomes(fake_run.record)).as_dict()["second_faults"] == 1
 
 
 def test_the_table_in_the_terminal(chaos, capsys):

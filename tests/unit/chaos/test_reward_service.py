@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from chaos.faults import SERVED
 from chaos.injection_log import InjectionLog
+from chaos.kinds import KINDS
+from chaos.kinds.failures import ServiceFailure
 from chaos.reward_service import RewardService, failure_order_file, order_failure, reward_service
 from tests.unit.rewards.http.conftest import requests_of, source_of
 from tests.unit.rewards.http.fault_server import BEHAVIOURS
@@ -34,7 +35,8 @@ def test_scores_that_are_believed_are_not_asked_for_again(tmp_path):
 
 
 def test_every_way_to_fail_is_one_of_the_server_s():
-    assert set(SERVED) <= {*BEHAVIOURS, "slow", "reset"}
+    served = {kind.behaviour for kind in KINDS.values() if isinstance(kind, ServiceFailure)}
+    assert served <= {*BEHAVIOURS, "slow", "reset"}
 
 
 @pytest.mark.parametrize("behaviour", ["500", "nan", "reset"])

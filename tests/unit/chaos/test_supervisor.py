@@ -7,6 +7,7 @@ import pytest
 from chaos import supervisor
 from chaos.__main__ import _exit_on_sigterm
 from chaos.faults import KILL, Fault
+from chaos.kinds import checkpoints
 from chaos.supervisor import run
 
 FAULTS = [Fault(1, "generator_kill", 1), Fault(2, "driver_kill", 2), Fault(3, "checkpoint_flip", 2),
@@ -97,6 +98,6 @@ def test_a_second_sigterm_is_ignored():
 
 def test_damage_does_not_wait_for_a_message_that_is_still_to_be_lost(made, monkeypatch):
     damaged = []
-    monkeypatch.setattr(supervisor, "damage", lambda fault, _: damaged.append(fault.number))
+    monkeypatch.setattr(checkpoints, "damage", lambda fault, _: damaged.append(fault.number))
     made(["die", "well"], [Fault(1, "driver_kill", 1), Fault(2, "request_lost", 1), Fault(3, "checkpoint_flip", 1)])
     assert damaged == [3]

@@ -84,7 +84,7 @@ def test_a_fault_whose_calls_are_faster_than_planned_meets_one_nevertheless(seco
                     await asyncio.sleep(seconds)
 
         calling = asyncio.create_task(call_again_and_again())
-        task, process = await asyncio.wait_for(call_under_way(fault, coordinator, group, lambda _: False), 10)
+        task, process = await asyncio.wait_for(call_under_way(fault, "generate", coordinator, group, lambda: False), 10)
         calling.cancel()
         return task is made[-1], len(made), process.pid
 

@@ -1,0 +1,28 @@
+"""All kinds of fault, a module for each family (`chaos.kind` says how to add one)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from chaos.faults import Fault
+from chaos.kind import Kind
+from chaos.kinds import checkpoints, drivers, failures, messages, nodes, workers
+
+KINDS: Mapping[str, Kind] = {kind.name: kind for family in (workers, nodes, failures, drivers, messages, checkpoints)
+                             for kind in family.KINDS}
+"""By name, in the order of the table."""
+
+
+def kind_of(fault: Fault) -> Kind:
+    """The kind of a fault."""
+    return KINDS[fault.kind]
+
+
+def triples(names: Iterable[str]) -> set[tuple[str, str, str]]:
+    """The distinct (victim, mechanism, state) of some kinds."""
+    return {KINDS[name].triple for name in names}
+
+
+def not_possible(names: Iterable[str]) -> dict[str, str]:
+    """The kinds that cannot be tried on this machine, and why."""
+    return {name: reason for name in names if (reason := KINDS[name].not_possible())}

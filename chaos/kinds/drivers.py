@@ -1,0 +1,125 @@
+"""Ends of the driver, after which the run is resumed: signals, failpoints, a full disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from chaos.evidence import Evidence, Outcome
+from chaos.faults import KILL, TERM, Fault
+from chaos.kind import Kind, judged
+from chaos.mounts import fill_disk, free_disk
+from chaos.requirements import MOUNTS
+from chaos.run_record import RunRecord, Start
+from chaos.scene import POLL_S, Scene
+from rlhf_ray.errors import CheckpointError, RunInterrupted
+from rlhf_ray.failpoints import EXIT_CODE, POINTS, VARIABLE
+
+DISK_FULL = ("ran full", "disk is full", "disk full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverEnd(Kind):
+    """The driver ends, and the run is resumed."""
+
+    victim: str = "driver"
+
+    colour: ClassVar[str] = "driver"
+    ends_the_driver: ClassVar[bool] = True
+
+    def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
+        """The driver must end with the code that this fault causes, and the next one begin its loop."""
+        start = evidence.start_at(injection["time"])
+        if start is None or start.code != start.expected:
+            code = start.code if start else "no code"
+            return judged(evidence, fault, injection, f"the driver ended with {code}, which this fault does not cause")
+        if problem := self.problem_with_output(start.log.read_text(errors="replace")):
+            return judged(evidence, fault, injection, problem)
+        again = evidence.next_loop(start.ended)
+        if again is None:
+            return judged(evidence, fault, injection, "the run was not resumed")
+        return judged(evidence, fault, injection, recovery_s=again - start.ended)
+
+    def problem_with_output(self, log: str) -> str:
+        """Why what the driver printed does not fit this fault."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverSignal(DriverEnd):
+    """The driver gets a signal while it waits for workers."""
+
+    signal: int
+    state: str = "waiting for workers"
+    most_delay_s: float = 1.0
+
+    async def inject(self, scene: Scene, fault: Fault) -> None:
+        """Send the signal."""
+        await asyncio.sleep(fault.delay_s)
+        while not (busy := scene.coordinator.roles.clock.under_way):
+            await asyncio.sleep(POLL_S)
+        state = "waiting for " + ", ".join(sorted({f"{task.role} ({task.phase})" for task in busy}))
+        scene.injected(fault, pid=os.getpid(), state=state)
+        os.kill(os.getpid(), self.signal)
+
+    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
+        """That of the signal; a request to stop ends with its own."""
+        return -KILL if self.signal == KILL else RunInterrupted.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailpointExit(DriverEnd):
+    """The driver exits at a failpoint."""
+
+    failpoint: str
+    mechanism: str = "exit"
+
+    async def inject(self, scene: Scene, fault: Fault) -> None:
+        """Arm the failpoint."""
+        scene.injected(fault, pid=os.getpid(), state=f"failpoint {self.failpoint} armed")
+        os.environ[VARIABLE] = f"{self.failpoint}:exit:{min(fault.sightings, 2)}"
+
+    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
+        """That of failpoints."""
+        return EXIT_CODE
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskFull(DriverEnd):
+    """The disk of the run is filled, and freed when the driver has ended."""
+
+    async def inject(self, scene: Scene, fault: Fault) -> None:
+        """Fill the disk."""
+        directory = Path(scene.coordinator.config.run.dir).parent
+        scene.injected(fault, pid=os.getpid(), state="about to be filled")
+        fill_disk(directory)
+
+    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
+        """That of a checkpoint that cannot be written."""
+        return CheckpointError.exit_code
+
+    def driver_ended(self, record: RunRecord, start: Start, fault: Fault) -> None:
+        """Free the disk."""
+        free_disk(record.directory.parent)
+
+    def problem_with_output(self, log: str) -> str:
+        """The driver must say that the disk is full."""
+        if "Traceback" in log or not any(words in log for words in DISK_FULL):
+            return "the driver does not report that the disk is full"
+        return ""
+
+
+KINDS = (
+    DriverSignal(name="driver_kill", words="the driver is killed at a random moment; --resume", mechanism="SIGKILL",
+                 signal=KILL, runs={"synchronous": 1, "overlapped": 1}),
+    DriverSignal(name="driver_term", words="the driver gets SIGTERM; --resume", mechanism="SIGTERM", signal=TERM),
+    *(FailpointExit(name=f"exit_at_{name}", words=f"the driver ends where {words}; --resume", failpoint=name,
+                    state=name, runs={"synchronous": 1} | ({"overlapped": 1} if name == "checkpoint_copied" else {}))
+      for name, words in POINTS.items()),
+    DiskFull(name="disk_full", words="the disk is filled, and freed when the driver has ended; --resume",
+             victim="disk of the run", mechanism="full", state="any writer", requires=(MOUNTS,)),
+)
+"""Kinds of this module."""

@@ -1,0 +1,142 @@
+"""Workers and learners that are killed or stopped in the middle of a call."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from chaos.evidence import EARLY_S, Evidence, Outcome
+from chaos.faults import KILL, STOP, Fault
+from chaos.kind import Kind, judged
+from chaos.scene import Scene
+
+if TYPE_CHECKING:
+    import psutil
+
+    from rlhf_ray.cluster.worker_group import WorkerGroup
+
+MECHANISMS = {KILL: "SIGKILL", STOP: "SIGSTOP"}
+LONG_CALL: dict[str, Any] = {"most_sightings": 1, "most_delay_s": 0.2}
+"""Of calls that are made once or twice a step and take long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerFault(Kind):
+    """A worker in the middle of a call gets a signal."""
+
+    phase: str
+    """The call that must be under way."""
+    signal: int
+
+    is_repaired: ClassVar[bool] = True
+
+    async def inject(self, scene: Scene, fault: Fault) -> None:
+        """Wait for the call, and hit the worker."""
+        from chaos.victims import call_under_way, is_up, log_effect
+
+        clock = scene.coordinator.roles.clock
+        (group,) = (group for group in scene.coordinator.roles.all_groups() if group.role == self.role)
+        task, process = await call_under_way(fault, self.phase, scene.coordinator, group,
+                                             lambda: self.is_spared(scene))
+        in_state = task in clock.under_way and is_up(process)
+        scene.injected(fault, role=self.role, rank=fault.rank, pid=process.pid,
+                       incarnation=group.incarnation(fault.rank), in_state=in_state,
+                       state=f"{self.phase} under way for {clock.now() - task.since:.3f} s")
+        await self.hit(scene, fault, group, process)
+        scene.in_thread(log_effect, scene.injections, fault, process, self.signal == STOP)
+
+    def is_spared(self, scene: Scene) -> bool:
+        """Whether no fault may be injected into the victim at present."""
+        return False
+
+    async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
+        """Send the signal."""
+        import psutil
+
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(self.signal)
+
+    def is_mine(self, event: dict[str, Any], injection: dict[str, Any]) -> bool:
+        """Whether a line of faults.jsonl, of the same driver, is about this fault."""
+        return bool((event["role"], event["pid"]) == (injection["role"], injection["pid"]))
+
+    def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
+        """It must be logged as lost, confirmed to be dead or stopped, and be back, unless the driver ended first."""
+        if not injection["in_state"]:
+            return judged(evidence, fault, injection, "its victim was not in the required state")
+        start = evidence.start_at(injection["time"])
+        event = next((event for event in evidence.events if self.is_mine(event, injection)
+                      and event["lost_at"] <= (start.ended if start else float("inf"))), None)
+        if event is None:
+            # A driver that is killed does not log the workers that were down.
+            return judged(evidence, fault, injection, "" if start and start.abrupt else "the run never noticed")
+        evidence.events.remove(event)
+        problem = "" if evidence.logged("confirmed", fault) else "its victim neither died nor stopped"
+        problem = problem or self.problem_after(evidence, fault)
+        if event["recovery_s"] is None and start is evidence.record.starts[-1] \
+                and "the run ended" not in event["outcome"]:
+            problem = problem or f"it was not recovered from: {event['outcome']}"
+        return judged(evidence, fault, injection, problem, max(0.0, event["lost_at"] - injection["time"]),
+                      event["recovery_s"])
+
+    def problem_after(self, evidence: Evidence, fault: Fault) -> str:
+        """Why a fault whose victim was hit and noticed was not survived nevertheless."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerFault(WorkerFault):
+    """A learner's rank in the middle of a call gets a signal: all learners are restarted."""
+
+    colour: ClassVar[str] = "learner"
+    is_repaired: ClassVar[bool] = False
+
+    def is_spared(self, scene: Scene) -> bool:
+        """Whether the victim is about to be replaced anyway: when one learner is lost, all are."""
+        return scene.learners_lost
+
+    async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
+        """Send the signal."""
+        await super().hit(scene, fault, group, process)
+        scene.learners_lost = True
+
+    def is_mine(self, event: dict[str, Any], injection: dict[str, Any]) -> bool:
+        """Any line about a learner counts: whichever is lost, all are restarted."""
+        return bool(event["role"].endswith("_learner") and injection["time"] - EARLY_S <= event["lost_at"])
+
+
+def _worker(name: str, words: str, role: str, phase: str, signal: int, state: str, synchronous: int = 1,
+            overlapped: int = 0, several_nodes: int = 0, **more: Any) -> WorkerFault:
+    runs = {"synchronous": synchronous, "overlapped": overlapped, "several_nodes": several_nodes}
+    family = LearnerFault if role.endswith("_learner") else WorkerFault
+    return family(name=name, words=words, victim=role, mechanism=MECHANISMS[signal], state=state, role=role,
+                  phase=phase, signal=signal, runs={run: number for run, number in runs.items() if number}, **more)
+
+
+KINDS = (
+    _worker("generator_kill", "a generator with requests in flight is killed", "generator", "generate", KILL,
+            "requests in flight", 2, 2, 1, most_delay_s=0.1),
+    _worker("generator_stop", "a generator with requests in flight is stopped", "generator", "generate", STOP,
+            "requests in flight", 1, 1, 1, most_delay_s=0.1),
+    _worker("generator_kill_in_publication", "a generator that receives new weights is killed", "generator", "publish",
+            KILL, "publication", 1, 1, 1),
+    _worker("reward_kill", "a reward scorer at work is killed", "reward_scorer", "reward", KILL, "at work", 1, 1),
+    _worker("reward_stop", "a reward scorer at work is stopped", "reward_scorer", "reward", STOP, "at work"),
+    _worker("reference_kill", "a reference scorer at work is killed", "reference_scorer", "reference", KILL, "at work",
+            1, 1),
+    _worker("reference_stop", "a reference scorer at work is stopped", "reference_scorer", "reference", STOP,
+            "at work"),
+    _worker("assembler_kill", "an assembler at work is killed", "assembler", "assemble", KILL, "at work", 1, 1),
+    _worker("policy_kill", "a policy's rank is killed in an update", "policy_learner", "policy_update", KILL, "update",
+            1, 1, **LONG_CALL),
+    _worker("policy_stop", "a policy's rank is stopped in an update", "policy_learner", "policy_update", STOP,
+            "update", **LONG_CALL),
+    _worker("policy_kill_in_forward", "a policy's rank is killed while it computes log-probabilities",
+            "policy_learner", "logprobs", KILL, "log-probabilities", most_sightings=2),
+    _worker("critic_kill", "a critic's rank is killed in an update", "critic_learner", "critic_update", KILL, "update",
+            **LONG_CALL),
+    _worker("critic_stop", "a critic's rank is stopped in an update", "critic_learner", "critic_update", STOP,
+            "update", 1, 1, **LONG_CALL),
+)
+"""Kinds of this module."""

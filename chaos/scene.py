@@ -1,0 +1,59 @@
+"""What a kind of fault finds in the driver when it injects a fault."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from chaos.faults import Fault
+from chaos.injection_log import InjectionLog
+from chaos.nodes import Nodes
+
+if TYPE_CHECKING:
+    from rlhf_ray.coordinator.loop import Coordinator
+
+POLL_S = 0.002
+"""Interval of polling for calls and processes."""
+
+
+class Scene:
+    """The driver's process: its coordinator, and the faults that are still to be injected into it."""
+
+    def __init__(self, faults: Sequence[Fault], injections: InjectionLog, nodes: Nodes | None = None) -> None:
+        """`nodes`: the nodes that may be lost, if the run has several."""
+        self.left = list(faults)
+        """Faults that are not injected yet, in their order."""
+        self.injections, self.nodes = injections, nodes
+        self.learners_lost = False
+        """Whether a fault hit a learner in this loop: a new loop begins when all learners are restarted."""
+        self.confirming: set[asyncio.Task[None]] = set()
+        self._coordinator: Coordinator | None = None
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """Of the present training loop."""
+        assert self._coordinator is not None, "no training loop has begun"
+        return self._coordinator
+
+    @coordinator.setter
+    def coordinator(self, coordinator: Coordinator) -> None:
+        self._coordinator, self.learners_lost = coordinator, False
+
+    def injected(self, fault: Fault, **fields: Any) -> None:
+        """Log that a fault is injected, immediately before it acts. It is not injected again, even if this task is
+        cancelled now."""
+        self.left.remove(fault)
+        self.injections.add("injected", fault=fault.number, kind=fault.kind, step=self.coordinator.state.step,
+                            repairing=self.repairing(), **fields)
+
+    def repairing(self) -> list[str]:
+        """The workers that are being replaced now."""
+        down = self.coordinator.roles.health.down
+        return sorted(f"{role}/{rank}" for (role, rank), loss in down.items() if not loss.recorded)
+
+    def in_thread(self, confirm: Callable[..., None], *arguments: Any) -> None:
+        """Confirm the effect of a fault in a separate thread. The run does not end before."""
+        task = asyncio.create_task(asyncio.to_thread(confirm, *arguments))
+        self.confirming.add(task)  # a task without a reference may be garbage-collected
+        task.add_done_callback(self.confirming.discard)
