@@ -86,6 +86,11 @@ class WeightsError(RLHFError):
     """Published weights that arrived incomplete: wrong checksum, missing tensor, unexpected version."""
 
 
+class DamagedBucket(WeightsError):
+    """Bytes or description of a bucket of weights differ from those that the learner sealed. Sent again, it may arrive
+    intact."""
+
+
 class NoWeightsPlan(WeightsError):
     """A learner without a plan for sending weights was asked for them, such as one that has just started."""
 

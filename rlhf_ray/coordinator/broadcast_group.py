@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.coordinator.health_monitor import Decision
-from rlhf_ray.errors import WorkerLost
+from rlhf_ray.errors import DamagedBucket, RLHFError, WorkerLost
 
 
 class BroadcastGroup:
@@ -36,17 +36,19 @@ class BroadcastGroup:
         await asyncio.gather(*(get(call) for call in self.calls(method, *args, timeout_s=timeout_s)))
         return [answer for _, answer in sorted(answers, key=lambda pair: pair[0])]
 
-    async def without(self, calls: list[Call]) -> set[int]:
-        """Wait for calls; returns the ranks whose argument was lost."""
-        missed = set()
+    async def without(self, calls: list[Call]) -> dict[int, RLHFError]:
+        """Wait for calls; returns the ranks whose argument was lost or arrived damaged, with the errors."""
+        missed: dict[int, RLHFError] = {}
 
         async def wait(call: Call) -> None:
             try:
                 await self._answers(call)
+            except DamagedBucket as error:
+                missed[call.rank] = error
             except WorkerLost as error:
                 if error.kind != "result" or error.role != call.role:
                     raise
-                missed.add(call.rank)
+                missed[call.rank] = error
 
         await asyncio.gather(*(wait(call) for call in calls))
         return missed
@@ -70,12 +72,13 @@ class BroadcastGroup:
         self._next_loss = asyncio.get_running_loop().create_future()
         return self._next_loss
 
-    def give_up_on(self, method: str, reason: str) -> None:
-        """Give up all remaining generators: their calls of `method` will not end."""
-        for rank in list(self.ranks):
+    def give_up_on(self, method: str, reason: str, kind: Literal["hung", "broke"] = "hung",
+                   only: Collection[int] | None = None) -> None:
+        """Give up all remaining generators, or some: their calls of `method` will not end, or failed."""
+        for rank in [rank for rank in self.ranks if only is None or rank in only]:
             group = self._dispatcher.group
             self._leaves(WorkerLost(f"{group.role}/{rank} {reason}", group.role, rank, group.incarnation(rank), method,
-                                    "hung"))
+                                    kind))
 
     def _leaves(self, error: WorkerLost) -> bool:
         """Whether the generator of a lost call is being replaced, and left the group."""

@@ -10,7 +10,7 @@ from typing import Any
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.errors import WeightsError, WorkerLost
+from rlhf_ray.errors import RLHFError, WorkerLost, first_line
 from rlhf_ray.records import PublicationSize, WeightRoute
 
 DIRECT = ("nccl", "ipc")
@@ -57,7 +57,7 @@ class DirectSync:
         """Transfer all buckets.
 
         Raises:
-            WeightsError: a generator refused a bucket, or did not get its description.
+            WeightsError: a generator refused a bucket.
             WorkerLost: a learner was lost, or waits for a lost generator, which the error names.
         """
         offered: list[Call] = []
@@ -72,8 +72,9 @@ class DirectSync:
             present, offered = offered, self._offer(version, index + 1, whole) if index + 1 < size.buckets else []
             await asyncio.gather(*(call.done() for call in present))
             what = f"bucket {index} of weights version {version}"
-            if await self._together(receivers, sends, loads, what):
-                raise WeightsError(f"{what} was not announced to all generators")
+            if missed := await self._together(receivers, sends, loads, what):
+                receivers.give_up_on("load_weights", f"did not get the description of {what}: "
+                                     f"{first_line(next(iter(missed.values())))}", "broke", only=missed)
 
     async def finished(self) -> None:
         """Release the learner's buckets after all generators have confirmed."""
@@ -85,9 +86,10 @@ class DirectSync:
 
     async def _together(
         self, receivers: BroadcastGroup, learners: list[Call], generators: list[Call], what: str
-    ) -> set[int]:
+    ) -> dict[int, RLHFError]:
         """Wait for calls in which learner and generators wait for each other; returns the ranks of generators whose
-        argument was lost. If the learner failed or does not return, generators that still wait for it are given up.
+        argument was lost or damaged, with the errors. If the learner failed or does not return, generators that still
+        wait for it are given up.
 
         Raises:
             WorkerLost: the learner does not return although a generator did, or was lost.

@@ -14,7 +14,7 @@ from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.direct_sync import DIRECT, DirectSync
 from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.errors import NoWeightsPlan, WeightsError, WorkerError
+from rlhf_ray.errors import DamagedBucket, NoWeightsPlan, RLHFError, WeightsError, WorkerError, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 
@@ -204,7 +204,7 @@ class WeightSync:
         self, receivers: BroadcastGroup, plan: WeightsPlan, unchanged: Any, resend: bool
     ) -> PublicationSize:
         """Announce the version to every generator; returns the size of the publication that they expect."""
-        async def missed(size: PublicationSize, *unchanged: Any) -> set[int]:
+        async def missed(size: PublicationSize, *unchanged: Any) -> dict[int, RLHFError]:
             self._publication += 1
             return await receivers.without(receivers.calls(
                 "begin_weights", self._publication, self.version, size.buckets, resend, *unchanged))
@@ -239,15 +239,25 @@ class WeightSync:
     async def _loaded(
         self, receivers: BroadcastGroup, whole: bool, index: int, bucket: list[Call], loads: list[Call]
     ) -> None:
-        """Wait until all generators have loaded a bucket. If its bytes are lost, it is gathered once more.
+        """Wait until all generators have loaded a bucket. Those for which its bytes are lost or damaged get it once
+        more, gathered anew; a generator for which it is so again is replaced.
 
         Learners are waited for first: a generator cannot answer before them, and must not be blamed if one hangs.
         """
         await asyncio.gather(*(call.done() for call in bucket))
         missed = await receivers.without(loads)
-        if missed:
-            bucket = self._gathered(index, whole)
-            again = receivers.calls("load_weights", bucket[0].ref, self._publication, only=missed)
-            await asyncio.gather(*(call.done() for call in bucket))
-            if await receivers.without(again):
-                raise WeightsError(f"bucket {index} of weights version {self.version} was lost twice in transit")
+        if not missed:
+            return
+        noticed, group, log = time.perf_counter(), self._dispatcher.group, self._dispatcher.health.log
+        bucket = self._gathered(index, whole)
+        again = receivers.calls("load_weights", bucket[0].ref, self._publication, only=missed)
+        await asyncio.gather(*(call.done() for call in bucket))
+        still = await receivers.without(again)
+        for rank, error in missed.items():
+            if isinstance(error, DamagedBucket):
+                arrived = rank in receivers.ranks and rank not in still
+                seconds = time.perf_counter() - noticed if arrived else None
+                log.damaged(group.role, rank, group.incarnation(rank), str(error), seconds)
+        for rank, error in still.items():
+            receivers.give_up_on("load_weights", f"did not get bucket {index} of weights version {self.version} "
+                                 f"intact in two attempts: {first_line(error)}", "broke", only={rank})

@@ -36,7 +36,7 @@ class FaultLog:
                  thread: FileThread | None = None) -> None:
         self._term, self._path, self._warn, self._note = term, path, warn or _silent, note or _silent
         self._thread = thread
-        self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
+        self._lost, self._redispatched, self._damaged, self._seconds_down = 0, 0, 0, 0.0
         self.lost_so_far = 0
         """Workers lost since the log was opened."""
 
@@ -56,6 +56,18 @@ class FaultLog:
             "outcome": "all learners restarted from the last checkpoint", "redispatched": 0,
             "lost_at": self.wall_time(seconds),
         }, seconds_down=seconds)
+
+    def damaged(self, role: str, rank: int, incarnation: int, reason: str, seconds: float | None) -> None:
+        """Record a bucket of weights that arrived damaged at a generator and was sent again, in `seconds`; None if it
+        arrived damaged again, or the generator was lost meanwhile."""
+        self._damaged += 1
+        self._warn(f"{role}/{rank} got a damaged bucket of weights; it was sent again ({reason})")
+        self.write({
+            "role": role, "rank": rank, "incarnation": incarnation, "pid": None, "kind": "damaged",
+            "method": "load_weights", "reason": reason, "call_age_s": None, "detection_s": None,
+            "recovery_s": seconds, "outcome": "sent again, intact" if seconds is not None else "sent again, not intact",
+            "redispatched": 0, "lost_at": self.wall_time(seconds or 0.0),
+        })
 
     def back(self, text: str) -> None:
         """Report a worker that is back."""
@@ -103,14 +115,15 @@ class FaultLog:
         for row in rows:
             self._lost += int(row.get("faults/lost_workers") or 0)
             self._redispatched += int(row.get("faults/redispatched") or 0)
+            self._damaged += int(row.get("faults/damaged_buckets") or 0)
             self._seconds_down += row.get("faults/seconds_down") or 0.0
 
     def take(self) -> dict[str, float]:
-        """Metrics since the last call: workers lost, seconds during which workers now back were down, and work made
-        again."""
+        """Metrics since the last call: workers lost, seconds during which workers now back were down, work made again,
+        and buckets of weights that arrived damaged."""
         metrics = {"faults/lost_workers": float(self._lost), "faults/seconds_down": self._seconds_down,
-                 "faults/redispatched": float(self._redispatched)}
-        self._lost, self._redispatched, self._seconds_down = 0, 0, 0.0
+                   "faults/redispatched": float(self._redispatched), "faults/damaged_buckets": float(self._damaged)}
+        self._lost, self._redispatched, self._damaged, self._seconds_down = 0, 0, 0, 0.0
         return metrics
 
 

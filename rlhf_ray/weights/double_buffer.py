@@ -74,11 +74,14 @@ class DoubleBuffer:
         self._routes = routes
         self._copies: dict[str, LayerCopy] = {}
         self._missing: dict[str, set[str]] = {}
+        self._loaded: set[str] = set()
         self._has_head = any(isinstance(layer, ParallelLMHead) for layer in routes.layers.values())
 
     def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
         """Load tensors, and process each layer once it is complete."""
         for name, tensor in unpack(tensors):
+            if name in self._loaded:  # its bucket was damaged further on, and was sent again
+                continue
             routes = self._routes.of(name, tensor)
             for route in routes:
                 copy = self._copy(route.layer)
@@ -89,6 +92,7 @@ class DoubleBuffer:
                 self._missing[layer].discard(name)
                 if not self._missing[layer]:
                     self._complete(layer)
+            self._loaded.add(name)
 
     def require_complete_layers(self) -> None:
         """Check that every layer received all of its tensors, or none.

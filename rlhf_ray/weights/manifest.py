@@ -18,7 +18,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from rlhf_ray.errors import WeightsError
+from rlhf_ray.errors import DamagedBucket, WeightsError
 from rlhf_ray.records import TensorEntry, WeightBucket, WeightOffer
 
 TensorSpec = tuple[str, tuple[int, ...], str]
@@ -139,12 +139,12 @@ def require_checksum(bucket: WeightBucket | WeightOffer) -> str:
     """Check a bucket's description against its checksum; returns a label of the bucket for messages.
 
     Raises:
-        WeightsError: version, index, entries or digests differ from those that were sealed.
+        DamagedBucket: version, index, entries or digests differ from those that were sealed.
     """
     label = f"bucket {bucket.index} of {bucket.count}, weights version {bucket.version}"
     actual = checksum(bucket.entries, bucket.digests, bucket.version, bucket.index, bucket.count)
     if actual != bucket.checksum or len(bucket.entries) != len(bucket.digests):
-        raise WeightsError(f"{label}: expected checksum {bucket.checksum}, found {actual}; publish this version again")
+        raise DamagedBucket(f"{label}: expected checksum {bucket.checksum}, found {actual}")
     return label
 
 
@@ -152,19 +152,17 @@ def verified_tensors(bucket: WeightBucket) -> Iterator[tuple[TensorEntry, NDArra
     """A bucket's tensors, each yielded right after its digest is verified, while its bytes are in the CPU's caches.
 
     Raises:
-        WeightsError: a digest differs, or a tensor's number of bytes is not its entry's.
+        DamagedBucket: a digest differs, or a tensor's number of bytes is not its entry's.
     """
     label = require_checksum(bucket)
     if len(bucket.entries) != len(bucket.arrays):
-        raise WeightsError(f"{label}: expected checksum and bytes of {len(bucket.entries)} tensors, found those of "
-                           f"{len(bucket.arrays)}; publish this version again")
+        raise DamagedBucket(f"{label}: expected checksum and bytes of {len(bucket.entries)} tensors, found those of "
+                            f"{len(bucket.arrays)}")
     for entry, array, digest in zip(bucket.entries, bucket.arrays, bucket.digests, strict=True):
         if array.nbytes != entry.nbytes:
-            raise WeightsError(f"{label}: tensor {entry.name!r} has {array.nbytes} bytes, not {entry.nbytes}; "
-                               "publish this version again")
+            raise DamagedBucket(f"{label}: tensor {entry.name!r} has {array.nbytes} bytes, not {entry.nbytes}")
         if (actual := digest_of(entry, array)) != digest:
-            raise WeightsError(f"{label}: tensor {entry.name!r} has digest {actual}, expected {digest}; "
-                               "publish this version again")
+            raise DamagedBucket(f"{label}: tensor {entry.name!r} has digest {actual}, expected {digest}")
         yield entry, array
 
 

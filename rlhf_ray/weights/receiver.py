@@ -2,7 +2,8 @@
 
 Buckets are verified and *staged* as they arrive; the model is changed once, after the last one. Until then generation
 continues with the old version, and an interrupted publication leaves the old weights intact. After an interruption the
-receiver is not ready: the learner has newer weights, and responses of this version are not wanted.
+receiver is not ready: the learner has newer weights, and responses of this version are not wanted. A damaged bucket
+interrupts nothing: it is expected again.
 
 A publication may leave out unchanged tensors. It lists their digests, and a receiver refuses it unless it received
 exactly these tensors in publications that it confirmed. Weights it was built with, or had before an interruption, do
@@ -21,7 +22,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.errors import WeightsError
+from rlhf_ray.errors import DamagedBucket, WeightsError
 from rlhf_ray.records import TensorEntry, WeightBucket, WeightOffer
 from rlhf_ray.weights.manifest import require_checksum, verified_tensors
 
@@ -30,8 +31,8 @@ class Stage(Protocol):
     """Holds one publication's tensors until they are applied."""
 
     def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
-        """Add one bucket's tensors. The iterator raises `WeightsError` at a damaged tensor. Tensors are views of memory
-        that is freed when the publication ends; do not write to them."""
+        """Add one bucket's tensors. The iterator raises `WeightsError` at a damaged tensor; the same bucket may be
+        added again then. Tensors are views of memory that is freed when the publication ends; do not write to them."""
         ...
 
 
@@ -118,12 +119,15 @@ class Receiver(Generic[StageT]):
         """Verify and stage one bucket; buckets may arrive in any order.
 
         Raises:
-            WeightsError: version, count or checksum is wrong; the bucket or a tensor arrived before; the model lacks a
-                tensor or has it in another shape. The publication fails.
+            DamagedBucket: its bytes or its description are wrong; it may be sent again.
+            WeightsError: version or count is wrong; the bucket or a tensor arrived before; the model lacks a tensor or
+                has it in another shape. The publication fails.
         """
         stage = self._admit(bucket)
         try:
             stage.add(self._checked(bucket))
+        except DamagedBucket:
+            raise
         except WeightsError as error:
             self.fail(str(error))
         self._buckets.add(bucket.index)
@@ -133,11 +137,12 @@ class Receiver(Generic[StageT]):
         order.
 
         Raises:
-            WeightsError: as `load`, except for digests of bytes. The publication fails.
+            DamagedBucket: its description is wrong.
+            WeightsError: as `load`. The publication fails.
         """
         self._admit(offer)
+        require_checksum(offer)
         try:
-            require_checksum(offer)
             for entry, digest in zip(offer.entries, offer.digests, strict=True):
                 self._record_tensor(entry, digest, offer.index)
         except WeightsError as error:
@@ -203,11 +208,13 @@ class Receiver(Generic[StageT]):
         return stage
 
     def _record_tensor(self, entry: TensorEntry, digest: str, index: int) -> None:
-        """Note a tensor of bucket `index`.
+        """Note a tensor of bucket `index`, perhaps once more, if the bucket arrived damaged before.
 
         Raises:
             WeightsError: the tensor is not expected in this publication.
         """
+        if (self._tensors.get(entry.name), self._digests.get(entry.name)) == (index, digest):
+            return
         if entry.name in self._unchanged:
             raise WeightsError(f"tensor {entry.name!r} arrived in bucket {index}, but was announced as unchanged")
         if entry.name in self._tensors:

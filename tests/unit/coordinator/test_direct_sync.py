@@ -8,7 +8,7 @@ from rlhf_ray.coordinator import direct_sync
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.direct_sync import DirectSync
 from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
-from rlhf_ray.errors import WeightsError, WorkerLost
+from rlhf_ray.errors import DamagedBucket, WeightsError, WorkerLost
 from rlhf_ray.records import PublicationSize
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
@@ -190,6 +190,21 @@ def test_a_generator_that_refuses_its_bucket_leaves_no_learner_waiting(monkeypat
 
     with pytest.raises(WorkerLost, match="a generator did not take part: bucket 0 was not expected"):
         asyncio.run(Broadcast(monkeypatch, generator, for_ever).send())
+
+
+def test_a_generator_that_gets_a_damaged_description_is_replaced_and_the_others_get_the_rest(monkeypatch):
+    async def generator(rank, bucket):
+        if rank == 1 and bucket == (0,):
+            raise DamagedBucket("bucket 0: expected checksum 1, found 2")
+
+    async def work():
+        broadcast = Broadcast(monkeypatch, generator, at_once)
+        await broadcast.send()
+        return broadcast.lost, broadcast.called("load_weights"), broadcast.receivers.ranks
+
+    (lost,), loaded, ranks = asyncio.run(work())
+    assert lost[0] == 1 and "did not get the description of bucket 0 of weights version 5: bucket 0: exp" in lost[1]
+    assert (loaded, ranks) == ([0, 1, 2, 0, 2], [0, 2])
 
 
 def test_one_that_dies_when_the_bucket_is_sent_leaves_and_the_others_meet_again(monkeypatch):

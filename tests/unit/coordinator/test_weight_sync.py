@@ -4,10 +4,13 @@ import asyncio
 
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.coordinator.weight_sync import AHEAD, WeightSync
-from rlhf_ray.errors import WeightsError, WorkerLost
+from rlhf_ray.errors import DamagedBucket, WeightsError, WorkerLost
+from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
+from tests.unit.coordinator.losses import PublishingHarness
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 
@@ -162,6 +165,58 @@ def test_a_generator_that_confirms_another_version_fails_the_publication():
     it = Publication(confirm=lambda rank, version: version - rank)
     with pytest.raises(WeightsError, match=r"published version 7, but the generators confirmed \[7, 6\]"):
         asyncio.run(it.sync.publish(7))
+
+
+class WithDamage(PublishingHarness):
+    """Generators for which buckets are damaged: `damaged` has how many times, by (rank, incarnation, bucket)."""
+
+    def __init__(self, path, damaged, **options):
+        super().__init__(path=path, workers=2, **options)
+        self.damaged, self.loaded, behave = dict(damaged), [], self.group.behave
+
+        async def generator(rank, method, *args):
+            if method == "load_weights":
+                place = rank, self.group.incarnation(rank), args[0][1]
+                if self.damaged.get(place, 0):
+                    self.damaged[place] -= 1
+                    raise DamagedBucket(f"bucket {args[0][1]} has digest 1, expected 2")
+                self.loaded.append(place)
+            return await behave(rank, method, *args)
+
+        self.group.answer = generator
+
+    async def learner(self, rank, method, *args):
+        return args[:2] if method == "weight_bucket" else await super().learner(rank, method, *args)
+
+
+def test_a_damaged_bucket_is_sent_again_to_that_generator_alone(tmp_path):
+    it = WithDamage(tmp_path / "faults.jsonl", {(1, 1, 3): 1})
+    run_in_virtual_time(it.publish(7))
+    assert it.group.versions == [7, 7] and it.group.incarnations == [1, 1]
+    assert len(it.loaded) == len(set(it.loaded)) == 80
+    assert it.policy.log.count(("weight_bucket", 0)) == 41
+    (event,) = read_faults(tmp_path / "faults.jsonl")
+    assert [event[key] for key in ("role", "rank", "kind", "outcome")] == [
+        "generator", 1, "damaged", "sent again, intact"] and event["recovery_s"] > 0
+    assert "generator/1 got a damaged bucket of weights; it was sent again (bucket 3 has digest" in it.said[0]
+    assert it.health.log.take()["faults/damaged_buckets"] == 1
+
+
+def test_a_generator_whose_bucket_is_damaged_twice_is_replaced_and_the_others_go_on(tmp_path):
+    it = WithDamage(tmp_path / "faults.jsonl", {(1, 1, 3): 2, (1, 2, 5): 1})
+
+    async def run():
+        await it.publish(7)
+        versions = list(it.group.versions)
+        await asyncio.sleep(30)
+        return versions
+
+    assert run_in_virtual_time(run()) == [7, 0]
+    assert it.group.versions == [7, 7] and it.group.incarnations == [1, 2]
+    events = [(event["kind"], event["outcome"]) for event in read_faults(tmp_path / "faults.jsonl")]
+    assert events == [("damaged", "sent again, not intact"), ("damaged", "sent again, intact"),
+                      ("broke", "caught up to version 7")]
+    assert "did not get bucket 3 of weights version 7 intact in two attempts" in it.said[1]
 
 
 def test_a_refused_bucket_fails_the_publication_before_it_is_finished():

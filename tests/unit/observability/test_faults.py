@@ -76,7 +76,9 @@ def test_what_dropped_rows_counted_is_told_in_the_next_row(tmp_path):
     log = FaultLog(tmp_path / "faults.jsonl")
     log.lost("a generator")
     log.write({"role": "generator", "redispatched": 4}, seconds_down=2.0)
+    log.damaged("generator", 1, 1, "tensor 'a' has digest 1, expected 2", 0.5)
     row = {"step": 3, **log.take()}
     log.count_again([row, {"step": 3, "eval/reward": 1.0}, {"step": 4, "faults/lost_workers": None}])
     log.lost("a learner")
-    assert log.take() == {"faults/lost_workers": 2.0, "faults/seconds_down": 2.0, "faults/redispatched": 4.0}
+    assert log.take() == {"faults/lost_workers": 2.0, "faults/seconds_down": 2.0, "faults/redispatched": 4.0,
+                          "faults/damaged_buckets": 1.0}

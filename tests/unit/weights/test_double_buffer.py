@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import nn
 
+from rlhf_ray.errors import DamagedBucket
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.double_buffer import DoubleBuffer
 from rlhf_ray.weights.weight_loaders import Routes
@@ -29,6 +30,26 @@ class Tied(nn.Module):
         own = dict(self.named_parameters())
         for name, tensor in weights:
             own[name].weight_loader(own[name], tensor)
+
+
+def test_a_bucket_that_broke_off_may_be_loaded_again():
+    """By then some of its layers are complete, and processed."""
+    model = Tied(True)
+    buffer = DoubleBuffer(Routes(model, transformers.LlamaConfig(), SHAPES))
+    new = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    tensors = [(TensorEntry(name, "float32", SHAPES[name], tensor.nbytes),
+                tensor.flatten().view(torch.uint8).numpy()) for name, tensor in new.items()]
+
+    def broken():
+        yield from tensors[:2]
+        raise DamagedBucket("the third")
+
+    with pytest.raises(DamagedBucket):
+        buffer.add(broken())
+    buffer.add(tensors)
+    buffer.require_complete_layers()
+    buffer.swap()
+    assert all(torch.equal(model.get_parameter(name), tensor) for name, tensor in new.items())
 
 
 @pytest.mark.parametrize("order", list(permutations(SHAPES)))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlhf_ray.errors import WeightsError
+from rlhf_ray.errors import DamagedBucket, WeightsError
 from rlhf_ray.weights.manifest import seal
 from tests.unit.weights.receivers import TENSORS, Names, buckets_of, make_receiver, publisher_of
 
@@ -47,32 +47,53 @@ def test_an_older_or_equal_version_is_refused_unless_it_is_sent_again_on_purpose
     assert publish(receiver, version, resend=True) == version
 
 
-def test_a_damaged_bucket_breaks_the_publication_until_a_whole_one_is_confirmed():
+def test_a_damaged_bucket_is_expected_again_and_interrupts_nothing():
     receiver = make_receiver()
-    first, second, _ = buckets_of(5)
+    first, second, third = buckets_of(5)
     receiver.begin(5, 3)
     receiver.load(first)
     damaged = second.arrays[0].copy()
     damaged[0] ^= 255
-    with pytest.raises(WeightsError, match="bucket 1 of 3, weights version 5: tensor 'b' has digest"):
-        receiver.load(replace(second, arrays=[damaged]))
+    for bucket in (replace(second, arrays=[damaged]), replace(second, checksum="0")):
+        with pytest.raises(DamagedBucket, match="bucket 1 of 3, weights version 5"):
+            receiver.load(bucket)
+        receiver.require_ready()
+    receiver.load(third)
+    with pytest.raises(WeightsError, match=r"ended without bucket\(s\) \[1\] of 3"):
+        receiver.finish(5)
     assert_not_ready(receiver, 4)
-    with pytest.raises(WeightsError, match="no publication was in progress"):
-        receiver.load(second)
-    assert publish(receiver, 5) == 5
-    receiver.require_ready()
+    receiver.begin(5, 3)
+    for bucket in (first, second, third):
+        receiver.load(bucket)
+    assert receiver.finish(5).names == ["a", "b", "c"] and receiver.confirm() == 5
 
 
-def test_a_stage_never_sees_a_damaged_tensor_nor_what_comes_after_it():
+def test_a_stage_never_sees_a_damaged_tensor_nor_what_comes_after_it_and_then_all_of_the_bucket_again():
     stage = Names()
     receiver = make_receiver(stage=lambda: stage)
     whole = publisher_of(bucket_bytes=1 << 20).bucket(5, 0)
     first, second, third = (array.copy() for array in whole.arrays)
     second[0] ^= 255
     receiver.begin(5, 1)
-    with pytest.raises(WeightsError, match="tensor 'b' has digest"):
+    with pytest.raises(DamagedBucket, match="tensor 'b' has digest"):
         receiver.load(replace(whole, arrays=[first, second, third]))
     assert stage.names == ["a"]
+    receiver.load(whole)
+    assert receiver.finish(5).names == ["a", "a", "b", "c"]
+    assert receiver.confirm() == 5
+
+
+def test_a_bucket_sent_again_with_other_tensors_is_refused():
+    receiver = make_receiver()
+    whole = publisher_of(bucket_bytes=1 << 20).bucket(5, 0)
+    damaged = whole.arrays[1].copy()
+    damaged[0] ^= 255
+    receiver.begin(5, 1)
+    with pytest.raises(DamagedBucket):
+        receiver.load(replace(whole, arrays=[whole.arrays[0], damaged, whole.arrays[2]]))
+    other = publisher_of({**TENSORS, "a": TENSORS["a"] + 1}, bucket_bytes=1 << 20).bucket(5, 0)
+    with pytest.raises(WeightsError, match="'a' is in buckets 0 and 0"):
+        receiver.load(other)
     assert_not_ready(receiver, 4)
 
 
