@@ -15,10 +15,11 @@ class Model:
     """The score of a row is its first token; remembers the batches and can be held back."""
 
     def __init__(self):
-        self.batches, self.threads, self.gate = [], set(), threading.Event()
+        self.batches, self.threads, self.gate, self.begun = [], set(), threading.Event(), threading.Event()
         self.gate.set()
 
     def __call__(self, rows):
+        self.begun.set()
         self.gate.wait(10)
         self.threads.add(threading.get_ident())
         self.batches.append([len(row.ids) for row in rows])
@@ -116,7 +117,7 @@ def test_a_full_queue_refuses_and_says_for_how_long():
     async def callers(batcher, model):
         model.gate.clear()
         first = asyncio.create_task(batcher.score(rows(1)))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(model.begun.wait, 10)
         second = asyncio.create_task(batcher.score(rows(2, 3, 4)))
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match="3 samples are queued already") as caught:
@@ -133,7 +134,7 @@ def test_a_caller_who_leaves_takes_their_rows_along():
     async def callers(batcher, model):
         model.gate.clear()
         first = asyncio.create_task(batcher.score(rows(1)))
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(model.begun.wait, 10)
         second, third = (asyncio.create_task(batcher.score(rows(i, length=40))) for i in (2, 3))
         await asyncio.sleep(0)
         second.cancel()
