@@ -1,6 +1,7 @@
 """`rlhf-ray data inspect`: shows a data set as training would read it."""
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -24,6 +25,8 @@ def inspect(
     model: Annotated[str, typer.Option(help="Model or tokenizer: directory or Hub name.")],
     kind: Annotated[Kind | None, typer.Option(help="Kind of the data; detected from its columns if not given.")] = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
+    unusable: Annotated[Path | None, typer.Option(
+        metavar="FILE", help="Write all malformed rows, and those left out, to this file as JSON lines.")] = None,
 ) -> None:
     """Show a data set as training would read it: number and length of rows, the template applied, and unusable rows.
 
@@ -36,6 +39,8 @@ def inspect(
     from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.model import ModelConfig
     from rlhf_ray.data.inspection import inspect as look
+    from rlhf_ray.data.load_report import left_out_lines
+    from rlhf_ray.files.writing import write_atomically
     from rlhf_ray.models.loading import load_tokenizer
 
     quiet_libraries()
@@ -46,6 +51,8 @@ def inspect(
     section, steps = _sections(kind, path, given)
     tokenizer = load_tokenizer(ModelConfig(path=model))
     found = look(section, tokenizer, rows, steps)
+    if unusable is not None:
+        write_atomically(unusable, left_out_lines([*found.row_errors.rows, *found.report.left_out_rows()]).encode())
     print_inspection(found, kind, tokenizer.chat_template is not None, sys.stdout)
     if not found.report.kept:
         raise DataError(f"nothing in {path} can be used as {kind}; the messages above say what is wrong with its rows")

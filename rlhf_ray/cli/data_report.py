@@ -40,7 +40,7 @@ def _print_row_errors(found: Inspection, console: Console) -> None:
         for error in found.row_errors.messages:
             console.print(Text(f"  {error}"))
         if (more := found.row_errors.count - len(found.row_errors.first)) > 0:
-            console.print(Text(f"  and {more:,} more"))
+            console.print(Text(f"  and {more:,} more (--unusable=FILE names all)"))
     for reason, left_out in found.report.left_out.items():
         console.print(Text(f"left out: {left_out.count:,} {reason} ({left_out.named(20, found.report.source)})"))
 

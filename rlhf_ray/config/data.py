@@ -84,6 +84,12 @@ class DataSection(Section):
         """The path of a section that is not a mix."""
         return self.path or ""
 
+    @property
+    def selection(self) -> str:
+        """The data set of a section that is not a mix, and which of its rows: "eval.jsonl (split=train, limit=100)"."""
+        chosen = {name: getattr(self, name) for name in ("subset", "revision", "split", "limit")}
+        return f"{self.location} ({', '.join(f'{k}={v}' for k, v in chosen.items() if v is not None)})"
+
     def parts(self) -> list[Self]:
         """The section once for each data set: itself, or with each member of the mix filled in."""
         return [self._of(source) for source in self.sources] or [self]

@@ -15,7 +15,6 @@ from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
 
 REFERENCE_METRICS = ("kl", "perplexity")
 """Metrics of an evaluation that are computed from the reference's log-probabilities."""
-NO_REFERENCE = "not used (algorithm.kl.coef=0)"
 """Stands for the reference of a run without one."""
 
 
@@ -80,7 +79,7 @@ def reward_sections(config: PPOConfig) -> dict[str, RewardConfig]:
 def derive(config: PPOConfig) -> Derived:
     """What follows from the configuration of a PPO run, which need not have passed its checks."""
     own_critic, training = config.critic.backbone == "own", config.generator.sampling
-    uses_reference = _uses_reference(config)
+    uses_reference = bool(_needs_reference(config))
     held_out = config.evaluation.sampling if config.evaluation else None
     reward_models = [reward for reward in config.rewards.values() if isinstance(reward, ModelReward)]
     responses = {"generator.sampling.max_tokens": training.max_tokens}
@@ -113,10 +112,16 @@ def reference_in_words(config: PPOConfig) -> str:
     return f"{base}{derived.reference_model.path}"
 
 
-def _uses_reference(config: PPOConfig) -> bool:
-    # The adaptive coefficient is positive.
-    return (config.algorithm.kl.coef > 0 or config.reference.path is not None
-            or config.early_stop.kl_above is not None or config.checkpoint.best_metric in REFERENCE_METRICS)
+def _needs_reference(config: PPOConfig) -> list[str]:
+    """The settings that need log-probabilities of a reference: ["early_stop.kl_above=0.1"]."""
+    coef, metric = config.algorithm.kl.coef, config.checkpoint.best_metric
+    needed = {  # the adaptive coefficient is positive
+        f"algorithm.kl.coef={coef:g}": coef > 0,
+        f"reference.path={config.reference.path}": config.reference.path is not None,
+        f"early_stop.kl_above={config.early_stop.kl_above}": config.early_stop.kl_above is not None,
+        f"checkpoint.best_metric={metric}": metric in REFERENCE_METRICS,
+    }
+    return [setting for setting, needs in needed.items() if needs]
 
 
 def _other_model(config: PPOConfig, section: CriticConfig | ReferenceConfig) -> ModelConfig | None:
@@ -215,14 +220,15 @@ def _solved_at(config: PPOConfig) -> dict[str, float]:
     return scores
 
 
-def geometry_of(config: PPOConfig) -> dict[str, int | str]:
-    """What a resumed run must have in common with the run that saved."""
-    critic, derived = config.critic.backbone if config.algorithm.has_critic else "none", derive(config)
+def geometry_of(config: PPOConfig) -> dict[str, int | str | list[str]]:
+    """What a resumed run must have in common with the run that saved (`coordinator.recovery.check_geometry`)."""
+    critic = config.critic.backbone if config.algorithm.has_critic else "none"
     return {
         "algorithm.estimator": config.algorithm.estimator,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
         "critic.backbone": critic,
         "critic.path": config.critic.path or "empty",
-        "reference.path": (config.reference.path or "empty") if derived.uses_reference else NO_REFERENCE,
+        "reference.path": config.reference.path or "empty",
+        "what needs the reference": _needs_reference(config),
     }

@@ -25,6 +25,8 @@ LEDGER = "ledger.sqlite"
 """Name of the ledger's copy in a checkpoint."""
 STATE = "coordinator.json"
 POLL_S = 0.1
+Geometry = Mapping[str, int | str | list[str]]
+"""Values of a configuration, by field, that must be the same when the run resumes."""
 """Between two checks whether the parts of a checkpoint are written."""
 
 
@@ -44,11 +46,11 @@ class Recovery:
     """
 
     def __init__(self, store: CheckpointStore, roles: RoleGroups, state: RunState, buffer: ReplayBuffer,
-                 geometry: Mapping[str, int | str], ledger: Ledger, old_logprobs: str = "policy",
+                 geometry: Geometry, ledger: Ledger, old_logprobs: str = "policy",
                  sampling: str = "", files: RunFiles | None = None) -> None:
         """
         Args:
-            geometry: values of the configuration (by field) that must be the same when the run resumes.
+            geometry: of this run's configuration.
             old_logprobs: which ones experience contains, see `Derived.old_logprobs`. If that has changed when the run
                 resumes, as it may with another max_staleness, ready experience is generated again.
             sampling: `SamplingConfig.kind` of the training responses; if it has changed, the same.
@@ -225,14 +227,19 @@ async def _on_disk(group: WorkerGroup, timeout_s: float) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def check_geometry(directory: Path, wanted: Mapping[str, int | str], saved: Mapping[str, int | str]) -> None:
-    """Check that the fields match on which places in the buffer, optimizer shards and ready advantages depend.
+def check_geometry(directory: Path, wanted: Geometry, saved: Geometry) -> None:
+    """Check that the fields match on which places in the buffer, optimizer shards and ready advantages depend. Lists of
+    settings match if both or neither have any.
 
     Raises:
         ConfigError: fields of the configuration differ; names them.
     """
-    other = [f"{name} was {saved.get(name)} and is {value}" for name, value in wanted.items()
-             if saved.get(name) != value]
+    other = [f"{name} was {_shown(saved.get(name))} and is {_shown(value)}" for name, value in wanted.items()
+             if (bool(saved.get(name)) != bool(value) if isinstance(value, list) else saved.get(name) != value)]
     if other:
         raise ConfigError(f"{directory} cannot be resumed with another configuration: {'; '.join(other)}. Set these "
                           "back, or start a new run in another run.dir")
+
+
+def _shown(value: int | str | list[str] | None) -> str:
+    return (", ".join(value) or "nothing") if isinstance(value, list) else str(value)

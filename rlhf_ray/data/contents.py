@@ -52,8 +52,8 @@ def check_contents(began: Sequence[Sequence[str]], present: Sequence[Sequence[st
             where = source if source == former else f"{source} (then {former})"
             raise CheckpointError(
                 f"the rows of {where} are not those that the run began with (digest {digest[:12]} then, "
-                f"{present_digest[:12]} now): some would be repeated or missed; restore the data, or start a new run "
-                "in another run.dir")
+                f"{present_digest[:12]} now): some would be repeated or missed; restore the data, and which of its "
+                "rows are used (limit, split, subset, revision), or start a new run in another run.dir")
     if len(began) != len(present):
         raise CheckpointError(f"the run began with {len(began)} data sets ({', '.join(name for name, _ in began)}), "
                               f"and now there are {len(present)}; set them back, or start a new run in another run.dir")

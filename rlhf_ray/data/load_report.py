@@ -122,7 +122,7 @@ class RowErrors:
     """Malformed rows of one data set, collected while the others are read, to be reported together.
 
     Args:
-        lenient: count them all and continue, to show a data set. Training does not continue: a malformed row is an
+        lenient: collect them all and continue, to show a data set. Training does not continue: a malformed row is an
             error in the data, unlike one that is too long.
     """
 
@@ -131,6 +131,8 @@ class RowErrors:
         self.count = 0
         self._sources: list[str] = []
         self._errors: list[tuple[int, int, RLHFError]] = []
+        self._lines: dict[tuple[str, str], array[int]] = {}
+        """(source, message without the place) -> line numbers; of all rows if lenient."""
 
     @property
     def first(self) -> list[RLHFError]:
@@ -143,8 +145,13 @@ class RowErrors:
         lines: dict[tuple[str, str], list[int]] = {}
         for number, line, error in self._in_order():
             source = self._sources[number]
-            lines.setdefault((source, str(error).removeprefix(f"{source}, line {line}")), []).append(line)
+            lines.setdefault((source, _without_place(error, source, line)), []).append(line)
         return [_placed(source, text, numbers) for (source, text), numbers in lines.items()]
+
+    @property
+    def rows(self) -> LeftOutRows:
+        """All malformed rows, if lenient, in the form of rows that were left out."""
+        return [(source, text.removeprefix(": "), lines) for (source, text), lines in self._lines.items()]
 
     def _in_order(self) -> list[tuple[int, int, RLHFError]]:
         return sorted(self._errors, key=lambda entry: entry[:2])
@@ -156,6 +163,8 @@ class RowErrors:
         self.count += 1
         if self.count <= MOST:
             self._errors.append((self._sources.index(source), line, error))
+        if self.lenient:
+            self._lines.setdefault((source, _without_place(error, source, line)), array("q")).append(line)
         if not self.lenient and self.count == MOST:
             self.check()
 
@@ -198,9 +207,14 @@ class RowErrors:
             return
         if self.count == 1:
             raise self.first[0]
-        stopped = "; reading stopped there" if self.count >= MOST else ""
+        stopped = ("; reading stopped there (`rlhf-ray data inspect --unusable=FILE` names all)"
+                   if self.count >= MOST else "")
         listed = "\n".join(f"  {error}" for error in self.messages)
         raise type(self.first[0])(f"{self.count} rows cannot be used{stopped}:\n{listed}")
+
+
+def _without_place(error: RLHFError, source: str, line: int) -> str:
+    return str(error).removeprefix(f"{source}, line {line}")
 
 
 def _placed(source: str, text: str, lines: list[int]) -> str:

@@ -20,6 +20,7 @@ from rlhf_ray.coordinator.run_state import RunState, kl_controller
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -89,7 +90,14 @@ class CoordinatorBuilder:
         cursor = PromptCursor(self.prompts.sizes, config.run.seed, config.prompts.shuffle, config.prompts.weights,
                               self.prompts.contents)
         return RunState(kl_controller(config.algorithm.kl), cursor, early_stop=EarlyStop(config.early_stop),
-                        held_out=self.held_out.contents if self.held_out else [])
+                        held_out=self._held_out_contents())
+
+    def _held_out_contents(self) -> Contents:
+        """Digests of the evaluation's data sets; other rows of one are another data set, which a resume may name."""
+        contents, section = self.held_out.contents if self.held_out else [], derive(self.config).evaluation_prompts
+        if section is None:
+            return contents
+        return [[part.selection, digest] for part, (_, digest) in zip(section.parts(), contents, strict=True)]
 
     def _buffer(self) -> ReplayBuffer:
         config, coordinator = self.config.buffer, self.config.coordinator

@@ -1,6 +1,6 @@
 """Checks before Ray starts: data files, models that fit together, memory, and the run that is resumed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from glob import has_magic
@@ -13,7 +13,7 @@ from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import StageConfig
-from rlhf_ray.coordinator.recovery import check_geometry
+from rlhf_ray.coordinator.recovery import Geometry, check_geometry
 from rlhf_ray.data.inspection import check_rows, check_some_are_left
 from rlhf_ray.data.row_readers import READERS
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
@@ -232,7 +232,7 @@ def _with_margin(node: Node) -> Node:
     return replace(node, memory_bytes=MARGIN * node.memory_bytes, gpu=gpu)
 
 
-def check_resume(config: StageConfig, steps: int, geometry: Mapping[str, int | str] | None = None) -> None:
+def check_resume(config: StageConfig, steps: int, geometry: Geometry | None = None) -> None:
     """Refuse a resume to fewer steps than were made, or with another geometry than the run has.
 
     Reads only names and small files of the run's directory. The newest checkpoint's bytes are verified later, and if

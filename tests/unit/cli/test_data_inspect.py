@@ -95,3 +95,15 @@ def test_what_cannot_be_asked_is_an_error(tmp_path, model, row, options, said):
     assert isinstance(error, ConfigError)
     with pytest.raises(ConfigError, match=said):
         raise error
+
+
+def test_every_unusable_row_is_written_to_a_file(tmp_path, model):
+    rows = [{"prompt": "w2"}, *({"text": "w3"} for _ in range(30)), "{torn", {"prompt": " ".join(["w5"] * 9)}]
+    error, output = inspect(tmp_path, model, rows, "--kind=prompts", "--max_tokens=4",
+                            f"--unusable={tmp_path / 'unusable.jsonl'}")
+    assert error.code == 1 and "and 11 more (--unusable=FILE names all)" in output
+    named = [json.loads(line) for line in (tmp_path / "unusable.jsonl").read_text().splitlines()]
+    assert sorted(row["row"] for row in named) == list(range(2, 34))
+    by_row = {row["row"]: row for row in named}
+    assert by_row[31]["reason"].startswith("no column 'prompt'") and by_row[32]["reason"].startswith("not valid JSON")
+    assert by_row[33] == {"source": str(tmp_path / "rows.jsonl"), "row": 33, "reason": "longer than max_tokens=4"}

@@ -1,5 +1,9 @@
 """What follows from several sections, and what of it the loaded configuration contains."""
 
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 
 from rlhf_ray.config.conditional_fields import without_effect
@@ -18,6 +22,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
+from rlhf_ray.coordinator.recovery import check_geometry
 from rlhf_ray.errors import ConfigError
 from tests.unit.config.conftest import MINIMAL
 
@@ -69,13 +74,30 @@ def test_the_placement_of_a_reference_that_nothing_needs_is_a_warning(write):
     assert not list(without_effect(load(STAGES["ppo"], write("ppo"), [FREE, "--reference.path=r"]), warns=True))
 
 
-def test_a_run_is_resumed_with_the_reference_it_had(write):
-    def geometry(*changes):
-        return geometry_of(load(STAGES["ppo"], write("ppo"), [*changes]))
+KL_STOP = "--early_stop.kl_above=0.5"
 
-    kinds = [geometry(), geometry(FREE), geometry("--reference.path=r"), geometry("--critic.path=c")]
-    assert all(a != b for i, a in enumerate(kinds) for b in kinds[:i])
-    assert geometry(FREE, "--reference.path=r") == kinds[2]
+
+@pytest.mark.parametrize(("before", "after", "said"), [
+    ([FREE], [FREE, KL_STOP], "what needs the reference was nothing and is early_stop.kl_above=0.5. "),
+    ([], [FREE], r"what needs the reference was algorithm.kl.coef=0\.\d+ and is nothing\. "),
+    ([FREE, KL_STOP], [FREE], "what needs the reference was early_stop.kl_above=0.5 and is nothing. "),
+    ([FREE], [FREE, "--reference.path=r"], "reference.path was empty and is r; what .* and is reference.path=r"),
+    ([], ["--critic.path=c"], "critic.path was empty and is c. "),
+    ([], [KL_STOP], None), ([FREE, KL_STOP], [], None), (["--reference.path=r"], [FREE, "--reference.path=r"], None),
+], ids=str)
+def test_a_resume_with_another_reference_or_critic_is_refused_by_the_field_that_changed(write, before, after, said):
+    saved, wanted = (geometry_of(load(STAGES["ppo"], write("ppo"), changes)) for changes in (before, after))
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_geometry(Path("step_8"), wanted, json.loads(json.dumps(saved)))
+
+
+def test_other_held_out_rows_of_a_data_set_are_another_data_set(write):
+    def selection(*changes):
+        return derive(load(STAGES["ppo"], write("ppo"), ["--evaluation.prompts=team/set", *changes])
+                      ).evaluation_prompts.selection
+
+    assert selection() == selection("--evaluation.every=7")
+    assert len({selection(), selection("--evaluation.limit=3"), selection("--evaluation.split=test")}) == 3
 
 
 ONE_STEP = ["--algorithm.epochs=1", "--algorithm.mini_batches=1", "--algorithm.kl.placement=loss"]

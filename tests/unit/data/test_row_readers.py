@@ -75,7 +75,8 @@ def test_reading_stops_after_many_faults(write_jsonl, tokenizer):
     with pytest.raises(DataError) as raised:
         open_prompts(PromptsConfig(path=path), tokenizer)
     said = str(raised.value).splitlines()
-    assert said[0] == f"{MOST} rows cannot be used; reading stopped there:"
+    assert said[0] == (f"{MOST} rows cannot be used; reading stopped there (`rlhf-ray data inspect --unusable=FILE` "
+                       "names all):")
     lines = ", ".join(map(str, range(1, MOST + 1)))
     assert said[1:] == [f"  {path}, lines {lines}: no column 'prompt'; the row has ['text']. Set prompts.column, or "
                         "add it"]
