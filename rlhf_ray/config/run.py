@@ -106,8 +106,9 @@ class ClusterConfig(Section):
     """How long the disk of `run.dir` may make no progress (no file and no 64 MiB flushed) before it counts as hung and
     the run ends, to be resumed. A slow disk that makes progress does not end the run."""
     max_restarts: int = Field(3, ge=0)
-    """Maximum consecutive restarts of a generator, scorer, assembler, ranker or prompt reader without a completed
-    call in between; one more loss ends the run. The default is that of torchelastic."""
+    """Consecutive immediate restarts of a generator, scorer, assembler, ranker or prompt reader without a completed
+    call in between. Further restarts are delayed while others of its role work; without any, one more loss ends the
+    run. The default is that of torchelastic."""
     max_learner_restarts: int = Field(1, ge=0)
     """Maximum consecutive restarts of all learners from the last checkpoint without a new one in between; one more
     loss ends the run (with 0, the first)."""

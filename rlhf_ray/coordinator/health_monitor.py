@@ -22,6 +22,9 @@ from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.spans import StepClock
 
+FIRST_DELAY_S, LONGEST_DELAY_S = 15.0, 600.0
+"""Before the first restart of a worker beyond `cluster.max_restarts`, while others of its group work, and at most; each
+delay is twice the one before."""
 CHECKS = 4
 """Checks of a worker within the heartbeat timeout. Most calls are finished before the first one."""
 
@@ -60,9 +63,14 @@ class Loss:
     """Seconds without a sign of life, if the loss was detected by them."""
     pid: int | None
     work_again: int = 0
-    """Work repeated by other workers: samples for generators, otherwise calls."""
-    recorded: bool = False
-    """Whether its end is in the log."""
+    """Work repeated by other workers since its last line in the log: samples for generators, otherwise calls."""
+    recorded_s: float | None = None
+    """Seconds down at its last line in the log, if it has one."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the log has a line of it: the worker is back, missing, or will not be replaced."""
+        return self.recorded_s is not None
 
 
 async def as_started(_: int, readmit: Callable[[], None]) -> str:
@@ -72,8 +80,10 @@ async def as_started(_: int, readmit: Callable[[], None]) -> str:
 
 
 class HealthMonitor:
-    """Decides about losses. Registered workers are replaced one by one; one that is lost repeatedly without completing
-    a call ends the run. Learners are restarted together, because their state is sharded over all of them."""
+    """Decides about losses. Registered workers are replaced one by one. One that is lost repeatedly without completing
+    a call, or cannot start, is missing for longer and longer before it is started again, while the others of its group
+    work; when none is left, the run ends. Learners are restarted together, because their state is sharded over all of
+    them."""
 
     def __init__(self, config: ClusterConfig | None = None, log: FaultLog | None = None,
                  clock: StepClock | None = None) -> None:
@@ -89,6 +99,8 @@ class HealthMonitor:
         """Worker -> (consecutive restarts, calls that it had completed at the last one)."""
         self.down: dict[tuple[str, int], Loss] = {}
         """Workers that are being replaced, by (role, rank)."""
+        self._delayed: set[tuple[str, int]] = set()
+        """Those of them whose next restart is delayed."""
 
     def register(self, scheduler: LeastLoadedScheduler, ready: Ready = as_started) -> None:
         """From now on, replace the workers of a scheduler when they are lost."""
@@ -185,10 +197,20 @@ class HealthMonitor:
                 if not loss.recorded:
                     self._record(loss, None, "the run ended before its restart was complete")
 
+    @property
+    def missing(self) -> set[tuple[str, int]]:
+        """Workers, by (role, rank), that could not be replaced within `cluster.max_restarts` restarts."""
+        return {worker for worker, loss in self.down.items() if loss.recorded}
+
+    def metrics(self) -> dict[str, float]:
+        """`FaultLog.take`, and the number of missing workers."""
+        return {**self.log.take(), "faults/missing_workers": float(len(self.missing))}
+
     def status(self, now: float) -> list[dict[str, Any]]:
         """One line per worker that is being replaced: its name, how it was lost, and seconds since then."""
-        return [{"worker": loss.error.worker, "lost": _how(loss.error), "seconds": round(now - loss.since, 1)}
-                for loss in self.down.values()]
+        return [{"worker": loss.error.worker,
+                 "lost": _how(loss.error) + (", not replaced yet" if loss.recorded else ""),
+                 "seconds": round(now - loss.since, 1)} for loss in self.down.values()]
 
     def _oldest_calls(self) -> dict[tuple[str, int], tuple[float, str]]:
         """(start, phase) of the oldest call under way of each worker, by role and rank."""
@@ -226,26 +248,26 @@ class HealthMonitor:
             self.down[worker].work_again += work
 
     async def _restart_until_ready(self, scheduler: LeastLoadedScheduler, rank: int) -> None:
-        """Restart a worker, again if it is lost meanwhile. After too many restarts all calls to its group fail."""
-        role = scheduler.group.role
-        loss = self.down[role, rank]
+        """Restart a worker until it is ready. After `max_restarts` in a row, or an error other than its loss, restarts
+        are delayed; if no other worker of the group is left then, all calls to the group fail."""
+        loss = self.down[scheduler.group.role, rank]
         error: RLHFError = loss.error
-        try:
-            while self._may_restart(scheduler, rank):
-                try:
-                    await self._restart(scheduler, rank, str(error))
+        while True:
+            excess = self._count_restart(scheduler, rank, error) - self._config.max_restarts
+            if excess > 0:
+                reason = self._irreplaceable(loss.error.worker, error)
+                if not self._others_left(scheduler, rank):
+                    scheduler.fail(reason)
+                    self._record(loss, None, str(reason))
                     return
-                except WorkerLost as again:
-                    error = again
-            error = WorkerError(
-                f"{role}/{rank} was lost once more after {self._config.max_restarts} restarts (cluster.max_restarts) "
-                f"without completing a call in between: {error}", role)
-        except RLHFError as other:
-            error = other
-        except Exception as bug:
-            error = WorkerError(f"{role}/{rank} cannot be restarted: {type(bug).__name__}: {bug}")
-        scheduler.fail(error)
-        self._record(loss, None, str(error))
+                await self._delay(loss, scheduler.group.role, rank, reason, excess)
+            try:
+                await self._restart(scheduler, rank, str(error))
+                return
+            except RLHFError as again:
+                error = again
+            except Exception as bug:
+                error = WorkerError(f"{loss.error.worker} cannot be restarted: {type(bug).__name__}: {bug}")
 
     async def _restart(self, scheduler: LeastLoadedScheduler, rank: int, reason: str) -> None:
         group = scheduler.group
@@ -262,22 +284,54 @@ class HealthMonitor:
         self._record(loss, seconds, state)
         self.log.back(f"{group.role}/{rank} is back after {duration(seconds)}" + (f", {state}" if state else ""))
 
-    def _may_restart(self, scheduler: LeastLoadedScheduler, rank: int) -> bool:
-        """Count a restart; False if there were too many since the worker last completed a call."""
+    def _count_restart(self, scheduler: LeastLoadedScheduler, rank: int, error: RLHFError) -> int:
+        """Number of the next restart since the worker last completed a call. After an error other than its loss it is
+        more than `max_restarts`: the worker cannot start."""
         worker, completed = (scheduler.group.role, rank), scheduler.finished[rank]
         restarts, before = self._consecutive_restarts.get(worker, (0, completed))
         restarts = restarts + 1 if before == completed else 1
+        if not isinstance(error, WorkerLost):
+            restarts = max(restarts, self._config.max_restarts + 1)
         self._consecutive_restarts[worker] = restarts, completed
-        return restarts <= self._config.max_restarts
+        return restarts
+
+    def _irreplaceable(self, worker: str, error: RLHFError) -> RLHFError:
+        """Why a worker is not replaced at once."""
+        if not isinstance(error, WorkerLost):
+            return error
+        return WorkerError(
+            f"{worker} was lost once more after {self._config.max_restarts} restarts (cluster.max_restarts) "
+            f"without completing a call in between: {error}", error.role)
+
+    def _others_left(self, scheduler: LeastLoadedScheduler, rank: int) -> bool:
+        """Whether another worker of the group is available, or being restarted without a delay."""
+        group = scheduler.group
+        return any((group.role, other) not in self._delayed for other in group.ranks
+                   if other == group.replica(other)[0] != rank)
+
+    async def _delay(self, loss: Loss, role: str, rank: int, reason: RLHFError, excess: int) -> None:
+        """Wait before the next restart of a worker that cannot be replaced, the `excess`-th such wait in a row."""
+        delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(excess - 1, 30))
+        self.log.missing(f"{first_line(reason).rstrip('.')}. The others of {role} go on; it is started again in "
+                         f"{duration(delay_s)}")
+        if not loss.recorded:
+            self._record(loss, None, f"not replaced yet, the others of {role} go on: {first_line(reason)}")
+        self._delayed.add((role, rank))
+        try:
+            await asyncio.sleep(delay_s)
+        finally:
+            self._delayed.discard((role, rank))
 
     def _record(self, loss: Loss, recovery_s: float | None, outcome: str) -> None:
-        error, loss.recorded, seconds = loss.error, True, self.clock.now() - loss.since
+        error, seconds = loss.error, self.clock.now() - loss.since
+        before_s, loss.recorded_s = loss.recorded_s or 0.0, seconds
+        work_again, loss.work_again = loss.work_again, 0
         self.log.write({
             "role": error.role, "rank": error.rank, "incarnation": error.incarnation, "pid": loss.pid,
             "kind": error.kind, "method": error.method, "reason": str(error), "call_age_s": round(error.age_s, 3),
             "detection_s": loss.silent_s, "recovery_s": recovery_s, "outcome": outcome,
-            "redispatched": loss.work_again, "lost_at": self.log.wall_time(seconds),
-        }, seconds_down=seconds)
+            "redispatched": work_again, "lost_at": self.log.wall_time(seconds),
+        }, seconds_down=seconds - before_s)
 
 
 async def _answers(call: Call) -> bool:

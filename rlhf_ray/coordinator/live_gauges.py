@@ -49,13 +49,15 @@ class LiveGauges:
     def _workers(self, coordinator: Coordinator) -> Iterator[LiveValue]:
         roles = coordinator.roles
         now, under_way, down = roles.clock.now(), roles.clock.under_way, roles.health.down.keys()
-        lost = Counter(role for role, _ in down)
+        missing = Counter(role for role, _ in roles.health.missing)
+        lost = Counter(role for role, _ in down) - missing
         busy = Counter(role for role, _ in {(task.role, task.worker) for task in under_way} - down)
         numbers: dict[str, Counter[str]] = defaultdict(Counter)
         for role, count in roles.workers().items():
             pool = self._pool[role]
-            idle = count - busy[role] - lost[role]
-            for state, number in (("busy", busy[role]), ("idle", idle), ("down", lost[role])):
+            idle = count - busy[role] - lost[role] - missing[role]
+            for state, number in (("busy", busy[role]), ("idle", idle), ("down", lost[role]),
+                                  ("missing", missing[role])):
                 numbers[pool][state] += number
                 yield LiveValue("live/workers", number, {"role": role, "pool": pool, "state": state})
             oldest = max((now - task.since for task in under_way if task.role == role), default=0.0)

@@ -146,7 +146,7 @@ class Coordinator:
         if not self._pauses:
             self.pipeline.admit()
         outcome = StepOutcome(summaries, learned.policy, learned.critic, version, coef, published,
-                              traffic.received - received, self.roles.health.log.take(), began, self.roles.clock.now(),
+                              traffic.received - received, self.roles.health.metrics(), began, self.roles.clock.now(),
                               self._pause_s)
         self._pause_s = None
         await self.profiler.end(self.state.step, began, outcome.ended)

@@ -69,6 +69,10 @@ class FaultLog:
             "redispatched": 0, "lost_at": self.wall_time(seconds or 0.0),
         })
 
+    def missing(self, text: str) -> None:
+        """Report a worker that cannot be replaced for now."""
+        self._warn(text)
+
     def back(self, text: str) -> None:
         """Report a worker that is back."""
         self._note(text)

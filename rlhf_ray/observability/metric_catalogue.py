@@ -67,6 +67,7 @@ METRICS: dict[str, Metric] = {
     "faults/lost_workers": Metric("Workers that died or hung"),
     "faults/seconds_down": Metric("Time in which workers that came back were missing", "worker seconds"),
     "faults/redispatched": Metric("Samples and calls that other workers made again"),
+    "faults/missing_workers": Metric("Workers that could not be replaced, at the end of the step"),
     "faults/damaged_buckets": Metric("Buckets of weights that arrived damaged at a generator"),
     "throughput/samples_per_second": Metric("Samples trained on", "samples per second"),
     "throughput/tokens_per_second": Metric("Tokens trained on", "tokens per second"),

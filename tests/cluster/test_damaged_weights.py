@@ -1,6 +1,5 @@
 """Buckets of weights whose bytes change between learner and generator: sent again, or the generator is replaced."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,25 @@ from rlhf_ray.roles.generator import Generator
 from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
-COUNT = "RLHF_RAY_TEST_DAMAGED_BUCKETS"
-"""Environment variable: a directory with a file for each damaged bucket."""
 PLAN = {("generator/0", 1): 1, ("generator/1", 2): 2}
 """How many buckets are damaged on their way to a generator, by its name and the version."""
 
 
-class DamagedOnTheWay(Generator):
-    async def load_weights(self, bucket: Any, publication: int) -> None:
-        assert isinstance(bucket, WeightBucket)
-        place = Path(os.environ[COUNT]) / f"{self.name.replace('/', '_')}_{bucket.version}"
-        before = len(list(place.parent.glob(f"{place.name}_*")))
-        if bucket.index == 0 and before < PLAN.get((self.name, bucket.version), 0):
-            place.with_name(f"{place.name}_{before}").touch()
-            last = bucket.arrays[-1].copy()
-            last[-1] ^= 1
-            bucket = replace(bucket, arrays=[*bucket.arrays[:-1], last])
-        await super().load_weights(bucket, publication)
+def damaged_on_the_way(counts: Path) -> type[Generator]:
+    """A generator whose buckets are damaged according to the plan; `counts` gets a file for each."""
+    class DamagedOnTheWay(Generator):
+        async def load_weights(self, bucket: Any, publication: int) -> None:
+            assert isinstance(bucket, WeightBucket)
+            place = f"{self.name.replace('/', '_')}_{bucket.version}"
+            before = len(list(counts.glob(f"{place}_*")))
+            if bucket.index == 0 and before < PLAN.get((self.name, bucket.version), 0):
+                (counts / f"{place}_{before}").touch()
+                last = bucket.arrays[-1].copy()
+                last[-1] ^= 1
+                bucket = replace(bucket, arrays=[*bucket.arrays[:-1], last])
+            await super().load_weights(bucket, publication)
+
+    return DamagedOnTheWay
 
 
 def test_damaged_buckets_are_sent_again_and_a_generator_that_gets_one_twice_is_replaced(
@@ -40,8 +41,7 @@ def test_damaged_buckets_are_sent_again_and_a_generator_that_gets_one_twice_is_r
 
     counts = tmp_path / "damaged"
     counts.mkdir()
-    monkeypatch.setenv(COUNT, str(counts))
-    monkeypatch.setattr("rlhf_ray.stages.ppo_roles.Generator", DamagedOnTheWay)
+    monkeypatch.setattr("rlhf_ray.stages.ppo_roles.Generator", damaged_on_the_way(counts))
     ppo.run(load(PPOConfig, configure(tmp_path / "run"), []))
     assert sorted(file.name for file in counts.iterdir()) == ["generator_0_1_0", "generator_1_2_0", "generator_1_2_1"]
     events = [(event["rank"], event["kind"]) for event in read_faults(tmp_path / "run/faults.jsonl")]

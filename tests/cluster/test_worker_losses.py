@@ -174,6 +174,19 @@ def test_a_generator_that_dies_at_every_call_ends_the_run_with_a_checkpoint_to_g
     assert_the_same(StruckRun(tmp_path / "run", (), [], "", [], set()), finished.directory)
 
 
+def test_generators_that_are_left_finish_a_run_whose_other_one_cannot_be_replaced(configure, tmp_path, finished):
+    run = struck_run(configure, tmp_path / "run", WorkerFault("generator/0", "generate", 1, signal.SIGKILL),
+                     cluster={"max_restarts": 0})
+    assert_the_same(run, finished.directory)
+    assert_accounted_for(run)
+    assert_gone(run)
+    event, rows = run.events[0], steps(run.directory)
+    assert event["recovery_s"] is None and "was lost once more after 0 restarts" in event["outcome"]
+    assert event["outcome"].startswith("not replaced yet, the others of generator go on")
+    assert "The others of generator go on; it is started again in 15 s" in run.output
+    assert max(row["faults/missing_workers"] for row in rows) == 1
+
+
 @contextmanager
 def struck_one_after_the_other(*faults: WorkerFault):
     """`struck`, where one worker meets several faults: each its own incarnation."""

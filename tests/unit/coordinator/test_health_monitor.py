@@ -2,6 +2,7 @@
 processes die in tests/cluster/test_worker_losses.py."""
 
 import asyncio
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.errors import ModelError, RewardError, WorkerError, WorkerLost
+from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.spans import StepClock, Task
 from rlhf_ray.records import PublicationSize, WeightsPlan
 from tests.unit.coordinator.losses import PublishingHarness, ReplacementHarness, lost
@@ -111,16 +113,56 @@ def test_a_worker_lost_while_it_starts_is_restarted_too():
     assert run_in_virtual_time(it.ask_all(1)) == [0] and it.group.incarnations == [3]
 
 
-def test_one_that_cannot_start_ends_the_run_with_its_own_words():
-    it = ReplacementHarness(workers=2, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
+@pytest.mark.parametrize("unrestartable", [ModelError("the model is gone"), RuntimeError("a bug"), None], ids=str)
+def test_while_others_are_left_one_that_cannot_be_replaced_is_started_again_after_longer_and_longer_delays(
+        tmp_path, unrestartable):
+    doomed = [(0, "generate")] if unrestartable else [(0, "generate")] + [(0, "start")] * 4
+    it = ReplacementHarness(tmp_path / "faults.jsonl", max_restarts=2, doomed=doomed, unrestartable=unrestartable)
 
     async def run():
-        await it.ask_all(1)
-        await asyncio.sleep(2)
+        first, started = await it.ask_all(2), {}
+        while 5 not in started or it.health.down:
+            started.setdefault(it.group.incarnation(0), asyncio.get_running_loop().time())
+            assert await it.ask_all(1) == [1] or not it.health.missing
+            if it.group.incarnation(0) == 4:
+                it.group.unrestartable = None
+            await asyncio.sleep(1)
+        return first, [started[n] for n in range(2, 6)], await it.ask_all(2)
+
+    first, starts, afterwards = run_in_virtual_time(run())
+    assert first == [1, 1] and afterwards == [0, 1] and not it.health.missing
+    delays = [later - earlier for earlier, later in itertools.pairwise(starts)]
+    assert delays == (pytest.approx([16, 31, 61], abs=2) if unrestartable else pytest.approx([1, 16, 31], abs=2))
+    lines = read_faults(tmp_path / "faults.jsonl")
+    assert [line["recovery_s"] is None for line in lines] == [True, False]
+    assert lines[0]["outcome"].startswith("not replaced yet, the others of generator go on: ")
+    assert [line["redispatched"] for line in lines] == [4, 0]
+    metrics = it.health.metrics()
+    assert metrics["faults/missing_workers"] == 0 and metrics["faults/lost_workers"] == 1
+    assert metrics["faults/seconds_down"] == pytest.approx(lines[1]["recovery_s"], abs=0.1)
+    assert sum("The others of generator go on; it is started again in" in line for line in it.said) == 3
+
+
+def test_one_that_is_missing_counts_as_so_and_the_last_that_is_left_ends_the_run():
+    it = ReplacementHarness(workers=3, max_restarts=1, doomed=[
+        (0, "generate"), (1, "generate"), (0, "start"), (1, "start")])
+
+    async def run():
+        assert await it.ask_all(1) == [2]
+        await asyncio.sleep(10)
+        assert len(it.health.missing) == it.health.metrics()["faults/missing_workers"] == 2
+        assert [line["lost"] for line in it.health.status(0.0)] == ["died in generate, not replaced yet"] * 2
+        it.group.doomed += [(2, "generate"), (2, "start")]
         await it.ask_all(1)
 
-    with pytest.raises(ModelError, match="the model is gone"):
+    with pytest.raises(WorkerError, match="generator/2 was lost once more after 1 restarts"):
         run_in_virtual_time(run())
+
+
+def test_the_last_one_that_cannot_start_ends_the_run_with_its_own_words():
+    it = ReplacementHarness(workers=1, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
+    with pytest.raises(ModelError, match="the model is gone"):
+        run_in_virtual_time(it.ask_all(1))
 
 
 def test_what_cannot_start_is_told_to_who_waits_whatever_becomes_of_the_log():

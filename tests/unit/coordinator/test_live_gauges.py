@@ -1,5 +1,7 @@
 """What the live metrics say of a coordinator at a moment. Workers are stand-ins; buffer, state and clock are real."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from rlhf_ray.config.derived import placements_of
@@ -47,11 +49,13 @@ def test_it_says_who_is_busy_idle_and_down(run, time):
     for phase in ("logprobs", "policy_update"):  # two calls of one worker
         clock.under_way.add(Task("policy", 1, phase, clock.now() - 5.0))
     live = live_of(run, time)
-    coordinator.roles.health.down["critic", 0] = None
+    coordinator.roles.health.down["critic", 0] = SimpleNamespace(recorded=False)
+    coordinator.roles.health.down["critic", 1] = SimpleNamespace(recorded=True)
     clock.under_way.add(Task("critic", 0, "values", clock.now()))  # nobody has been told yet that it is lost
     now = read(live, run)
     assert [now["live/workers", "policy", "default", state] for state in ("busy", "idle", "down")] == [1, 1, 0]
-    assert [now["live/workers", "critic", "default", state] for state in ("busy", "idle", "down")] == [0, 1, 1]
+    states = ("busy", "idle", "down", "missing")
+    assert [now["live/workers", "critic", "default", state] for state in states] == [0, 0, 1, 1]
     assert now["live/oldest_call", "policy"] == 5.0 and now["live/oldest_call", "critic"] == 0.0
     whole = sum(coordinator.roles.workers().values())
     assert now["live/pool_busy", "default"] == pytest.approx(1 / whole)
@@ -84,7 +88,7 @@ def test_the_age_of_a_step_begins_anew_with_each(run, time):
 def test_a_generator_that_did_not_confirm_is_behind(run, time):
     run.coordinator.state.step = 7
     run.coordinator.weights.confirmed = {rank: 7 - rank for rank in range(len(run.coordinator.roles.generators))}
-    run.coordinator.roles.health.down["generators", 9] = None
+    run.coordinator.roles.health.down["generators", 9] = SimpleNamespace(recorded=False)
     told = read(live_of(run, time), run)
     assert told["live/policy_version",] == 7
     behind = {key[1]: value for key, value in told.items() if key[0] == "live/versions_behind"}
