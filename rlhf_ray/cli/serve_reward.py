@@ -25,6 +25,8 @@ def serve_reward(
     dtype: Annotated[str, typer.Option(help="Precision: float32 on CPUs, bfloat16 on GPUs.")] = "float32",
     revision: Annotated[str | None, typer.Option(help="Hub revision (branch, tag or commit).")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Directory or Hub name, if not the model's own.")] = None,
+    label: Annotated[str | None, typer.Option(
+        help="Label whose logit is the score, by name or number, of a classifier with several.")] = None,
     max_batch_tokens: Annotated[int, typer.Option(
         rich_help_panel=LIMITS, help="Tokens in one forward pass, and in one sample, at most.")] = 8192,
     linger_ms: Annotated[float, typer.Option(
@@ -59,8 +61,8 @@ def serve_reward(
     from rlhf_ray.config.serving import ServingConfig
 
     settings: dict[str, Any] = {
-        "host": host, "port": port, "token": _token(token_file), "tls_cert": tls_cert, "tls_key": tls_key,
-        "max_batch_tokens": max_batch_tokens, "linger_ms": linger_ms, "max_queue": max_queue,
+        "label": label, "host": host, "port": port, "token": _token(token_file), "tls_cert": tls_cert,
+        "tls_key": tls_key, "max_batch_tokens": max_batch_tokens, "linger_ms": linger_ms, "max_queue": max_queue,
         "max_request_mb": max_request_mb,
     }
     try:

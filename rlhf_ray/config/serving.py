@@ -17,6 +17,9 @@ class ServingConfig(Section):
 
     model: ModelConfig
     """Reward model to serve."""
+    label: str | None = None
+    """Label whose logit is the score, by name (of `id2label` in config.json) or number; needed for a classifier with
+    several."""
     host: str = "127.0.0.1"
     """Address to listen on; a token is required unless it is a loopback address."""
     port: int = Field(8008, ge=0, le=65535)

@@ -92,13 +92,11 @@ class SFTConfig(StageConfig):
 
 
 class RewardModelTrainingConfig(SupervisedTrainingConfig):
-    """Loss, batches and evaluation of the reward model."""
+    """Batches and evaluation of the reward model, and its dropout. The loss is -log sigmoid(difference - margin), the
+    margin from `data.margin`."""
 
     batch_size: int = Field(32, ge=1)
     """Pairs of one update, over all ranks."""
-    loss: Literal["sigmoid", "logexp"] = "sigmoid"
-    """Pairwise loss: -log sigmoid(difference) (Stiennon et al. 2020), or log(1 + exp(-difference)) (Bai et al. 2022),
-    which are the same function. Both use `data.margin`."""
     head_dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the hidden states before the scalar head, in training only (Srivastava et al. 2014); held-out pairs
     are scored without it."""

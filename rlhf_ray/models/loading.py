@@ -154,12 +154,14 @@ def load_scalar_model(config: ModelConfig, new_head: bool, mapped: bool = False,
     return model
 
 
-def check_scalar_head(config: ModelConfig, field: str = "", label: int | str | None = None) -> int:
+def check_scalar_head(config: ModelConfig, field: str = "", label: int | str | None = None,
+                      label_field: str = "") -> int:
     """Reject a model that is not a sequence classifier with this label, from its configuration alone.
 
     Args:
         field: the section of the configuration that names the model, for the message.
         label: name or number of one of several labels; None for the only one.
+        label_field: the field or option that chooses the label, for the message; `label` of the section if empty.
 
     Returns:
         the number of the label.
@@ -173,16 +175,17 @@ def check_scalar_head(config: ModelConfig, field: str = "", label: int | str | N
         raise ModelError(f"{named} is not a reward model: it has architectures {heads}, and a sequence classifier is "
                          "needed. Train one with `rlhf-ray reward-model`.")
     shown = ", ".join(f"{i} {name!r}" for i, name in enumerate(names))
+    label_field = label_field or f"{field or 'rewards.NAME'}.label"
     if label is None and len(names) > 1:
         raise ModelError(f"{named} has {len(names)} labels ({shown}), and a reward is one number: set "
-                         f"{field or 'rewards.NAME'}.label to one of them, or use a classifier with one label")
+                         f"{label_field} to one of them, or use a classifier with one label")
     if label is None:
         return 0
     if label in names:
         return names.index(str(label))
     if str(label).isdecimal() and int(label) < len(names):
         return int(label)
-    raise ModelError(f"{field or 'rewards.NAME'}.label={label!r} is not a label of {config.path!r}, which has {shown}; "
+    raise ModelError(f"{label_field}={label!r} is not a label of {config.path!r}, which has {shown}; "
                      "set it to one of these names or numbers")
 
 

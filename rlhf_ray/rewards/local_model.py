@@ -21,7 +21,7 @@ from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.shard import WHOLE, Shard
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, finite_scores, sample_names
-from rlhf_ray.rewards.request_encoding import encode_request, encode_text
+from rlhf_ray.rewards.request_encoding import encode_for
 
 if TYPE_CHECKING:
     from rlhf_ray.models.classifier import Classifier, EncodedRow
@@ -153,6 +153,4 @@ class ModelSource(LocalSource[ModelReward]):
         # A policy may have more embeddings than its tokenizer has tokens, and sample their ids. They have no text.
         if self._same_ids and request.tokens.max() < self._model.vocabulary:
             return EncodedRow(request.tokens)
-        if self._model.reads_texts:
-            return encode_text(request, self._tokenizer)
-        return encode_request(request, self._tokenizer, pair=self._model.reads_pairs)
+        return encode_for(self._model, request, self._tokenizer)

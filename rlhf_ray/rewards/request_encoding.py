@@ -13,7 +13,17 @@ from rlhf_ray.rewards.protocol import RewardRequest, sample_names
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from rlhf_ray.models.classifier import Classifier, EncodedRow
+
+
+def encode_for(model: Classifier, request: RewardRequest, tokenizer: PreTrainedTokenizerBase) -> EncodedRow:
+    """The request as a classifier with this tokenizer reads it: an encoder that classifies texts reads prompt and
+    response as one text, without an end-of-sequence token; others as `encode_request` says, which raises."""
     from rlhf_ray.models.classifier import EncodedRow
+
+    if model.reads_texts:
+        return EncodedRow(_ids(tokenizer(request.prompt + request.response, verbose=False)["input_ids"]))
+    return encode_request(request, tokenizer, pair=model.reads_pairs)
 
 
 def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, pair: bool) -> EncodedRow:
@@ -39,13 +49,6 @@ def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, p
     if request.finish_reason == "stop" and tokenizer.eos_token_id is not None:
         ids = [*ids, tokenizer.eos_token_id]
     return EncodedRow(_ids(ids))
-
-
-def encode_text(request: RewardRequest, tokenizer: PreTrainedTokenizerBase) -> EncodedRow:
-    """Prompt and response as one text, as an encoder that classifies texts reads it."""
-    from rlhf_ray.models.classifier import EncodedRow
-
-    return EncodedRow(_ids(tokenizer(request.prompt + request.response, verbose=False)["input_ids"]))
 
 
 def _conversation(request: RewardRequest, tokenizer: PreTrainedTokenizerBase) -> str:

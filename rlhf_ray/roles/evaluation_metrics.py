@@ -26,7 +26,9 @@ def summarise(parts: list[EvaluationPart], on_policy: bool = True) -> dict[str, 
     The KL is included only if responses were sampled from the policy's own distribution (`on_policy`): it is the mean
     of log policy - log reference over samples of the policy. Over samples of another distribution (greedy, truncated,
     at another temperature) that mean does not estimate the KL. Perplexity is under the reference: exp of minus the mean
-    log-probability per response token. Both need a reference. `distinct` is the fraction of different responses,
+    log-probability per response token, over the tokens that training's sampling keeps if responses were truncated like
+    that (`top_k` and others): lower than over all tokens, and comparable only under the same truncation. Both need a
+    reference. `distinct` is the fraction of different responses,
     `distinct_bigrams` that of different pairs of adjacent tokens among all pairs. `reward/NAME` is a component of the
     reward before its weight.
     """

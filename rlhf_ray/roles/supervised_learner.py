@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,11 +122,10 @@ class RewardModelLearner(SupervisedLearner):
     model_config: ModelConfig
 
     def __init__(self, config: LearnerConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
-                 batch_size: int, kind: Literal["sigmoid", "logexp"] = "sigmoid", longest: int | None = None,
-                 head_dropout: float = 0.0) -> None:
-        """`kind` is that of `losses.pairwise_loss`, `head_dropout` that of `PackedScalarModel`."""
+                 batch_size: int, longest: int | None = None, head_dropout: float = 0.0) -> None:
+        """`head_dropout` is that of `PackedScalarModel`."""
         super().__init__(config, model, rank, world, seed, total_steps, batch_size, longest)
-        self.kind, self.head_dropout = kind, head_dropout
+        self.head_dropout = head_dropout
 
     def build(self) -> PackedScalarModel:
         """The backbone with a new scalar head."""
@@ -142,7 +141,7 @@ class RewardModelLearner(SupervisedLearner):
         margin = (chosen - rejected).detach()
         stats = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean(), "score": scores.detach().mean()}
         margins = None if part.margins is None else torch.as_tensor(part.margins, device=margin.device)
-        return pairwise_loss(chosen, rejected, margins, self.kind), stats
+        return pairwise_loss(chosen, rejected, margins), stats
 
     def count(self, part: Pairs) -> float:
         """Pairs."""

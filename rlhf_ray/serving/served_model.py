@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,10 +12,10 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import RewardError
 from rlhf_ray.models.classifier import Classifier, EncodedRow
-from rlhf_ray.models.loading import check_model_directory, load_tokenizer
+from rlhf_ray.models.loading import check_model_directory, check_scalar_head, label_names, load_tokenizer
 from rlhf_ray.records import SampleKey
 from rlhf_ray.rewards.protocol import RewardRequest
-from rlhf_ray.rewards.request_encoding import encode_request
+from rlhf_ray.rewards.request_encoding import encode_for
 from rlhf_ray.serving.schema import Sample
 
 NOTHING = np.empty(0, dtype=np.int32)
@@ -28,15 +29,19 @@ class ServedModel:
     """A loaded reward model.
 
     Raises:
-        ModelError: the model does not exist, has no one-label head, or its tokenizer does not match.
+        ModelError: the model does not exist, is not a classifier with this label, or its tokenizer does not match.
     """
 
-    def __init__(self, config: ModelConfig, max_batch_tokens: int) -> None:
+    def __init__(self, config: ModelConfig, max_batch_tokens: int, label: str | None = None) -> None:
+        """`label`: name or number of one of several labels, whose logit is the score."""
         check_model_directory(config, "MODEL", argument=True)
+        number = check_scalar_head(config, label=label, label_field="--label")
         self.path, self.dtype = config.path, config.dtype
-        self._tokenizer, self._model = load_tokenizer(config, require_eos=False), Classifier(config)
+        self._tokenizer, self._model = load_tokenizer(config, require_eos=False), Classifier(config, number)
         self.tokenizer_digest = tokenizer_digest(self._tokenizer)
-        parts = [self._model.digest(), self.tokenizer_digest, self._tokenizer.chat_template]
+        parts: list[Any] = [self._model.digest(), self.tokenizer_digest, self._tokenizer.chat_template]
+        if len(label_names(config)) > 1:
+            parts.append(number)
         self.digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
         self.max_tokens = min(self._model.longest or max_batch_tokens, max_batch_tokens)
         self._model.compare(f"the reward model {config.path!r}", self.max_tokens, max_batch_tokens)
@@ -57,7 +62,7 @@ class ServedModel:
     def _row(self, i: int, sample: Sample) -> EncodedRow:
         if sample.tokens is None:
             try:
-                return encode_request(_request(i, sample), self._tokenizer, pair=self._model.reads_pairs)
+                return encode_for(self._model, _request(i, sample), self._tokenizer)
             except RewardError as error:
                 raise BadSampleError(f"samples.{i}: {error}") from None
         if max(sample.tokens) >= self._model.vocabulary:

@@ -45,7 +45,7 @@ def serve(config: ServingConfig, say: Callable[[str], None]) -> None:
     tls, listener = _check_certificate(config), _listen(config)
     disable_progress_bar()
     with listener:
-        model = ServedModel(config.model, config.max_batch_tokens)
+        model = ServedModel(config.model, config.max_batch_tokens, config.label)
         asyncio.run(_serve(config, model, listener, tls, say))
 
 

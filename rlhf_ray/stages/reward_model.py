@@ -18,7 +18,7 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
     preflight(config)
     return run_supervised(SupervisedStage(
         config=config, name="reward_model", title="reward model", learner=RewardModelLearner, reader=DataReader,
-        method="preferences", options={"kind": config.training.loss, "head_dropout": config.training.head_dropout},
+        method="preferences", options={"head_dropout": config.training.head_dropout},
         card=lambda step, metrics: ModelCardInfo(
             stage="reward_model", step=step, base_model=config.model.path,
             trained_on=f"preference pairs in {config.data.title}", metrics=metrics,

@@ -30,7 +30,7 @@ def run(files, tmp_path_factory):
         "cluster": {"dashboard": False, "object_store_mb": 128},
         "model": {"path": str(files.policy)},
         "data": {"path": str(root / "pairs.jsonl"), "max_tokens": 16, "held_out": 0.5, "margin": "gap"},
-        "training": {"batch_size": 8, "loss": "logexp"},
+        "training": {"batch_size": 8},
         "learner": {"micro_batch_tokens": 64, "optimizer": {"learning_rate": 0.003}},
         "logging": {"ray_metrics": False, "tensorboard": False},
         "checkpoint": {"every": 0},

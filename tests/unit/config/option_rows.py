@@ -329,7 +329,6 @@ ROWS: list[Row] = [
           "tests/unit/roles/test_supervised.py::test_every_row_comes_once_an_epoch_and_batches_reach_into_the_next"),
     Refused(("training.eval_every",), 5, "no rows to evaluate on", given={"data.held_out": 0.0}),
     Shown(("training.eval_every",), "tests/slow/test_steps_learn.py::test_hard_labels_are_learned"),
-    Shown(("training.loss",), "tests/unit/algorithms/test_supervised_losses.py::TestPairwiseLoss::test_by_hand"),
     Shown(("training.head_dropout", "critic.head_dropout"),
           "tests/unit/models/test_packed_model.py::test_dropout_before_the_head_acts_in_training_only"),
     Shown(("training.head_dropout",), "tests/unit/stages/test_reward_model_options.py::"
@@ -560,6 +559,7 @@ ROWS: list[Row] = [
     Refused(("early_stop.patience",), 2, "no limit is set"),
     # serve-reward
     Shown(("host", "token"), SERVING + "test_settings.py::test_an_address_that_others_reach_needs_a_token"),
+    Shown(("label",), SERVING + "test_settings.py::test_one_of_several_labels_is_served"),
     Shown(("port",),
           SERVING + "test_settings.py::test_a_port_in_use_and_a_certificate_that_is_none_are_told_before_loading"),
     Shown(("tls_cert", "tls_key"),

@@ -4,7 +4,9 @@ import shutil
 import socket
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForSequenceClassification
 
 from rlhf_ray.cli.serve_reward import TOKEN_VARIABLE
 from rlhf_ray.config.model import ModelConfig
@@ -156,3 +158,28 @@ def test_the_digest_changes_with_one_weight_the_precision_or_the_words(reward_di
     weights["score.weight"][0, 0] += 1e-6
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     assert digest(copy) != served_model.digest
+
+
+def test_one_of_several_labels_is_served(reward_directory, tmp_path):
+    from rlhf_ray.serving.schema import Sample
+    from rlhf_ray.serving.served_model import ServedModel
+
+    copy = shutil.copytree(reward_directory, tmp_path / "three")
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification.from_pretrained(
+        copy, num_labels=3, id2label={0: "sad", 1: "neutral", 2: "glad"}, ignore_mismatched_sizes=True)
+    model.save_pretrained(copy)
+    tokens = [3, 9, 4, 7]
+    expected = model(torch.tensor([tokens])).logits[0].tolist()
+    served = {label: ServedModel(ModelConfig(path=str(copy)), 512, label) for label in ("sad", "1", "glad")}
+    found = [float(one.score(one.rows([Sample(tokens=tokens)]))[0]) for one in served.values()]
+    assert found == pytest.approx(expected, abs=1e-5) and len(set(found)) == 3
+    assert len({one.digest for one in served.values()}) == 3
+    for label, said in ((None, r"has 3 labels \(0 'sad', 1 'neutral', 2 'glad'\), .*: set --label to one of them"),
+                        ("happy", "--label='happy' is not a label of .*three', which has 0 'sad'")):
+        with pytest.raises(ModelError, match=said):
+            ServedModel(ModelConfig(path=str(copy)), 512, label)
+
+
+def test_the_option_for_the_label_is_handed_on(serve):
+    assert serve("--label", "glad")[1][0].label == "glad"

@@ -14,8 +14,8 @@ def test_the_learner_gets_the_options_of_training(tmp_path, monkeypatch):
     monkeypatch.setattr(reward_model, "preflight", lambda config: None)
     monkeypatch.setattr(reward_model, "run_supervised", lambda stage, resume: stages.append(stage))
     reward_model.run(RewardModelConfig(model={"path": path}, data={"path": "d.jsonl"},
-                                       training={"head_dropout": 0.25, "loss": "logexp"}))
+                                       training={"head_dropout": 0.25}))
     learner = stages[0].learner(LearnerConfig(), ModelConfig(path=path), 0, 1, 0, 10, 4, **stages[0].options)
-    assert learner.build().dropout.p == 0.25 and learner.kind == "logexp"
+    assert learner.build().dropout.p == 0.25
     critic = CriticLearner(CriticConfig(head_dropout=0.4), ModelConfig(path=path), 0, 1, 0, 10, AlgorithmConfig())
     assert critic.build().dropout.p == 0.4
