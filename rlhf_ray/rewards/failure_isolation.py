@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 from rlhf_ray.errors import SampleError, UnscoredSamples
 from rlhf_ray.records import RewardScores, Unscored
@@ -15,21 +16,20 @@ async def score_or_name_failed(score: Score, requests: Sequence[RewardRequest]) 
     """The scores of all requests, scored together.
 
     If that fails because of a sample, each is scored alone (sources are pure, so this is harmless), and those that fail
-    again are named. The scores of the others are not used, so that all scores come from whole chunks.
+    again are named. The scores of the others are not used, so that all scores come from whole chunks. If none fails
+    again, as when a function was blocked by chance, all are scored together once more.
 
     Raises:
         UnscoredSamples: some samples have no score; it has the reason of each.
-        RewardError: a source failed as a whole, or failed for all samples together and for none alone.
+        RewardError: a source failed as a whole, or failed twice for all samples together and for none alone.
     """
-    try:
+    with suppress(SampleError):
         return await score(requests)
-    except SampleError as error:
-        together = error
     reasons = await all_ended(*(_reason(score, request) for request in requests))
     failed = [Unscored(request.key, request.prompt, request.response, reason)
               for request, reason in zip(requests, reasons, strict=True) if reason is not None]
     if not failed:
-        raise together
+        return await score(requests)
     raise UnscoredSamples(f"no score could be given to {sample_names([sample.key for sample in failed])}: "
                           f"{failed[0].reason}", failed)
 

@@ -7,15 +7,16 @@ publication. Later publications may leave them out and list the digests that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from rlhf_ray.errors import WeightsError
+from rlhf_ray.errors import TrainingError, WeightsError
 from rlhf_ray.records import PublicationSize, TensorEntry, WeightBucket, WeightOffer, WeightsPlan
 from rlhf_ray.weights.fingerprint import fingerprint
-from rlhf_ray.weights.manifest import TensorSpec, as_announced, checksum, pack, plan_buckets, seal
+from rlhf_ray.weights.manifest import TensorSpec, as_announced, checksum, pack, plan_buckets, seal, unpack
 
 Gather = Callable[[list[str]], Mapping[str, torch.Tensor] | None]
 """Whole tensors by name. On sharded models it is a collective call: every rank makes it, and ranks that do not send may
@@ -57,12 +58,15 @@ class Publisher:
 
         Raises:
             WeightsError: there is no such bucket, or the gathered tensors do not match the plan.
+            TrainingError: a tensor contains NaN or infinity.
         """
         plan, entries = self._planned(version, index, whole)
         tensors = self._gather([entry.name for entry in entries])
         if tensors is None:
             return None
-        bucket = seal(version, index, len(plan), entries, pack(entries, tensors))
+        arrays = pack(entries, tensors)
+        require_finite(version, unpack(zip(entries, arrays, strict=True)))
+        bucket = seal(version, index, len(plan), entries, arrays)
         self._record_digests(entries, bucket.digests)
         return bucket
 
@@ -73,10 +77,11 @@ class Publisher:
             gather: returns the tensors on that device.
 
         Raises:
-            WeightsError: as `bucket`.
+            WeightsError, TrainingError: as `bucket`.
         """
         plan, entries = self._planned(version, index, whole)
         ready = as_announced(entries, gather([entry.name for entry in entries]) or {})
+        require_finite(version, ready.items())
         digests = [fingerprint(entry, ready[entry.name]) for entry in entries]
         self._record_digests(entries, digests)
         return WeightOffer(version, index, len(plan), entries, digests,
@@ -103,6 +108,19 @@ class Publisher:
             raise WeightsError(f"{len(self._unchanged - self._digests.keys())} tensors were never published; "
                                "publish the weights whole first")
         return self._digests
+
+
+def require_finite(version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that no tensor contains NaN or infinity: generators would sample from it without an error.
+
+    Raises:
+        TrainingError: one does.
+    """
+    for name, tensor in tensors:
+        if tensor.numel() and not all(map(math.isfinite, torch.aminmax(tensor))):
+            raise TrainingError(f"weights version {version} are not published: tensor {name!r} is not finite. Lower "
+                                "the learning rate or check the rewards of the last steps, and use --resume to "
+                                "continue from the last checkpoint")
 
 
 def _size(plan: list[list[TensorEntry]]) -> PublicationSize:

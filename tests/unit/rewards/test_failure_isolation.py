@@ -72,6 +72,29 @@ def test_an_answer_of_the_wrong_length_that_no_sample_alone_has_ends_in_the_erro
         asyncio.run(run())
 
 
+def test_a_function_that_fails_once_by_chance_gives_all_its_scores(tmp_path):
+    (tmp_path / "f.py").write_text(f"""
+import os
+
+def score(prompts):
+    if not os.path.exists("{tmp_path}/failed"):
+        open("{tmp_path}/failed", "w").close()
+        os._exit(3)
+    return [float(p.split()[-1]) for p in prompts]
+""")
+
+    async def run():
+        source = FunctionSource("main", FunctionReward(type="function", function=f"{tmp_path}/f.py:score"))
+        total = WeightedSum({"main": (1.0, source)})
+        await total.start()
+        try:
+            return (await score_or_name_failed(total.score, requests_of(3))).scores.tolist()
+        finally:
+            await total.stop()
+
+    assert asyncio.run(run()) == [0, 1, 2]
+
+
 def judging(refuse, monkeypatch, *others):
     """A server that gives an error for a request with one of the rows `refuse`, and otherwise the scores."""
     def behave(samples, headers):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlhf_ray.errors import WeightsError
+from rlhf_ray.errors import TrainingError, WeightsError
 from rlhf_ray.records import PublicationSize
 from rlhf_ray.weights.manifest import expand_fused_groups, fused_groups
 from rlhf_ray.weights.publisher import Publisher
@@ -49,3 +49,21 @@ def test_tensors_of_one_fused_layer_go_together():
 def test_experts_of_one_layer_go_together():
     names = [f"model.layers.{layer}.mlp.experts.{i}.w{j}.weight" for layer in (0, 1) for i in (0, 1) for j in (1, 2)]
     assert fused_groups(names, {}) == [names[:4], names[4:]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("send", ["bucket", "offer"])
+def test_weights_that_are_not_finite_are_not_published(value, send):
+    tensors = {name: torch.ones(shape) for name, shape, _ in SPECS}
+    tensors["b"][3] = value
+    publisher = Publisher(SPECS, {"a", "b", "c"}, 50, lambda names: tensors)
+    publish = publisher.bucket if send == "bucket" else lambda *at: publisher.offer(*at, True, lambda names: tensors)
+    publish(5, 0)
+    with pytest.raises(TrainingError, match="weights version 5 are not published: tensor 'b' is not finite"):
+        publish(5, 1)
+
+
+def test_what_becomes_infinite_in_the_precision_of_the_generators_is_not_published():
+    large = Publisher([("a", (2,), "float16")], {"a"}, 50, lambda names: {"a": torch.tensor([1.0, 1e6])})
+    with pytest.raises(TrainingError, match="tensor 'a' is not finite"):
+        large.bucket(5, 0)
