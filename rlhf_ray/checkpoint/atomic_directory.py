@@ -32,9 +32,8 @@ def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
 
     A free name is taken in one atomic rename. An existing directory is moved aside first and removed afterwards: a
     crash in between leaves both complete under other names and `final` absent, which `clear_leftovers` repairs. The
-    term is
-    checked again before the second rename: if it is over, the directory moved aside, which may be a successor's, goes
-    back.
+    term is checked again before the second rename: if it is over, the directory moved aside, which may be a
+    successor's, goes back.
 
     Raises:
         FileExistsError: `final` is not a plain directory.
@@ -57,7 +56,7 @@ def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
         raise
     fsync_path(final.parent)
     if aside is not None:
-        remove_tree(aside)
+        remove_tree(aside, ignore_errors=True)  # `clear_leftovers` removes what is left
 
 
 def remove_directory(path: Path, term: Term | None = None) -> None:

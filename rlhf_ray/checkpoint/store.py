@@ -94,7 +94,8 @@ class CheckpointStore:
         return tmp
 
     def commit(self, tmp: Path, step: int, extra: Mapping[str, Any] | None = None) -> Path:
-        """Make the contents of `tmp` the checkpoint of `step`, then prune. Returns its final path.
+        """Make the contents of `tmp` the checkpoint of `step`, then prune. Returns its final path. If an old checkpoint
+        cannot be removed, there is a warning, and another attempt after the next commit.
 
         Raises:
             CheckpointError: the disk is full, or `tmp` contains something other than regular files; `tmp` is removed.
@@ -187,8 +188,11 @@ class CheckpointStore:
         return sorted(found, reverse=True)
 
     def _prune(self) -> None:
-        """Remove checkpoints older than the `keep` newest, except protected ones. Those known to be damaged are not
-        counted."""
+        """Remove checkpoints older than the `keep` newest, except protected ones, and leftovers of earlier removals.
+        Those known to be damaged are not counted."""
+        with self._warning(f"leftovers in {self.root}"):
+            if stuck := [path for path in clear_leftovers(self.root, r"step_\d+", self._term) if path.exists()]:
+                raise OSError(f"{stuck[0]} is still there")
         steps = self._steps()
         good = [step for step, path in steps if step not in self._damaged and (path / MANIFEST_NAME).is_file()]
         if len(good) <= self.keep:
@@ -196,7 +200,17 @@ class CheckpointStore:
         oldest_kept = good[self.keep - 1]
         for step, path in steps:
             if step < oldest_kept and step not in self._protected and (path / MANIFEST_NAME).is_file():
-                remove_directory(path, self._term)
+                with self._warning(f"the old checkpoint {path}"):
+                    remove_directory(path, self._term)
+
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        """Warn when something cannot be removed."""
+        try:
+            yield
+        except OSError as error:
+            self._warn(f"{what} cannot be removed ({error}): check its permissions, because the disk fills up. It is "
+                       "tried again after the next checkpoint")
 
     def _safe(self) -> str:
         """The state of the previous checkpoint, for the message about one that failed."""

@@ -98,8 +98,8 @@ def test_an_interrupted_replacement_is_put_back(store):
 
 
 def test_a_replaced_checkpoint_left_behind_is_removed(store):
-    (store.root / ".old-step_4-123").mkdir(parents=True)
     save(store, 4)
+    (store.root / ".old-step_4-123").mkdir()
     assert [path.name for path in store.clean()] == [".old-step_4-123"]
     assert names(store) == ["step_4"]
 
@@ -172,6 +172,29 @@ def test_a_link_inside_a_pruned_checkpoint_is_not_followed(store, tmp_path):
     save(store, 2)
     save(store, 3)
     assert names(store) == ["step_2", "step_3"] and (outside / "precious").exists()
+
+
+@pytest.mark.parametrize("call", ["rename", "unlink"])
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_of_and_tried_again(store, warnings, monkeypatch, call):
+    for step in (1, 2):
+        save(store, step)
+    real = getattr(os, call)
+
+    def refused(path, *args, **options):
+        if "step_1" in str(path) or options.get("dir_fd") is not None:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        return real(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refused)
+        save(store, 3)
+        assert len(warnings) == 1 and "the old checkpoint" in warnings[0] and "step_1" in warnings[0]
+        save(store, 4)
+        assert len(warnings) > 1 and "cannot be removed" in warnings[1]
+        assert store.latest().step == 4
+    save(store, 5)
+    assert names(store) == ["step_4", "step_5"]
+    assert not [path for path in store.root.iterdir() if path.name.startswith(".")]
 
 
 def test_damaged_checkpoints_do_not_push_out_intact_ones(store):
