@@ -25,9 +25,9 @@ LEDGER = "ledger.sqlite"
 """Name of the ledger's copy in a checkpoint."""
 STATE = "coordinator.json"
 POLL_S = 0.1
+"""Between two checks whether the parts of a checkpoint are written."""
 Geometry = Mapping[str, int | str | list[str]]
 """Values of a configuration, by field, that must be the same when the run resumes."""
-"""Between two checks whether the parts of a checkpoint are written."""
 
 
 class UnderWay(NamedTuple):
