@@ -43,7 +43,7 @@ def resumed(given_up, configure, tmp_path_factory):
     """(directory, summary) of that run, resumed without the limit and made to its end."""
     directory = tmp_path_factory.mktemp("resumed") / "run"
     shutil.copytree(given_up[0], directory)
-    return directory, run(configure, directory, resume=True, patience=2)
+    return directory, run(configure, directory, resume=True)
 
 
 def evaluations(directory):
@@ -101,7 +101,7 @@ def test_a_run_taken_up_again_forgets_that_it_was_given_up(resumed):
 @pytest.mark.slow
 def test_a_run_taken_up_again_with_another_limit_is_the_same_run(configure, tmp_path, resumed):
     """As one that nothing ended early."""
-    whole = tmp_path / "run", run(configure, tmp_path / "run", patience=2)
+    whole = tmp_path / "run", run(configure, tmp_path / "run")
     for name in ("model/model.safetensors", "best/model.safetensors", "best.json"):
         assert (resumed[0] / name).read_bytes() == (whole[0] / name).read_bytes(), name
     assert evaluations(resumed[0]) == evaluations(whole[0])

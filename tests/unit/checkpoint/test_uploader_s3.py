@@ -1,5 +1,10 @@
 """Copies at a server that speaks S3 (moto's), over HTTP; where `s3fs` and `moto[server]` are installed."""
 
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+
 import pytest
 
 from rlhf_ray.checkpoint.store import CheckpointStore
@@ -7,27 +12,39 @@ from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
 from rlhf_ray.errors import ConfigError, UploadError
 from tests.unit.checkpoint.uploads import save, wait_until
 
-pytest.importorskip("s3fs")
-moto = pytest.importorskip("moto.server")
+pytestmark = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed")
 
 
 @pytest.fixture
 def bucket(monkeypatch):
     """URL of an empty bucket; its server is found by AWS's own variables, as a user's would be."""
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in (("AWS_ENDPOINT_URL", f"http://{host}:{port}"), ("AWS_ACCESS_KEY_ID", "test"),
+    # In a process of its own: vLLM inspects every imported module, which fails in Flask, the server's framework.
+    port = _free_port()
+    server = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_until(lambda: _listens(port), timeout_s=120)
+    for name, value in (("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}"), ("AWS_ACCESS_KEY_ID", "test"),
                         ("AWS_SECRET_ACCESS_KEY", "test"), ("AWS_DEFAULT_REGION", "us-east-1")):
         monkeypatch.setenv(name, value)
     import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
-    name = f"training-{port}"  # moto remembers buckets for as long as its process lives
-    s3fs.S3FileSystem().mkdir(name)
-    yield f"s3://{name}/runs/mine", server
+    s3fs.S3FileSystem().mkdir("training")
+    yield "s3://training/runs/mine", server
     s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
+    server.kill()
+    server.wait()
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_run_goes_to_a_bucket_and_comes_back(run, bucket, quick, tmp_path):
@@ -55,7 +72,8 @@ def test_a_server_that_goes_away_is_told_at_the_end(run, bucket, quick):
     uploader.start(resume=False)
     save(run, 1)
     wait_until(lambda: uploader.step == 1)
-    server.stop()
+    server.kill()
+    server.wait()
     save(run, 2)
     with pytest.raises(UploadError, match="it has the checkpoint of step 1"):
         uploader.finish()

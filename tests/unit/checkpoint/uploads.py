@@ -13,8 +13,8 @@ def save(run, step, keep=2):
         (place / "coordinator.json").write_text(str(step))
 
 
-def wait_until(what):
-    until = time.monotonic() + 20
+def wait_until(what, timeout_s=20):
+    until = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < until
         time.sleep(0.01)
