@@ -27,7 +27,7 @@ class KLConfig(Section):
     kind: Literal["fixed", "adaptive"] = "fixed"
     """"adaptive" moves β towards `target` (Ziegler et al. 2019, section 2.2)."""
     target: float = Field(6.0, gt=0)
-    """Sequence KL in nats that the adaptive controller aims at (Ziegler et al. 2019; TRL used 6)."""
+    """Sequence KL in nats that the adaptive controller aims at (Ziegler et al. 2019; TRL had 6 up to 0.11)."""
     horizon: int = Field(10_000, ge=1)
     """Samples over which the adaptive controller corrects the error (Ziegler et al. 2019: 10000)."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
@@ -77,7 +77,7 @@ class AlgorithmConfig(Section):
     """Weight tokens by the learner's over the generator's probability, to correct for stale samples and numerical
     differences between engines: weights above the cap are truncated, or their tokens are masked."""
     importance_cap: float = Field(2.0, gt=0)
-    """Largest importance weight (2 in TRL and verl)."""
+    """Largest importance weight (2 in verl, 3 in TRL)."""
     importance_level: Literal["token", "sequence"] = "token"
     """One weight per token, or one per response: the product of its tokens' weights (exact, but of high variance)."""
     value_clip: float | None = Field(0.2, gt=0)
@@ -175,8 +175,8 @@ class PtxConfig(DataSection):
     max_tokens: int = Field(512, ge=2)
     """Longer texts are cut into rows of this many tokens; nothing is left out."""
     batch_size: int = Field(32, ge=1)
-    """Rows of one optimizer step, over all ranks; as many as the samples of a mini-batch by default (OpenRLHF; Ouyang
-    et al. 2022 took 8 times as many)."""
+    """Rows of one optimizer step, over all ranks; as many as the samples of a mini-batch by default (OpenRLHF 0.5;
+    Ouyang et al. 2022 took 8 times as many)."""
     coef: float = Field(0.05, ge=0)
-    """Weight of the text's mean loss per token (OpenRLHF, whose two losses are means over tokens like ours;
+    """Weight of the text's mean loss per token (OpenRLHF 0.5, whose two losses are means over tokens like ours;
     InstructGPT's 27.8 belongs to an unpublished normalisation). 0 only measures the loss."""

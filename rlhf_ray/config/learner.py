@@ -18,13 +18,14 @@ class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter 2019) with a learning-rate schedule."""
 
     learning_rate: float = Field(1e-5, gt=0)
-    """Peak learning rate. The policy's default is 1e-6 (OpenRLHF, verl), the critic's 9e-6 (OpenRLHF), that of SFT 2e-5
-    (Touvron et al. 2023, Llama 2; TRL), that of reward models and process reward models 9e-6 (Ouyang et al. 2022, app.
-    C.2; OpenRLHF). With `lora` it is ten times that (Schulman et al. 2025, "LoRA Without Regret")."""
+    """Peak learning rate. The policy's default is 1e-6 (OpenRLHF, verl; TRL's PPO has 3e-6), the critic's 9e-6
+    (OpenRLHF; verl has 1e-5), that of SFT 2e-5 (Touvron et al. 2023, Llama 2; TRL; OpenRLHF has 5e-6), that of reward
+    models 9e-6 (Ouyang et al. 2022, app. C.2; OpenRLHF; TRL has 1e-4). Process reward models have the same as reward
+    models (OpenRLHF 0.8 had 1e-6). With `lora` it is ten times that (Schulman et al. 2025, "LoRA Without Regret")."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's moment decay (0.9, 0.95 as in Llama 2 and OpenRLHF)."""
     eps: float = Field(1e-8, gt=0)
-    """AdamW's denominator offset (InstructGPT-style trainers use 1e-8 or 1e-5)."""
+    """AdamW's denominator offset (1e-8 in OpenRLHF)."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay on matrices; none on vectors."""
     grad_clip: float = Field(1.0, ge=0)
