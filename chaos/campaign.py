@@ -8,15 +8,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from chaos import reward_function
 from chaos.invariants import Books, violations
 from chaos.kinds import KINDS
-from chaos.mounts import small_disk
+from chaos.kinds.disturbances import upload_directory
+from chaos.mounts import own_disk, small_disk
 from chaos.nodes import HEARTBEAT_TIMEOUT_S, SPARE, several_nodes_sections
 from chaos.outcomes import outcomes
 from chaos.plan import fewest_steps, plan
@@ -40,8 +43,9 @@ SEVERAL_NODES = "several_nodes"
 SAVED_EVERY = 3
 """Steps between checkpoints."""
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
-    "cluster": {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "max_restarts": 5, "max_learner_restarts": 5},
-    "logging": {"tensorboard": False, "samples_per_step": 0},
+    "cluster": {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "max_restarts": 5, "max_learner_restarts": 5,
+                "disk_timeout_s": 20.0},
+    "logging": {"tensorboard": False, "samples_per_step": 1},
     "checkpoint": {"every": SAVED_EVERY, "keep": 2},
     "evaluation": {"limit": 2},
     "reward": {"on_failure": "quarantine", "quarantine_limit": 0.2},
@@ -49,6 +53,8 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
 """Sections that differ from the runs of the tests."""
 SERVICE = {"type": "http", "weight": 0.01, "send": "tokens", "request_timeout_s": 2.0, "timeout_s": 60.0}
 """A small part of the reward: the service scores by prompt alone. Its slow behaviour exceeds `request_timeout_s`."""
+FUNCTION = {"type": "function", "function": f"{reward_function.__file__}:score", "weight": 0.01, "timeout_s": 10.0}
+"""Another small part: a user's function."""
 RANKS = {"generator": 2, "policy_learner": 2, "critic_learner": 2}
 """Number of workers of each role that has several."""
 
@@ -130,8 +136,9 @@ class Workspace:
         for sections in (SECTIONS, several_nodes_sections(RANKS["generator"]) if several_nodes else {}):
             for section, fields in sections.items():
                 settings[section] = {**settings.get(section, {}), **fields}
-        settings["run"]["steps"] = steps
+        settings["run"] |= {"steps": steps, "upload": str(upload_directory(directory))}
         settings["rewards"]["service"] = {**SERVICE, "urls": [self.service.url]}
+        settings["rewards"]["function"] = FUNCTION
         settings["coordinator"]["max_staleness"] = max_staleness
         path = self.root / f"{name}.yaml"
         path.write_text(yaml.safe_dump(settings))
@@ -150,7 +157,7 @@ def rounds(seed: int, minutes: float, only: Sequence[str], directory: Path,
     """
     began, longest, number = time.monotonic(), 0.0, 0
     undisturbed: dict[tuple[int, int], Path] = {}
-    with small_disk(directory), reward_service() as service:
+    with ExitStack() as mounted, small_disk(directory), reward_service() as service:
         workspace = Workspace.make(directory, service)
         while not number or time.monotonic() - began + longest < 60 * minutes:
             start = time.monotonic()
@@ -158,7 +165,7 @@ def rounds(seed: int, minutes: float, only: Sequence[str], directory: Path,
                 shape = trial.steps, trial.max_staleness
                 if shape not in undisturbed:
                     undisturbed[shape] = _run_undisturbed(workspace, trial)
-                finished = _run_trial(workspace, trial, undisturbed[shape], number + 1)
+                finished = _run_trial(workspace, trial, undisturbed[shape], number + 1, mounted)
                 yield finished
                 if finished.record.interruption is not None:
                     raise finished.record.interruption
@@ -177,12 +184,15 @@ def _run_undisturbed(workspace: Workspace, trial: Trial) -> Path:
     return directory
 
 
-def _run_trial(workspace: Workspace, trial: Trial, undisturbed: Path, number: int) -> FinishedRun:
+def _run_trial(workspace: Workspace, trial: Trial, undisturbed: Path, number: int, mounted: ExitStack) -> FinishedRun:
+    """`mounted` gets the run's own disk, if it has one."""
     faults = plan(trial.seed, trial.kinds, trial.steps, RANKS, SAVED_EVERY)
     _log(f"{trial.name}, round {number}: {trial.steps} updates with {len(faults)} faults of "
          f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
     config, directory = workspace.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness,
                                          trial.several_nodes)
+    if any(KINDS[kind].own_disk for kind in trial.kinds):
+        mounted.enter_context(own_disk(directory))
     return evaluate(run(config, directory, faults, workspace.service, _log), undisturbed, trial.reproducible)
 
 

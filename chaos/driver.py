@@ -20,16 +20,16 @@ def main() -> None:
     from rlhf_ray.cli.main import main as command_line
 
     quiet_libraries()
+    from chaos.damaging_learners import install_damaging_learners
     from chaos.injector import Injector
     from chaos.message_loss import lose_messages_of_this_process_only
-    from chaos.nan_injection import install_nan_learners
 
     config, faults, injections, *more = sys.argv[1:]
     lose_messages_of_this_process_only()
     planned = [Fault.from_dict(fault) for fault in json.loads(Path(faults).read_text())]
     with several_nodes(yaml.safe_load(Path(config).read_text())["pools"]) as nodes:
         Injector(planned, InjectionLog(Path(injections)), nodes).install()
-        install_nan_learners()
+        install_damaging_learners()
         sys.argv = ["rlhf-ray", "ppo", config, *([f"--cluster.address={nodes.address}"] if nodes else []), *more]
         command_line()
 

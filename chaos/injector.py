@@ -55,10 +55,13 @@ class Injector:
         Coordinator._step_or_stop = step_after_faults  # type: ignore[method-assign, assignment]
 
     def must_wait(self, coordinator: Coordinator) -> bool:
-        """Whether the next fault is due and its victim still down from an earlier one, or no fault is left and a worker
-        is down or cut off. Otherwise training would continue without them, and might end before they are back."""
+        """Whether a fault holds training, or the next fault is due and its victim still down from an earlier one, or no
+        fault is left and a worker is down or cut off. Otherwise training would continue without them, and might end
+        before they are back."""
         if not self._planned:
             return False
+        if self.scene.held:
+            return True
         down = {worker for worker, loss in coordinator.roles.health.down.items() if not loss.recorded}
         if not self.scene.left:
             return bool(down or self.scene.confirming)

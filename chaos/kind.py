@@ -18,6 +18,8 @@ from chaos.run_record import RunRecord, Start
 from chaos.scene import Scene
 
 DEFAULT_MOST_SIGHTINGS = 4
+ON_REQUEST: Mapping[str, int] = {"synchronous": 0}
+"""`Kind.runs` of kinds that are injected only with --only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,10 @@ class Kind:
     environment of the next driver."""
     is_repaired: ClassVar[bool] = False
     """Whether its victim is replaced while the run goes on: another fault may be injected meanwhile."""
+    own_disk: ClassVar[bool] = False
+    """Whether the run's directory must be a file system of its own."""
+    at_the_end: ClassVar[bool] = False
+    """Whether it hits what a run does after its last update."""
     checkpoints: ClassVar[int] = 0
     """Number of valid checkpoints that must exist before it."""
     may_not_happen: ClassVar[bool] = False
@@ -77,6 +83,9 @@ class Kind:
     def environment(self, fault: Fault) -> dict[str, str]:
         """Environment variables of the driver that gets the fault."""
         return {}
+
+    def driver_starts(self, record: RunRecord, fault: Fault) -> None:
+        """Called before the driver that gets this fault starts."""
 
     def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
         """The exit code that this fault causes; None if it ends no driver.

@@ -14,10 +14,8 @@ from torch import Tensor
 
 from chaos.injection_log import INJECTION_LOG, InjectionLog
 from rlhf_ray.engine.deepspeed_engine import StepResult
-from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.micro_batch import AverageMeter
-from rlhf_ray.roles.policy_learner import PolicyLearner
 
 
 def nan_order_file(injections: InjectionLog) -> Path:
@@ -84,22 +82,3 @@ class NaNInjection(Learner):
             return None, ""
         file.unlink()
         return int(number), what
-
-
-class NaNPolicyLearner(NaNInjection, PolicyLearner):
-    """One rank of the policy."""
-
-    role = "policy_learner"
-
-
-class NaNCriticLearner(NaNInjection, CriticLearner):
-    """One rank of the critic."""
-
-    role = "critic_learner"
-
-
-def install_nan_learners() -> None:
-    """Replace the learners of the runs of this process by these."""
-    from rlhf_ray.stages import ppo_roles
-
-    ppo_roles.PolicyLearner, ppo_roles.CriticLearner = NaNPolicyLearner, NaNCriticLearner  # type: ignore[misc]

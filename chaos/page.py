@@ -26,7 +26,8 @@ COLOURS = {
     "worker": ("#2a78d6", "generator, scorer, assembler"), "node": ("#159a6c", "node"),
     "learner": ("#5b48b8", "learner"), "numbers": ("#d8578f", "loss or gradient"),
     "service": ("#c98a00", "reward service"), "driver": ("#c0392b", "driver, failpoint, disk"),
-    "network": ("#6b7280", "message"), "checkpoint": ("#8a5a2b", "checkpoint"),
+    "network": ("#6b7280", "message"), "disturbance": ("#0b8793", "around the run"),
+    "checkpoint": ("#8a5a2b", "checkpoint"),
 }
 """Colour and text of the key by `Kind.colour`."""
 MORE_STYLE = ".down{fill:#c0392b22}.updates{fill:none;stroke:#8a939e;stroke-width:1.5}"

@@ -29,8 +29,9 @@ def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], 
     """
     draw = random.Random(seed)
     after = [kind for kind in kinds if KINDS[kind].follows_an_end]
-    ends = [kind for kind in kinds if KINDS[kind].ends_the_driver]
-    others = [kind for kind in kinds if kind not in after and kind not in ends]
+    last = [kind for kind in kinds if KINDS[kind].at_the_end]
+    ends = [kind for kind in kinds if KINDS[kind].ends_the_driver and kind not in last]
+    others = [kind for kind in kinds if kind not in after and kind not in ends and kind not in last]
     ends += ["driver_kill"] * (len(after) - len(ends))
     for group in (after, ends, others):
         draw.shuffle(group)
@@ -40,8 +41,9 @@ def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], 
         (1 + index * span // len(order), (kind,)) for index, kind in enumerate(order)]
     moments = _spread(draw, len(after), span, saved_every)
     due += [(step, pair) for step, pair in zip(moments, zip(before, after, strict=True), strict=True)]
+    due = sorted(due, key=lambda one: one[0]) + [(steps - 1, (kind,)) for kind in last]
     faults: list[Fault] = []
-    for step, together in sorted(due, key=lambda one: one[0]):
+    for step, together in due:
         valid = KINDS[together[-1]].checkpoints
         for kind in together:
             faults.append(_drawn(draw, len(faults) + 1, kind, step, ranks, valid))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from chaos.faults import Fault
@@ -27,6 +28,8 @@ class Scene:
         self.injections, self.nodes = injections, nodes
         self.learners_lost = False
         """Whether a fault hit a learner in this loop: a new loop begins when all learners are restarted."""
+        self.held = False
+        """Whether training waits for a fault."""
         self.confirming: set[asyncio.Task[None]] = set()
         self._coordinator: Coordinator | None = None
 
@@ -51,6 +54,15 @@ class Scene:
         """The workers that are being replaced now."""
         down = self.coordinator.roles.health.down
         return sorted(f"{role}/{rank}" for (role, rank), loss in down.items() if not loss.recorded)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Let training wait within the block, before the next update."""
+        self.held = True
+        try:
+            yield
+        finally:
+            self.held = False
 
     def in_thread(self, confirm: Callable[..., None], *arguments: Any) -> None:
         """Confirm the effect of a fault in a separate thread. The run does not end before."""

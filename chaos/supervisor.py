@@ -87,6 +87,7 @@ def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str) -> Start
     variables = {RUN_MARK: mark, INJECTION_LOG: str(record.injections.path)}
     for fault in mine:
         variables |= kind_of(fault).environment(fault)
+        kind_of(fault).driver_starts(record, fault)
     faults, log = (record.config.with_suffix(f".{number}.{kind}") for kind in ("faults.json", "log"))
     faults.write_text(json.dumps([fault.as_dict() for fault in mine]))
     command = [sys.executable, "-m", DRIVER, str(record.config), str(faults), str(record.injections.path),

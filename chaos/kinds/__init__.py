@@ -6,10 +6,25 @@ from collections.abc import Iterable, Mapping
 
 from chaos.faults import Fault
 from chaos.kind import Kind
-from chaos.kinds import checkpoints, drivers, failures, messages, nodes, workers
+from chaos.kinds import (
+    calls,
+    checkpoints,
+    disturbances,
+    drivers,
+    failures,
+    functions,
+    memory,
+    messages,
+    nodes,
+    output,
+    weights,
+    workers,
+    writers,
+)
 
-KINDS: Mapping[str, Kind] = {kind.name: kind for family in (workers, nodes, failures, drivers, messages, checkpoints)
-                             for kind in family.KINDS}
+KINDS: Mapping[str, Kind] = {kind.name: kind for family in (
+    workers, memory, nodes, failures, functions, weights, drivers, writers, output, messages, calls, disturbances,
+    checkpoints) for kind in family.KINDS}
 """By name, in the order of the table."""
 
 

@@ -130,6 +130,7 @@ KINDS = (
                **CHANGED),
     _served("500", "answers 500"), _served("429", "answers 429, with Retry-After"),
     _served("slow", "takes longer than a request may", "answers late"),
+    _served("trickle", "sends a byte now and then", "answers slowly"),
     _served("truncated", "ends in the middle of a response", "connection ends"),
     _served("reset", "resets the connection", "connection ends"),
     _served("nan", "scores NaN"), _served("too_few", "gives too few scores"),

@@ -33,7 +33,7 @@ class WorkerFault(Kind):
 
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Wait for the call, and hit the worker."""
-        from chaos.victims import call_under_way, is_up, log_effect
+        from chaos.victims import call_under_way, is_up
 
         clock = scene.coordinator.roles.clock
         (group,) = (group for group in scene.coordinator.roles.all_groups() if group.role == self.role)
@@ -44,7 +44,7 @@ class WorkerFault(Kind):
                        incarnation=group.incarnation(fault.rank), in_state=in_state,
                        state=f"{self.phase} under way for {clock.now() - task.since:.3f} s")
         await self.hit(scene, fault, group, process)
-        scene.in_thread(log_effect, scene.injections, fault, process, self.signal == STOP)
+        self.confirm(scene, fault, process)
 
     def is_spared(self, scene: Scene) -> bool:
         """Whether no fault may be injected into the victim at present."""
@@ -56,6 +56,12 @@ class WorkerFault(Kind):
 
         with suppress(psutil.NoSuchProcess):
             process.send_signal(self.signal)
+
+    def confirm(self, scene: Scene, fault: Fault, process: psutil.Process) -> None:
+        """Let the effect be logged when it is seen."""
+        from chaos.victims import log_effect
+
+        scene.in_thread(log_effect, scene.injections, fault, process, self.signal == STOP)
 
     def is_mine(self, event: dict[str, Any], injection: dict[str, Any]) -> bool:
         """Whether a line of faults.jsonl, of the same driver, is about this fault."""

@@ -24,7 +24,7 @@ def test_a_plan_is_determined_by_its_seed():
 def test_every_plan_is_complete_and_possible(kinds):
     """Whatever the seed: every kind is planned, and a checkpoint is damaged only after an end of the driver, when there
     are two new checkpoints."""
-    steps = 40 if kinds == ALL else fewest_steps(kinds, 3)
+    steps = 60 if kinds == ALL else fewest_steps(kinds, 3)
     for seed in range(200):
         faults = plan(seed, kinds, steps, RANKS, 3)
         planned = Counter(fault.kind for fault in faults)
@@ -32,7 +32,9 @@ def test_every_plan_is_complete_and_possible(kinds):
         assert set(planned - Counter(kinds)) <= {"driver_kill"}, seed
         assert [fault.number for fault in faults] == list(range(1, len(faults) + 1)), seed
         assert all(fault.rank < RANKS.get(kind_of(fault).role, 1) for fault in faults), seed
-        assert max(fault.step for fault in faults) < steps - 3, seed
+        ended = [kind_of(fault).at_the_end for fault in faults]
+        assert ended == sorted(ended), seed
+        assert max(fault.step for fault in faults if not kind_of(fault).at_the_end) < steps - 3, seed
         assert not kind_of(faults[0]).needs_no_driver, seed
         damages = [(before, fault) for before, fault in pairwise(faults) if kind_of(fault).checkpoints]
         for before, fault in damages:
@@ -59,8 +61,8 @@ def test_a_round_has_forty_faults_of_twelve_kinds_and_more():
 
 
 def test_less_time_means_fewer_faults_of_each_kind_first():
-    *_, short = trials(1, 14.6)
-    wanted = {name: kind.runs["synchronous"] for name, kind in KINDS.items() if "synchronous" in kind.runs}
+    *_, short = trials(1, 14.8)
+    wanted = {name: kind.runs["synchronous"] for name, kind in KINDS.items() if kind.runs.get("synchronous")}
     assert set(wanted) == set(short.kinds) and len(short.kinds) < sum(wanted.values())
 
 
@@ -88,8 +90,9 @@ def test_what_is_not_possible_is_left_out_of_every_run():
 
 
 def test_kinds_with_the_same_victim_mechanism_and_state_are_one():
-    """Nine ways in which one service fails are three kinds: no valid scores, scores that are late, a cut connection."""
-    assert len(triples(name for name in KINDS if name.startswith("http_"))) == 3
+    """Ten ways in which one service fails are four kinds: no valid scores, scores that are late or come slowly, a cut
+    connection."""
+    assert len(triples(name for name in KINDS if name.startswith("http_"))) == 4
     others = [name for name in KINDS if not name.startswith("http_")]
     assert len(triples(others)) == len(others)
 

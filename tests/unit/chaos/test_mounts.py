@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.mounts import LEFT_BYTES, fill_disk, free_disk, small_disk
+from chaos.mounts import LEFT_BYTES, fill_disk, free_disk, resize_shared_memory, small_disk
 
 CODE = """
 import os, sys
@@ -39,3 +39,8 @@ def test_private_shared_memory_is_separate_in_both_directions():
         pytest.skip("mounting requires root")
     assert done.stdout.strip() == str([SEGMENT.name]), done.stderr
     assert not SEGMENT.exists()
+
+
+def test_shared_memory_that_is_not_private_is_never_resized():
+    with pytest.raises(PermissionError, match="/dev/shm is not private"):
+        resize_shared_memory("24m")

@@ -36,7 +36,7 @@ def test_scores_that_are_believed_are_not_asked_for_again(tmp_path):
 
 def test_every_way_to_fail_is_one_of_the_server_s():
     served = {kind.behaviour for kind in KINDS.values() if isinstance(kind, ServiceFailure)}
-    assert served <= {*BEHAVIOURS, "slow", "reset"}
+    assert served <= {*BEHAVIOURS, "slow", "reset", "trickle"}
 
 
 @pytest.mark.parametrize("behaviour", ["500", "nan", "reset"])

@@ -1,0 +1,144 @@
+"""Calls of the driver to workers that are made twice, and replies that come when nobody waits for them any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from chaos.evidence import Evidence, Outcome
+from chaos.faults import STOP, Fault
+from chaos.kind import ON_REQUEST, Kind, judged
+from chaos.kinds.workers import WorkerFault
+from chaos.scene import POLL_S, Scene
+
+if TYPE_CHECKING:
+    from rlhf_ray.cluster.calls import Call
+    from rlhf_ray.cluster.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedCall(Kind):
+    """A call is made twice, as if the first request had been sent again although it had arrived."""
+
+    method: str
+    whole_group: bool = False
+    """Whether every worker of the group gets its call twice, for calls that all make together."""
+    mechanism: str = "called twice"
+    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
+
+    async def inject(self, scene: Scene, fault: Fault) -> None:
+        """Repeat the next call of the method, and wait until it has been answered twice."""
+        group = _group(scene, self.role)
+        wanted = set(group.ranks) if self.whole_group else {fault.rank}
+        calls: dict[int, tuple[Call, Call]] = {}
+        original = group.call
+
+        def call_twice(rank: int, method: str, *arguments: Any, **settings: Any) -> Call:
+            call = original(rank, method, *arguments, **settings)
+            if method == self.method and rank in wanted - calls.keys():
+                if not calls:
+                    scene.injected(fault, role=self.role, rank=rank, in_state=True, state=f"{method} was called")
+                calls[rank] = call, original(rank, method, *arguments, **settings)
+            return call
+
+        group.call = call_twice  # type: ignore[method-assign]
+        try:
+            while calls.keys() < wanted:
+                await asyncio.sleep(POLL_S)
+        finally:
+            del group.call
+        for _, second in calls.values():
+            await second.done()
+        step = scene.coordinator.state.step
+        scene.injections.add("confirmed", fault=fault.number, state=f"{len(calls)} calls made twice", seconds=0.0)
+        while scene.coordinator.state.step == step:
+            await asyncio.sleep(POLL_S)
+        scene.injections.add("recovered", fault=fault.number)
+
+    def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
+        """Both calls must have been answered, and training have gone on. That nothing was trained on twice is checked
+        by the invariants."""
+        answered, went_on = (evidence.logged(event, fault) for event in ("confirmed", "recovered"))
+        problem = "" if went_on else "no update was made afterwards"
+        return judged(evidence, fault, injection, problem if answered else "the second call was not answered")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateReply(WorkerFault):
+    """A worker's reply reaches the driver when the worker has been given up, because it gave no sign of life."""
+
+    method: str
+    mechanism: str = "reply late"
+    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
+    signal: int = STOP
+
+    async def inject(self, scene: Scene, fault: Fault) -> None:
+        """Hold the reply to the next call back, and stop the worker; release the reply when it has been given up."""
+        import psutil
+
+        group = _group(scene, self.role)
+        while (processes := group.processes(fault.rank)) is None or (self.role, fault.rank) in \
+                scene.coordinator.roles.health.down:
+            await asyncio.sleep(POLL_S)
+        process, original = psutil.Process(processes.pid), group.call
+        held: list[Call] = []
+
+        def stop(call: Call) -> None:
+            scene.injected(fault, role=self.role, rank=fault.rank, pid=process.pid, in_state=True,
+                           incarnation=group.incarnation(fault.rank), state=f"{self.method} was answered")
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+        def call_and_hold(rank: int, method: str, *arguments: Any, **settings: Any) -> Call:
+            call = original(rank, method, *arguments, **settings)
+            if method == self.method and rank == fault.rank and not held:
+                held.append(call)
+                return replace(call, timing=_Held(call, stop))  # type: ignore[arg-type]
+            return call
+
+        group.call = call_and_hold  # type: ignore[method-assign]
+        try:
+            while not held or held[0].fence.closed is None:
+                await asyncio.sleep(POLL_S)
+        finally:
+            del group.call
+        value = await held[0].timing
+        scene.injections.add("confirmed", fault=fault.number, state=f"given up, its reply says {value:.3f} s",
+                             seconds=0.0)
+
+
+class _Held:
+    """A reply that is there, but is not handed out before its worker has been given up."""
+
+    def __init__(self, call: Call, arrived: Callable[[Call], None]) -> None:
+        self._call, self._arrived = call, arrived
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._released().__await__()
+
+    async def _released(self) -> Any:
+        value = await self._call.timing
+        self._arrived(self._call)
+        while self._call.fence.closed is None:
+            await asyncio.sleep(POLL_S)
+        return value
+
+
+def _group(scene: Scene, role: str) -> WorkerGroup:
+    (group,) = (group for group in scene.coordinator.roles.all_groups() if group.role == role)
+    return group
+
+
+KINDS = (
+    RepeatedCall(name="generate_twice", words="a call that generates is made twice", victim="generator",
+                 role="generator", state="generate", method="generate"),
+    RepeatedCall(name="update_twice", words="a call that updates the policy is made twice to every rank",
+                 victim="policy_learner", role="policy_learner", state="update", method="update", whole_group=True),
+    LateReply(name="reply_late", words="a reference scorer's reply comes after it was given up",
+              victim="reference_scorer", role="reference_scorer", state="answered", phase="reference",
+              method="logprobs"),
+)
+"""Kinds of this module."""

@@ -1,0 +1,44 @@
+"""A user's reward function that blocks, forks or floods its output, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from chaos import reward_function
+from chaos.faults import Fault
+from chaos.kind import ON_REQUEST
+from chaos.kinds.failures import FailureOnOrder
+from chaos.scene import Scene
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionFailure(FailureOnOrder):
+    """The function fails in one call, and its process is killed, or ignored."""
+
+    failure: str
+    victim: str = "reward function"
+    state: str = "a call"
+    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
+
+    colour: ClassVar[str] = "service"
+    what: ClassVar[str] = "call"
+    good: ClassVar[str] = "call succeeded"
+
+    async def inject(self, scene: Scene, fault: Fault) -> None:
+        """Order the function to fail in the next call."""
+        scene.injected(fault, in_state=True, state="called for a chunk")
+        reward_function.order_failure(scene.injections.path, fault.number, self.failure)
+        await self.carried_out(reward_function.order_file(scene.injections.path))
+
+
+KINDS = (
+    FunctionFailure(name="function_hang", words="a user's reward function blocks in a call, deaf to signals",
+                    mechanism="blocks", failure=reward_function.HANG),
+    FunctionFailure(name="function_fork", words="a user's reward function forks, and exits without an answer",
+                    mechanism="forks", failure=reward_function.FORK),
+    FunctionFailure(name="function_flood", words="a user's reward function writes 32 MiB to its output",
+                    mechanism="floods its output", failure=reward_function.FLOOD),
+)
+"""Kinds of this module."""
