@@ -449,12 +449,13 @@ class WeightRoute:
     """How learner and generators connect to send weights from GPU to GPU."""
 
     transport: str
-    """"nccl" or "ipc"."""
-    host: str = ""
-    """Of the learner's first rank, for a broadcast."""
-    port: int = 0
+    """"nccl" or "ipc"; "gloo" stands in for nccl between processes without GPUs."""
     world: int = 0
-    """Processes of the broadcast: the learner's first rank, and all of every generator."""
+    """Processes of a broadcast: the learner's first rank, and all of every generator."""
+    nccl_id: str = field(default="", repr=False)
+    """NCCL's unique id of the broadcast in base64. Whoever has it can join."""
+    address: str = ""
+    """Where the members of gloo's broadcast join: tcp://host:port."""
 
 
 @dataclass(frozen=True)

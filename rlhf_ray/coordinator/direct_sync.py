@@ -145,9 +145,9 @@ class DirectSync:
         if self._transport != "nccl":
             return WeightRoute(self._transport)
         first = self._roles.policy
-        host = await first.call(0, "node_host").value()
-        _, _, port = (await first.call(0, "rendezvous", host).value()).rpartition(":")
-        return WeightRoute(self._transport, host, int(port), world)
+        route: WeightRoute = await first.call(
+            0, "broadcast_route", await first.call(0, "node_host").value(), world).value()
+        return route
 
 
 async def _done(calls: list[Call]) -> None:

@@ -323,8 +323,9 @@ def transfer_info(route: WeightRoute, offset: int) -> dict[str, Any]:
     """Initialisation of vLLM's back-end of a transport; `packed` must match the learner's trainer engine."""
     if route.transport == "ipc":
         return {"packed": False}
-    return {"master_address": route.host, "master_port": route.port, "rank_offset": offset, "world_size": route.world,
-            "packed": True}
+    if route.transport == "gloo":
+        return {"address": route.address, "rank_offset": offset, "world_size": route.world}
+    return {"nccl_unique_id_b64": route.nccl_id, "rank_offset": offset, "world_size": route.world, "packed": True}
 
 
 def stop_tokens(tokenizer_eos: int, config_eos: int | list[int] | None, model: ModelConfig) -> list[int]:

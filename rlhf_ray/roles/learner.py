@@ -40,6 +40,7 @@ class Learner:
     save_progress = property(attrgetter("state.save_progress"))
     plan_weights = property(attrgetter("publication.plan"))
     weight_bucket = property(attrgetter("publication.bucket"))
+    broadcast_route = property(attrgetter("publication.broadcast_route"))
     connect_weights = property(attrgetter("publication.connect"))
     offer_bucket = property(attrgetter("publication.offer"))
     send_bucket = property(attrgetter("publication.send"))

@@ -188,12 +188,18 @@ class Publication:
         """
         return self._planned().bucket(version, index, whole)
 
+    def broadcast_route(self, host: str, world: int) -> WeightRoute:
+        """How a broadcast from this process to `world` - 1 others is joined; `host` is this node's address."""
+        from rlhf_ray.weights.direct_sender import broadcast_route
+
+        return broadcast_route(self.model.device, host, world)
+
     def connect(self, route: WeightRoute) -> None:
         """Prepare to send weights from GPU to GPU; waits for the generators of a broadcast."""
         from rlhf_ray.weights.direct_sender import open_sender
 
         self.disconnect()
-        self._sender = open_sender(route, self._rank, self.model.device)
+        self._sender = open_sender(route, self._rank)
 
     def disconnect(self) -> None:
         """Leave the generators, if connected."""

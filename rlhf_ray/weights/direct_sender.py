@@ -7,15 +7,21 @@ imports vLLM, so only learners that use such a transport import it.
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+from vllm.utils.nccl import unpinned_nccl_env
 
+from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.records import WeightRoute
 from rlhf_ray.weights.direct_transport import GlooBroadcast, plain_handle
 
@@ -78,15 +84,17 @@ class BucketSource(WeightSource):
 
 
 class NCCLSender:
-    """Broadcasts from the learner's first rank over NCCL."""
+    """Broadcasts from the learner's first rank over NCCL.
+
+    vLLM's `trainer_init` would let the members find each other through a store that listens on all interfaces and whose
+    values it unpickles. NCCL's unique id is all that they need, and it arrives with the route.
+    """
 
     def __init__(self, route: WeightRoute) -> None:
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-
         self._bucket = BucketSource()
-        self._engine: Any = WeightTransferTrainerFactory.trainer_init(
-            NCCLTrainerInitInfo(route.host, route.port, route.world, packed=True, rank=0), client=NullSyncClient(),
-            source=self._bucket)
+        self._engine = NCCLTrainerWeightTransferEngine(client=NullSyncClient(), source=self._bucket, packed=True)
+        self._engine.model_update_group = uid_init_process_group(
+            b64decode(route.nccl_id), 0, route.world, torch.accelerator.current_device_index())
 
     def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
         """See `Sender.offer`."""
@@ -146,7 +154,7 @@ class GlooSender:
     """The same broadcast between processes without GPUs, for testing."""
 
     def __init__(self, route: WeightRoute) -> None:
-        self._broadcast = GlooBroadcast(route.host, route.port, 0, route.world)
+        self._broadcast = GlooBroadcast(route.address, 0, route.world)
         self._tensors: Mapping[str, Tensor] = {}
 
     def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
@@ -169,10 +177,23 @@ class GlooSender:
         self._broadcast.close()
 
 
-def open_sender(route: WeightRoute, rank: int, device: torch.device) -> Sender | None:
+def broadcast_route(device: torch.device, host: str, world: int) -> WeightRoute:
+    """How a broadcast of `world` processes from this one, with its model on `device`, is joined.
+
+    Args:
+        host: address of this node.
+    """
+    if device.type != "cuda":
+        return WeightRoute("gloo", world, address=free_address(host))
+    with unpinned_nccl_env():  # as every member joins
+        unique_id = NCCLLibrary().ncclGetUniqueId()
+    return WeightRoute("nccl", world, nccl_id=b64encode(bytes(unique_id.internal)).decode("ascii"))
+
+
+def open_sender(route: WeightRoute, rank: int) -> Sender | None:
     """The sender of one rank; None if another rank sends for it. Waits for the generators of a broadcast to connect."""
     if route.transport == "ipc":
         return IPCSender(rank)
     if rank:
         return None
-    return NCCLSender(route) if device.type == "cuda" else GlooSender(route)
+    return NCCLSender(route) if route.transport == "nccl" else GlooSender(route)

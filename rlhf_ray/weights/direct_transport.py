@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlhf_ray.engine.distributed import listen_towards, rank_store
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.internals.torch import HANDLE
 from rlhf_ray.weights.manifest import torch_dtype
@@ -70,15 +71,16 @@ def _value(part: Any) -> Any:
 class GlooBroadcast:
     """One member of a broadcast from rank 0."""
 
-    def __init__(self, host: str, port: int, rank: int, world: int) -> None:
-        """Connect to the other members at host:port, where rank 0 listens.
+    def __init__(self, address: str, rank: int, world: int) -> None:
+        """Connect to the other members at tcp://host:port, where rank 0 listens.
 
         Raises:
             RuntimeError: torch's own, if a member does not arrive in time or disconnects.
         """
         import torch.distributed as dist
 
-        store = dist.TCPStore(host, port, world, is_master=rank == 0, timeout=GLOO_TIMEOUT)
+        listen_towards(address, cuda=False)
+        store = rank_store(address, rank, world, GLOO_TIMEOUT)
         self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, world, GLOO_TIMEOUT)
 
     def __call__(self, tensor: Tensor) -> None:

@@ -130,13 +130,11 @@ class VerifiedIPCEngine(_Verified, IPCWeightTransferEngine):
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """The fields of vLLM's own for NCCL."""
+    """As vLLM's own for NCCL, with an address in place of NCCL's id."""
 
-    master_address: str
-    master_port: int
+    address: str
     rank_offset: int
     world_size: int
-    packed: bool = False
 
 
 class VerifiedGlooEngine(ObjectStoreWeightTransferEngine):
@@ -150,8 +148,8 @@ class VerifiedGlooEngine(ObjectStoreWeightTransferEngine):
     def init_transfer_engine(self, init_info: Any) -> None:
         """Join the broadcast, after leaving the previous one."""
         self.shutdown()
-        self._broadcast = GlooBroadcast(init_info.master_address, init_info.master_port,
-                                        init_info.rank_offset + self.parallel_config.rank, init_info.world_size)
+        self._broadcast = GlooBroadcast(
+            init_info.address, init_info.rank_offset + self.parallel_config.rank, init_info.world_size)
 
     def shutdown(self) -> None:
         """Leave the broadcast; does nothing if none was joined."""

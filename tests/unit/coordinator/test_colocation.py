@@ -9,7 +9,7 @@ from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
+from rlhf_ray.records import PublicationSize, WeightRoute, WeightsConfirmed, WeightsPlan
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 
@@ -34,7 +34,8 @@ class Roles:
             await asyncio.sleep(0)
             return {"plan_weights": WeightsPlan(PublicationSize(2, 8), PublicationSize(1, 4)), "fused_groups": [],
                     "finish_weights": WeightsConfirmed(args[0] if args else 0, 0.1), "devices": rank + 1,
-                    "node_host": "10.0.0.1", "rendezvous": "tcp://10.0.0.1:777", "unchanged_weights": {"frozen": "d"},
+                    "node_host": "10.0.0.1", "unchanged_weights": {"frozen": "d"},
+                    "broadcast_route": WeightRoute("nccl", args[1], nccl_id=args[0]) if args[1:] else None,
                     "offer_bucket": (name, *args)}.get(method)
 
         group = StandInGroup(name, answer, workers)
@@ -109,9 +110,8 @@ class TestFromGPUToGPU:
         met = it.of("connect_weights")
         assert len(met) == 4
         routes = {event[0]: event[3] for event in met}
-        assert routes["policy"] == routes["generators"]
-        route = routes["policy"]
-        assert (route.transport, route.host, route.port, route.world) == ("nccl", "10.0.0.1", 777, 4)
+        assert routes["policy"] == routes["generators"] == WeightRoute("nccl", 4, nccl_id="10.0.0.1")
+        assert [event[2] for event in it.of("broadcast_route")] == [0], "the first rank's alone"
         assert {event[2]: event[4] for event in met if event[0] == "generators"} == {0: 1, 1: 2}
 
     def test_they_meet_anew_when_one_of_them_is_new(self, roles):
@@ -133,5 +133,5 @@ class TestFromGPUToGPU:
     def test_handles_need_no_broadcast(self, roles):
         it = roles(transport="ipc")
         step(it, 1)
-        assert not it.of("send_bucket") and not it.of("rendezvous")
+        assert not it.of("send_bucket") and not it.of("broadcast_route")
         assert {event[3].transport for event in it.of("connect_weights")} == {"ipc"}

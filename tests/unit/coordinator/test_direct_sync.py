@@ -9,7 +9,7 @@ from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.direct_sync import DirectSync
 from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.errors import DamagedBucket, WeightsError, WorkerLost
-from rlhf_ray.records import PublicationSize
+from rlhf_ray.records import PublicationSize, WeightRoute
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 
@@ -96,7 +96,7 @@ class Broadcast:
     async def _learner(self, rank, method, *args):
         if method == "send_bucket":
             return await self._send()
-        return {"offer_bucket": args[1:2], "rendezvous": "host:7", "node_host": "host"}.get(method)
+        return {"offer_bucket": args[1:2], "broadcast_route": WeightRoute("nccl", 4), "node_host": "host"}.get(method)
 
     async def send(self):
         sync = DirectSync("nccl", self.roles)

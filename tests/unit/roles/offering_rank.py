@@ -17,7 +17,6 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import LoRAConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.engine import distributed
-from rlhf_ray.records import WeightRoute
 from rlhf_ray.roles.generator import transfer_info
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.weights.nccl_ipc_backend import VerifiedGlooEngine, offer_info
@@ -43,8 +42,7 @@ def published(model: ModelConfig, **fields: Any) -> dict[str, Any]:
     learner = PolicyLearner(PolicyConfig(**fields), model, 0, 1, 0, 1, AlgorithmConfig(), 1.0)
     learner.start(learner.rendezvous("127.0.0.1"), 60.0) if not torch.distributed.is_initialized() else again(learner)
     plan = learner.plan_weights(20_000, [])
-    port = int(learner.rendezvous("127.0.0.1").rpartition(":")[2])
-    route, receiver = WeightRoute("nccl", "127.0.0.1", port, world=2), Model()
+    route, receiver = learner.broadcast_route("127.0.0.1", 2), Model()
     config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0),
                              model_config=SimpleNamespace(hf_config=LlamaConfig()))
     engine = VerifiedGlooEngine(None, config, torch.device("cpu"), receiver)  # type: ignore[arg-type]

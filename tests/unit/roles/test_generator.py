@@ -1,12 +1,14 @@
 """The generator around its engine: a stand-in engine answers, all else is real. vLLM itself: tests/cluster."""
 
 import asyncio
+import base64
 import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
@@ -266,7 +268,7 @@ def test_weights_of_one_fused_layer_stay_together(generator, engine):
 
 
 def test_calls_for_the_engine_reach_it(generator, engine):
-    route = WeightRoute("nccl", "there", 77, world=3)
+    route = WeightRoute("nccl", world=3, nccl_id="id")
 
     async def all_calls():
         await generator.connect_weights(route, 2)
@@ -300,9 +302,15 @@ def test_an_offer_from_gpu_to_gpu_is_expected_and_fetched_by_the_engine(generato
 
 
 def test_what_vllms_transports_are_given():
-    assert transfer_info(WeightRoute("ipc", "here", 5, world=2), 1) == {"packed": False}
-    assert transfer_info(WeightRoute("nccl", "here", 5, world=2), 1) == {
-        "master_address": "here", "master_port": 5, "rank_offset": 1, "world_size": 2, "packed": True}
+    """NCCL's id reaches every process of an engine through calls: vLLM opens a store that unpickles what it holds if it
+    is given an address."""
+    unique_id = base64.b64encode(bytes(range(128))).decode()
+    nccl = NCCLWeightTransferInitInfo(**transfer_info(WeightRoute("nccl", world=3, nccl_id=unique_id), 2))
+    assert nccl.nccl_unique_id_bytes == bytes(range(128)) and nccl.master_address is None
+    assert (nccl.rank_offset, nccl.world_size, nccl.packed) == (2, 3, True)
+    assert transfer_info(WeightRoute("ipc"), 1) == {"packed": False}
+    assert transfer_info(WeightRoute("gloo", world=2, address="tcp://here:5"), 1) == {
+        "address": "tcp://here:5", "rank_offset": 1, "world_size": 2}
 
 
 def test_stop_tokens_are_the_tokenizers_the_models_and_the_generation_configs(policy_model, tmp_path):

@@ -9,13 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.errors import WeightsError
-from rlhf_ray.records import WeightRoute
 from rlhf_ray.roles.generator import transfer_info
-from rlhf_ray.weights.direct_sender import open_sender
+from rlhf_ray.weights.direct_sender import broadcast_route, open_sender
 from rlhf_ray.weights.nccl_ipc_backend import VerifiedGlooEngine, offer_info
 from rlhf_ray.weights.publisher import Publisher
+from tests.unit.engine.listening_rank import listeners
 
 TENSORS = {"a": torch.randn(40, 30), "b": torch.randn(7), "c": torch.randn(1000)}
 SPECS = [(name, tuple(tensor.shape), "bfloat16") for name, tensor in TENSORS.items()]
@@ -40,14 +39,13 @@ class Both:
     """A sender and two receivers, met."""
 
     def __init__(self):
-        port = int(free_address("127.0.0.1").rpartition(":")[2])
-        route = WeightRoute("nccl", "127.0.0.1", port, world=3)
+        route = broadcast_route(torch.device("cpu"), "127.0.0.1", world=3)
         self.models, self.failures = [Model(), Model()], []
         self.engines = [engine_of(model) for model in self.models]
         self.publisher = Publisher(SPECS, TENSORS, 2500, lambda names: None)
 
         def meet():
-            self.sender = open_sender(route, 0, torch.device("cpu"))
+            self.sender = open_sender(route, 0)
 
         infos = [engine.parse_init_info(transfer_info(route, i)) for i, engine in enumerate(self.engines, 1)]
         joins = [partial(e.init_transfer_engine, info) for e, info in zip(self.engines, infos, strict=True)]
@@ -87,6 +85,17 @@ def test_every_receiver_gets_every_tensor_as_it_was_announced(both):
     for model in both.models:
         assert model.loaded.keys() == TENSORS.keys()
         assert all(torch.equal(model.loaded[name], tensor.bfloat16()) for name, tensor in TENSORS.items())
+
+
+def test_nothing_listens_on_another_address_than_the_learner_s_node(monkeypatch):
+    """Sender and receivers are threads of this process, so all listeners are its own."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # so that it is restored, whatever is set
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    before = set(listeners())
+    met = Both()
+    assert not met.failures
+    opened = set(listeners()) - before
+    assert len(opened) > 3 and {host for host, _ in opened} == {"127.0.0.1"}
 
 
 def test_a_tensor_with_another_digest_reaches_no_model(both):

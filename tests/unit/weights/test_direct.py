@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 
-from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import WeightRoute
 from rlhf_ray.roles.generator import transfer_info
@@ -127,7 +127,28 @@ class TestTrainers:
     def test_other_ranks_send_nothing_but_handles(self):
         from rlhf_ray.weights.direct_sender import open_sender
 
-        assert open_sender(WeightRoute("nccl", "127.0.0.1", 1, 2), rank=1, device=torch.device("cpu")) is None
+        assert open_sender(WeightRoute("nccl", 2), rank=1) is None
+
+    def test_nccl_s_id_travels_with_the_route_and_opens_no_store(self, monkeypatch):
+        """vLLM's own way gives a host and a port to `StatelessProcessGroup`, which unpickles what its store holds."""
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        from rlhf_ray.weights import direct_sender
+
+        class Library:
+            def ncclGetUniqueId(self):
+                return ncclUniqueId.from_buffer_copy(bytes(range(128)))
+
+        joined = []
+        monkeypatch.setattr(direct_sender, "NCCLLibrary", Library)
+        monkeypatch.setattr(direct_sender, "uid_init_process_group", lambda *given: joined.append(given))
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        for store in (torch.distributed.TCPStore, StatelessProcessGroup):
+            monkeypatch.setattr(store, "__init__", lambda *_, **__: pytest.fail("a store was opened"))
+        route = direct_sender.broadcast_route(torch.device("cuda"), "127.0.0.1", 3)
+        assert (route.transport, route.world, route.address) == ("nccl", 3, "") and route.nccl_id not in repr(route)
+        direct_sender.open_sender(route, 0)
+        assert joined == [(bytes(range(128)), 0, 3, 0)]
 
     def test_back_ends_are_known_to_vllm_by_their_names(self):
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -170,24 +191,22 @@ class TestMeetingAgain:
     @pytest.fixture
     def communicators(self, monkeypatch):
         """Those of all connections; vLLM's own trainer engine around each."""
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+        from rlhf_ray.weights import direct_sender
 
         found = []
 
-        def trainer(info, *, client, source):
+        def join(*_):
             assert all(other.given_back for other in found), "two at a time take the memory of two"
-            engine = NCCLTrainerWeightTransferEngine(client=client, source=source)
-            engine.model_update_group = Communicator()
-            found.append(engine.model_update_group)
-            return engine
+            found.append(Communicator())
+            return found[-1]
 
-        monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", trainer)
+        monkeypatch.setattr(direct_sender, "uid_init_process_group", join)
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
         return found
 
     def test_nccl_s_communicator_is_given_back_each_time_and_at_the_end(self, learner, communicators):
         for world in (3, 2, 3):
-            learner.connect_weights(WeightRoute("nccl", "127.0.0.1", 1, world))
+            learner.connect_weights(WeightRoute("nccl", world))
         assert [it.given_back for it in communicators] == [True, True, False]
         learner.leave()
         assert communicators[-1].given_back
@@ -195,10 +214,10 @@ class TestMeetingAgain:
     def test_a_meeting_that_fails_leaves_nothing_to_give_back_twice(self, learner, communicators, monkeypatch):
         from rlhf_ray.weights import direct_sender
 
-        learner.connect_weights(WeightRoute("nccl", "127.0.0.1", 1, 2))
+        learner.connect_weights(WeightRoute("nccl", 2))
         monkeypatch.setattr(direct_sender, "open_sender", lambda *_: (_ for _ in ()).throw(RuntimeError("nobody came")))
         with pytest.raises(RuntimeError, match="nobody came"):
-            learner.connect_weights(WeightRoute("nccl", "127.0.0.1", 1, 2))
+            learner.connect_weights(WeightRoute("nccl", 2))
         communicators[0].given_back = False
         learner.leave()
         assert not communicators[0].given_back
@@ -213,7 +232,7 @@ class TestMeetingAgain:
         receiver = VerifiedGlooEngine(None, config, torch.device("cpu"), None)
         broadcasts = []
         for _ in range(2):
-            route = WeightRoute("nccl", "127.0.0.1", int(free_address("127.0.0.1").rpartition(":")[2]), 2)
+            route = learner.broadcast_route("127.0.0.1", 2)
             info = receiver.parse_init_info(transfer_info(route, 1))
             joining = threading.Thread(target=receiver.init_transfer_engine, args=(info,))
             joining.start()
