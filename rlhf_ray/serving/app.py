@@ -182,7 +182,7 @@ class Gate:
         headers = {name.lower(): value for name, value in scope["headers"]}
         if scope["path"] not in OPEN_PATHS and not self._admits(headers.get(b"authorization", b"")):
             await refuse(send, 401, "a valid bearer token is needed: Authorization: Bearer TOKEN",
-                         [(b"www-authenticate", b"Bearer")])
+                         [(b"www-authenticate", b"Bearer"), (b"connection", b"close")])
         elif self.stopping and scope["path"] != "/health":
             await refuse(send, 503, "the service is stopping", [(b"retry-after", b"1"), (b"connection", b"close")])
         else:

@@ -17,6 +17,7 @@ from rlhf_ray.config.serving import ServingConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.serving.app import Gate, Service, build_app
 from rlhf_ray.serving.batcher import Batcher
+from rlhf_ray.serving.connection import KEEPALIVE_S, BoundedConnection
 from rlhf_ray.serving.served_model import ServedModel
 
 GRACE_S = 30.0
@@ -24,9 +25,6 @@ GRACE_S = 30.0
 
 BACKLOG = 2048
 """Connections that may wait to be taken (uvicorn's own default)."""
-
-KEEPALIVE_S = 30
-"""Idle connections stay open this long."""
 
 
 def serve(config: ServingConfig, say: Callable[[str], None]) -> None:
@@ -55,7 +53,7 @@ async def _serve(config: ServingConfig, model: ServedModel, listener: socket.soc
     service = Service(model, batcher)
     gate = Gate(build_app(service), config.token, int(config.max_request_mb * 2**20))  # type: ignore[arg-type]
     settings = uvicorn.Config(
-        gate, log_config=None, access_log=False, server_header=False, lifespan="on", ws="none",
+        gate, http=BoundedConnection, log_config=None, access_log=False, server_header=False, lifespan="on", ws="none",
         timeout_graceful_shutdown=int(GRACE_S), timeout_keep_alive=KEEPALIVE_S,
         ssl_certfile=config.tls_cert, ssl_keyfile=config.tls_key,
     )
