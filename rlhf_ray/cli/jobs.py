@@ -21,6 +21,9 @@ JobName = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or the 
 AllowOpen = Annotated[bool, typer.Option(
     "--allow-open", help="Use a cluster that others can reach and that has no authentication; only on a closed "
     "network.")]
+AllowPlainHTTP = Annotated[bool, typer.Option(
+    "--allow-plain-http", help="Send the cluster's token to another machine without encryption; only on a closed "
+    "network.")]
 WIDEST = 160
 """Width of the table; a narrower terminal wraps its lines."""
 KILL_S = 60.0
@@ -31,6 +34,7 @@ DETACHED = 130
 
 def jobs(
     address: Address = None, allow_open: AllowOpen = False,
+    allow_plain_http: AllowPlainHTTP = False,
     everything: Annotated[bool, typer.Option("--all", help="Also jobs that rlhf-ray did not submit.")] = False,
 ) -> None:
     """List the runs that were submitted to a cluster, newest first."""
@@ -39,7 +43,7 @@ def jobs(
 
     from rlhf_ray.cluster.jobs.submission_client import connect
 
-    found = [job for job in connect(address, allow_open).jobs() if everything or job.ours]
+    found = [job for job in connect(address, allow_open, allow_plain_http).jobs() if everything or job.ours]
     if not found:
         typer.echo("no jobs; `rlhf-ray submit CONFIG` submits one")
         return
@@ -57,13 +61,14 @@ def jobs(
 
 def logs(
     job: JobName, address: Address = None, allow_open: AllowOpen = False,
+    allow_plain_http: AllowPlainHTTP = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the job ends; Ctrl-C stops following, "
                                          "not the job. The exit code is the job's.")] = False,
 ) -> None:
     """Show the output of a submitted run."""
     from rlhf_ray.cluster.jobs.submission_client import connect
 
-    server = connect(address, allow_open)
+    server = connect(address, allow_open, allow_plain_http)
     found = server.job(job)
     if follow:
         raise typer.Exit(follow_job(server, found.id, address))
@@ -72,13 +77,14 @@ def logs(
 
 def stop(
     job: JobName, address: Address = None, allow_open: AllowOpen = False,
+    allow_plain_http: AllowPlainHTTP = False,
     force: Annotated[bool, typer.Option("--force", help="Kill it at once; its last checkpoint remains valid.")] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show its output until it has ended.")] = True,
 ) -> None:
     """Let a submitted run save a checkpoint and end; it can be resumed."""
     from rlhf_ray.cluster.jobs.submission_client import connect
 
-    server = connect(address, allow_open)
+    server = connect(address, allow_open, allow_plain_http)
     found = server.job(job)
     if found.over:
         typer.echo(f"{found.id} is over: {found.describe_state()}")
@@ -126,12 +132,12 @@ def resume_command(job: "Job", address: str | None) -> str:
     return shlex.join(["rlhf-ray", "submit", *job.arguments, *(["--address", address] if address else []), "--resume"])
 
 
-def print_job(name: str, address: str) -> None:
+def print_job(name: str, address: str, allow_plain_http: bool) -> None:
     """Print a job's state, its details, and the progress of its run."""
     from rlhf_ray.cluster.jobs.submission_client import connect
     from rlhf_ray.observability.progress import newest_step
 
-    server = connect(address, allow_open=True)  # read-only, and no token is sent unasked
+    server = connect(address, True, allow_plain_http)  # read-only, and no token is sent unasked
     job = server.job(name)
     about = job.about
     typer.echo(f"{job.id}: {job.describe_state()}")

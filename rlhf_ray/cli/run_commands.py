@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf_ray.cli.jobs import AllowPlainHTTP
 from rlhf_ray.errors import DataError
 
 SHOWN_OPERATORS = 5
@@ -28,6 +29,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Update every two seconds until Ctrl-C.")] = False,
     address: Annotated[str | None, typer.Option(
         envvar="RAY_API_SERVER_ADDRESS", help="Job server of the cluster with the job (http://HOST:8265).")] = None,
+    allow_plain_http: AllowPlainHTTP = False,
 ) -> None:
     """Show a run's progress, the work and waiting times of each role, the workers, and a recommendation.
 
@@ -37,7 +39,7 @@ def status(
     if address and not run.is_dir():
         from rlhf_ray.cli.jobs import print_job
 
-        print_job(str(run), address)
+        print_job(str(run), address, allow_plain_http)
         return
     require_run(run)
     from rich.console import Console

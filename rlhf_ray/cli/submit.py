@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_ray.cli.jobs import Address
+from rlhf_ray.cli.jobs import Address, AllowPlainHTTP
 from rlhf_ray.cli.stage import Arguments, Resume, split_arguments
 from rlhf_ray.errors import ConfigError
 
@@ -31,6 +31,7 @@ Follow = Annotated[bool, typer.Option("--follow/--no-follow", help="Show its pro
 def submit(
     arguments: Arguments = None, address: Address = None, stage: Stage = None, resume: Resume = False,
     requirements: Requirements = None, env: Variables = None, plan: PlanFirst = True, follow: Follow = True,
+    allow_plain_http: AllowPlainHTTP = False,
 ) -> None:
     """Run a stage as a job of a Ray cluster, and follow it. Ctrl-C leaves it running; the exit code is the job's.
 
@@ -54,14 +55,15 @@ def submit(
     package = list_package(Path())
     check_paths(config, package)
     findings = check_before_submission(stage, config)
-    server = connect(address, config.cluster.allow_open)
+    server = connect(address, config.cluster.allow_open, allow_plain_http)
     if plan:
         findings += check_plan(config, server.nodes(), server.url)
     typer.echo(f"packing {len(package.files)} files of {package.directory}, {package.nbytes / MIB:.3g} MiB"
                + ("" if package.nbytes < 50 * MIB else f"; the largest: {package.largest()}"))
     for line in findings:
         typer.echo(line)
-    about = about_run(stage, config, package.directory, [*arguments, *_kept(stage, requirements, env, plan)])
+    kept = _kept(stage, requirements, env, plan, allow_plain_http)
+    about = about_run(stage, config, package.directory, [*arguments, *kept])
     job_id = server.submit(
         _entrypoint(stage, path, package, overrides, resume), new_job_id(config),
         environment_of(package, variables_of(config, _values(env or [])), _lines(requirements)), about)
@@ -98,12 +100,14 @@ def _entrypoint(stage: str, path: Path | None, package: "Package", overrides: li
     return shlex.join([*words, *overrides, "--cluster.address=auto", *(["--resume"] if resume else [])])
 
 
-def _kept(stage: str, requirements: Path | None, env: list[str] | None, plan: bool) -> list[str]:
+def _kept(stage: str, requirements: Path | None, env: list[str] | None, plan: bool,
+          allow_plain_http: bool) -> list[str]:
     """The options that the same run needs again when it is resumed."""
     options = [] if stage == "ppo" else [f"--stage={stage}"]
     if requirements:
         options.append(f"--requirements={requirements}")
-    return [*options, *(f"--env={name}" for name in env or []), *([] if plan else ["--no-plan"])]
+    return [*options, *(f"--env={name}" for name in env or []), *([] if plan else ["--no-plan"]),
+            *(["--allow-plain-http"] if allow_plain_http else [])]
 
 
 def _values(names: list[str]) -> dict[str, str]:

@@ -246,6 +246,24 @@ def job_of_process(environment: Mapping[str, str]) -> str | None:
     return job
 
 
+def direct_job_client(url: str, headers: Mapping[str, str]) -> Any:
+    """A `JobSubmissionClient` whose requests, which carry a token, go to `url` and nowhere else: not to the target of a
+    redirect, and not through a proxy of the environment.
+
+    Source: 2.60.0, dashboard/modules/dashboard_sdk.py (`SubmissionClient._do_request`).
+    Missing: a setting of the client; `requests` follows redirects and uses proxies.
+    Otherwise: commands that use a job server fail.
+    """
+    from ray.job_submission import JobSubmissionClient
+
+    class DirectClient(JobSubmissionClient):
+        def _do_request(self, method: str, endpoint: str, **given: Any) -> Any:
+            return super()._do_request(method, endpoint, allow_redirects=False,
+                                       proxies=dict.fromkeys(("http", "https", "all")), **given)
+
+    return DirectClient(url, headers=dict(headers))
+
+
 def get_from_job_server(client: Any, path: str) -> Any:
     """The job server's response to a GET request with the client's token.
 

@@ -1,7 +1,7 @@
 """Client of a Ray cluster's job server (on its dashboard's port).
 
 A cluster that others can reach is used only if it requires a token. A token is sent only after the server has refused a
-request without one.
+request without one, only to that server, and to other machines only by https.
 """
 
 import logging
@@ -21,7 +21,7 @@ from rlhf_ray.cluster.jobs.job import Job
 from rlhf_ray.cluster.nodes import as_node, head_first
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.errors import ClusterError, first_line
-from rlhf_ray.internals.ray import PACKAGING_LOGGER, get_from_job_server, version_of_server
+from rlhf_ray.internals.ray import PACKAGING_LOGGER, direct_job_client, get_from_job_server, version_of_server
 from rlhf_ray.planning.node_spec import Node
 
 DEFAULT_URL = "http://127.0.0.1:8265"
@@ -104,18 +104,25 @@ class JobServer:
             self._client.delete_job(job_id)
 
 
-def connect(address: str | None, allow_open: bool = False) -> JobServer:
+def connect(address: str | None, allow_open: bool = False, allow_plain_http: bool = False) -> JobServer:
     """The job server at `address` (host:port or URL; when empty, RAY_API_SERVER_ADDRESS or this machine's).
 
     Raises:
         ClusterError: there is no server, or it is not a job server of our version of Ray; the token is missing or
-            wrong; others can reach the server and it has no authentication.
+            wrong, or would be sent unencrypted; others can reach the server and it has no authentication.
     """
     url = url_of(address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_URL)
+    local = is_loopback(urlsplit(url).hostname or "")
     for name in VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     headers: dict[str, str] = {}
     if _status_code(url, headers) in REFUSED:
+        if urlsplit(url).scheme == "http" and not local and not allow_plain_http:
+            raise ClusterError(
+                f"the cluster at {url} requires a token, and by http everyone on the way could read it. Forward the "
+                f"server's port (ssh -L 8265:127.0.0.1:{urlsplit(url).port or 80} {urlsplit(url).hostname}) and give "
+                f"--address={DEFAULT_URL}, or put a proxy with https in front of it. If the network is closed to "
+                "others, give --allow-plain-http")
         token = find_token()
         if token is None:
             raise ClusterError(f"the cluster at {url} requires a token (401), and none was found here. {HOW}")
@@ -123,13 +130,13 @@ def connect(address: str | None, allow_open: bool = False) -> JobServer:
         if (code := _status_code(url, headers)) in REFUSED:
             raise ClusterError(f"the cluster at {url} refuses the token found here ({code}): it belongs to another "
                                f"cluster, or was changed. {HOW}")
-    elif not allow_open and not is_loopback(urlsplit(url).hostname or ""):
+    elif not allow_open and not local:
         raise ClusterError(
             f"the cluster at {url} has no authentication: anyone who can reach it can run code there. Start its nodes "
             "with RAY_AUTH_MODE=token and one token for all. If its network is closed to others, set "
             "cluster.allow_open=true (`--allow-open` of other commands)")
     with _own_address(), ray_errors_as_ours(url):
-        client = JobSubmissionClient(url, headers=headers)
+        client = direct_job_client(url, headers)
         _check_version(url, client)
     return JobServer(client, url)
 

@@ -146,5 +146,7 @@ def test_a_client_of_the_job_server_asks_with_its_token_and_knows_the_version():
     assert internals.get_from_job_server(client, "/x") == ("GET", "/x") and internals.version_of_server(client) == ""
     client._server_ray_version = "2.60.0"
     assert internals.version_of_server(client) == "2.60.0"
+    assert any(p.kind is p.VAR_KEYWORD for p in inspect.signature(SubmissionClient._do_request).parameters.values()), (
+        READ_AGAIN)
     check = SubmissionClient._check_connection_and_version_with_url
     assert "_server_ray_version" in check.__code__.co_names, READ_AGAIN

@@ -1,9 +1,12 @@
 """Finding a job server, and what is said where there is none that we should speak to."""
 
+import asyncio
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import aiohttp
 import pytest
+import ray
 
 from rlhf_ray.cluster.jobs import submission_client as module
 from rlhf_ray.cluster.jobs.submission_client import connect, find_token, url_of
@@ -20,9 +23,15 @@ def answering():
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
-                shown.append(dict(self.headers))
-                self.send_response(status)
+                shown.append({"path": self.path, **self.headers})
+                code, where = status(self) if callable(status) else (status, None)
+                body = b'{"ray_version": "%s"}' % ray.__version__.encode() if code == 200 else b""
+                self.send_response(code)
+                if where:
+                    self.send_header("Location", where + self.path)
+                self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
+                self.wfile.write(body)
 
             def log_message(self, *_):
                 pass
@@ -77,6 +86,71 @@ def test_an_open_cluster_that_others_can_reach_is_refused_and_shown_no_token(ans
     with pytest.raises(ClusterError, match=r"has no authentication.*allow_open"):
         connect(url)
     assert shown and not [headers for headers in shown if "Authorization" in headers]
+
+
+@pytest.fixture
+def token(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "f" * 32)
+
+
+def protected(request):
+    """Answers with a token only, and lists jobs under another address."""
+    if "Authorization" not in request.headers:
+        return 401, None
+    return 200, None
+
+
+def tokens(shown):
+    return [headers["path"] for headers in shown if "Authorization" in headers]
+
+
+def test_a_token_goes_to_another_machine_by_https_only_unless_one_says_so(answering, token, monkeypatch):
+    url, shown = answering(protected)
+    monkeypatch.setattr(module, "is_loopback", lambda host: False)
+    with pytest.raises(ClusterError, match=r"could read it.*ssh -L 8265:127.0.0.1:\d+ 127.0.0.1.*--allow-plain-http"):
+        connect(url)
+    assert shown and not tokens(shown)
+    connect(url, allow_plain_http=True)
+    assert tokens(shown)
+
+
+def test_a_token_does_not_follow_a_redirect(answering, token):
+    """Not to the list of jobs, and not to what Ray's own client asks for."""
+    elsewhere, shown_there = answering(200)
+    for redirected in ("/api/jobs/", "/api/version"):
+        def status(request, redirected=redirected):
+            code, _ = protected(request)
+            return (302, elsewhere) if code == 200 and request.path == redirected else (code, None)
+
+        url, shown = answering(status)
+        with pytest.raises(ClusterError):
+            connect(url)
+        assert redirected in tokens(shown) and not shown_there
+
+
+def test_a_token_is_not_given_to_a_proxy_of_the_environment(answering, token, monkeypatch):
+    proxy, shown_there = answering(200)
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+    url, shown = answering(protected)
+    connect(url)
+    assert "/api/version" in tokens(shown) and not shown_there
+
+
+def test_a_followed_log_takes_the_token_to_no_other_server(answering, token):
+    elsewhere, shown_there = answering(404)
+
+    def status(request):
+        code, _ = protected(request)
+        return (302, elsewhere.replace("127.0.0.1", "localhost")) if "tail" in request.path else (code, None)
+
+    async def follow(server):
+        return [line async for line in server.tail("job")]
+
+    url, shown = answering(status)
+    with pytest.raises(aiohttp.WSServerHandshakeError):
+        asyncio.run(follow(connect(url)))
+    assert any("tail" in path for path in tokens(shown)) and shown_there and not tokens(shown_there)
 
 
 def test_a_server_that_wants_a_token_says_where_to_put_it(answering):
