@@ -83,6 +83,7 @@ def _run(options: argparse.Namespace, directory: Path) -> bool:
             campaign.runs.append(finished)
             if options.keep is not None:
                 shutil.copytree(directory, options.keep, dirs_exist_ok=True)
+                shutil.copytree(finished.record.journals.parent, options.keep / "journals", dirs_exist_ok=True)
             written = [campaign.write(options.results), write_page(campaign, options.results),
                        write_picture(campaign, options.results)]
     except (KeyboardInterrupt, SystemExit):

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from chaos import reward_function
+from chaos.contradictions import contradictions, testimony_of
 from chaos.invariants import Books, violations
 from chaos.kinds import KINDS
 from chaos.kinds.disturbances import upload_directory
@@ -181,6 +182,8 @@ def _run_undisturbed(workspace: Workspace, trial: Trial) -> Path:
     if record.starts[-1].code:
         raise RuntimeError(f"the run without faults ended with exit code {record.starts[-1].code}: "
                            f"{record.starts[-1].last_words()}")
+    if problems := list(contradictions(record, Books.of(record), testimony_of(record))):
+        raise RuntimeError(f"the run without faults is not sound: {'; '.join(problems)}")
     return directory
 
 
@@ -207,10 +210,12 @@ def evaluate(record: RunRecord, undisturbed: Path, reproducible: bool) -> Finish
     summary = json.loads(RunDirectory(undisturbed).summary.read_text())
     rows = list(read_metrics(record.directory))
     pauses = (row.get("checkpoint/pause_seconds") for row in rows)
+    books, testimony = Books.of(record), testimony_of(record)
+    broken = [*violations(record, undisturbed if reproducible else None), *contradictions(record, books, testimony)]
     return FinishedRun(
-        record, outcomes(record), violations(record, undisturbed if reproducible else None),
+        record, outcomes(record), broken,
         undisturbed_s=summary["seconds_loop"] * max((row["step"] for row in rows), default=0) / summary["steps"],
-        books=Books.of(record), loop_s=end - (loops[0]["time"] if loops else record.starts[0].began),
+        books=books, testimony=testimony, loop_s=end - (loops[0]["time"] if loops else record.starts[0].began),
         pauses_s=[seconds for seconds in pauses if seconds is not None])
 
 

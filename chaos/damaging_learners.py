@@ -1,23 +1,20 @@
-"""The learners of runs with faults: as the real ones, bit for bit, unless they are ordered to do damage."""
+"""The learners of runs with faults: as the real ones, bit for bit, unless they are ordered to do damage. They keep journals
+for the witness.
+"""
 
 from __future__ import annotations
 
 from chaos.nan_injection import NaNInjection
 from chaos.weight_damage import WeightDamage
-from rlhf_ray.roles.critic_learner import CriticLearner
-from rlhf_ray.roles.policy_learner import PolicyLearner
+from chaos.witness.learners import WitnessedCriticLearner, WitnessedPolicyLearner
 
 
-class DamagingPolicyLearner(WeightDamage, NaNInjection, PolicyLearner):
+class DamagingPolicyLearner(WeightDamage, NaNInjection, WitnessedPolicyLearner):
     """One rank of the policy."""
 
-    role = "policy_learner"
 
-
-class DamagingCriticLearner(NaNInjection, CriticLearner):
+class DamagingCriticLearner(NaNInjection, WitnessedCriticLearner):
     """One rank of the critic."""
-
-    role = "critic_learner"
 
 
 def install_damaging_learners() -> None:

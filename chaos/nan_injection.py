@@ -38,7 +38,7 @@ def order_nan(injections: InjectionLog, number: int, role: str, rank: int, what:
 class NaNInjection(Learner):
     """Mixin of a learner that obeys such orders."""
 
-    role = ""
+    role: str
     _step = 0
     """Of the update under way, counted from 0."""
     _unrecovered: int | None = None

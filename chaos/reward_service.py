@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.injection_log import InjectionLog
+from chaos.witness.journals import REFUSED, SCORED, SERVICE, Journal
 from tests.unit.rewards.http.fault_server import faulty_in_thread
 
 OK, REFUSAL = "ok", "400"
@@ -47,13 +48,22 @@ class RewardService:
         """Requests since then."""
         self._refused: set[str] = set()
         """Prefixes of prompts that get no score in this run."""
+        self._journal: Journal | None = None
 
-    def serve(self, injections: InjectionLog) -> None:
-        """Obey the orders beside this injection log from now on, and log there how they were obeyed."""
+    def serve(self, injections: InjectionLog, journals: Path) -> None:
+        """Obey the orders beside this injection log from now on, log there how they were obeyed, and note the samples
+        that get scores in a journal of this directory."""
         self._injections, self._unrecovered, self._refused = injections, None, set()
+        self._journal = Journal(journals, SERVICE)
 
     def behaviour(self, samples: Samples) -> str:
         """The behaviour of the service for a request with these samples."""
+        behaviour = self._behaviour(samples)
+        if self._journal is not None and behaviour in (OK, "largest"):
+            self._journal.add(SCORED, samples=[sample["tokens"] for sample in samples])
+        return behaviour
+
+    def _behaviour(self, samples: Samples) -> str:
         if self._injections is None:
             return OK
         if (order := failure_order_file(self._injections)).exists():
@@ -80,6 +90,8 @@ class RewardService:
         prompts = list(map(prompt_prefix, samples))
         prompt = next((prompt for prompt in prompts if prompt not in self._refused), prompts[0])
         self._refused.add(prompt)
+        if self._journal is not None:
+            self._journal.add(REFUSED, prompt=[int(word.removeprefix("w")) for word in prompt.split()])
         return prompt
 
 

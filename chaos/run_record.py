@@ -59,6 +59,11 @@ class RunRecord:
         """The log of the faults that were injected."""
         return InjectionLog(self.config.with_suffix(".injections.jsonl"))
 
+    @property
+    def journals(self) -> Path:
+        """The directory of the witness's journals. It is not on the disk of the runs, which faults fill and stop."""
+        return self.config.parent.with_name(f"{self.config.parent.name}_journals") / self.config.stem
+
     def report_injections(self) -> None:
         """Report the faults that were injected since the last call."""
         for line in self.injections.read("injected")[self.reported :]:

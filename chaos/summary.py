@@ -17,6 +17,7 @@ from chaos.evidence import Outcome
 from chaos.invariants import Books
 from chaos.kinds import KINDS, kind_of, triples
 from chaos.run_record import RunRecord
+from chaos.witness.testimony import WitnessReport
 
 FILE = "summary.json"
 HEADINGS = ("fault", "injected", "survived", "noticed after", "back after")
@@ -32,6 +33,7 @@ class FinishedRun:
     undisturbed_s: float
     """Seconds in the loop of the same run without faults."""
     books: Books
+    testimony: WitnessReport
     loop_s: float
     """Seconds from the first loop's beginning to the last end."""
     pauses_s: list[float]
@@ -94,6 +96,8 @@ class CampaignSummary:
             "second_faults": sum(bool(outcome.repairing) for outcome in outcomes),
             "lost": sum(run.books.lost for run in self.runs),
             "duplicated": sum(run.books.duplicated for run in self.runs),
+            "oracle_lost": sum(run.testimony.lost for run in self.runs),
+            "oracle_duplicated": sum(run.testimony.duplicated for run in self.runs),
             "quarantined": sum(run.books.quarantined for run in self.runs),
             "wedges": sum(start.wedged for run in self.runs for start in run.record.starts),
             **quantiles("detection", [o.detection_s for o in outcomes]),
@@ -159,6 +163,8 @@ def figures(campaign: CampaignSummary) -> dict[str, str]:
     return {
         "Faults survived": f"{data['survived']} of {data['injected']}, {data['kinds']} kinds",
         "Samples lost": str(data["lost"]), "Samples trained on twice": str(data["duplicated"]),
+        "Samples lost, by the witness": str(data["oracle_lost"]),
+        "Samples trained on twice, by the witness": str(data["oracle_duplicated"]),
         "Samples quarantined": str(data["quarantined"]),
         "Injected during the repair of another": str(data["second_faults"]), "Wedges": str(data["wedges"]),
         "Noticed after": _both(data, "detection"), "Back after": _both(data, "recovery"),

@@ -20,6 +20,7 @@ from chaos.injection_log import INJECTION_LOG
 from chaos.kinds import kind_of
 from chaos.reward_service import RewardService
 from chaos.run_record import RunRecord, Start
+from chaos.witness.journals import JOURNALS
 from rlhf_ray.observability.run_directory import RunDirectory
 from tests.cluster.processes import abandoned, shared_memory
 
@@ -50,7 +51,7 @@ def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Re
     record, mark, segments = RunRecord(config, directory, list(faults)), uuid4().hex, shared_memory()
     record.on_injection = on_injection or record.on_injection
     if service is not None:
-        service.serve(record.injections)
+        service.serve(record.injections, record.journals)
     try:
         _start_until_the_end(record, mark)
         record.left += [f"/dev/shm/{name}" for name in abandoned(segments)]
@@ -84,7 +85,7 @@ def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str) -> Start
     """Start the driver with the faults up to the next one that ends it, and wait for its end."""
     number = len(record.starts) + 1
     mine = _of_next_driver(pending)
-    variables = {RUN_MARK: mark, INJECTION_LOG: str(record.injections.path)}
+    variables = {RUN_MARK: mark, INJECTION_LOG: str(record.injections.path), JOURNALS: str(record.journals.absolute())}
     for fault in mine:
         variables |= kind_of(fault).environment(fault)
         kind_of(fault).driver_starts(record, fault)

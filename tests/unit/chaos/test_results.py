@@ -10,11 +10,12 @@ from chaos.invariants import Books
 from chaos.outcomes import outcomes
 from chaos.page import page, picture, write_page
 from chaos.summary import CampaignSummary, FinishedRun, figures, print_report, problems
+from chaos.witness.testimony import WitnessReport
 
 MACHINE = {"cores": 2, "cpu": "a CPU"}
 SVG = "{http://www.w3.org/2000/svg}"
-PROMISED = {"injected", "survived", "kinds", "lost", "duplicated", "quarantined", "wedges", "detection_p95_s",
-            "recovery_p95_s", "recomputed_token_share", "second_faults", "not_tried"}
+PROMISED = {"injected", "survived", "kinds", "lost", "duplicated", "oracle_lost", "oracle_duplicated", "quarantined",
+            "wedges", "detection_p95_s", "recovery_p95_s", "recomputed_token_share", "second_faults", "not_tried"}
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def chaos(fake_run):
         fake_run.injected("generator_kill", time, role="generator", pid=int(time))
         fake_run.event("generator", int(time), time + 1, time / 10)
     finished = FinishedRun(fake_run.record, outcomes(fake_run.record), [], 48.0, Books(90, 90, 0, 90, 10),
-                        loop_s=96.0, pauses_s=[0.1, 0.3])
+                        WitnessReport(90), loop_s=96.0, pauses_s=[0.1, 0.3])
     return CampaignSummary(5, "python -m chaos --seed 5", MACHINE, "abc", [finished])
 
 

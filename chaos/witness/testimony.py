@@ -1,0 +1,190 @@
+"""What the witness says of a run: samples lost, samples trained on twice, and whatever else the journals contradict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.numpy import load_file
+
+from chaos.witness.data_order import DataOrder, Tokens
+from chaos.witness.history import History, surviving
+from chaos.witness.journals import REFUSED, SCORED, SERVICE, WEIGHTS, read_journal
+from chaos.witness.versions import Versions, version_problems
+from chaos.witness.weights import digest_of
+
+POLICY, CRITIC = "policy_learner", "critic_learner"
+SHOWN = 3
+"""Rows in a sentence."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a configuration says about the samples to train on."""
+
+    order: DataOrder
+    steps: int
+    prompts: int
+    """Of an update."""
+    samples: int
+    """Of a prompt."""
+    epochs: int
+    """Of an update; `mini_batches` is the number of optimizer steps of each."""
+    mini_batches: int
+    max_staleness: int
+    ranks: Mapping[str, int]
+    """Number of ranks of each learner."""
+    model: Path
+    temperature: float
+
+    @classmethod
+    def read(cls, config: Path) -> Plan:
+        """The plan in a run's configuration, which names what the witness must know."""
+        given = yaml.safe_load(config.read_text())
+        loop, algorithm = given["coordinator"], given["algorithm"]
+        order = DataOrder.read(Path(given["prompts"]["path"]), given["prompts"]["max_tokens"], given["run"]["seed"])
+        return cls(order, given["run"]["steps"], loop["prompts_per_step"], loop["samples_per_prompt"],
+                   algorithm["epochs"], algorithm["mini_batches"], loop.get("max_staleness", 0),
+                   {POLICY: given["policy"]["workers"], CRITIC: given["critic"]["workers"]},
+                   Path(given["model"]["path"]), given["generator"]["sampling"].get("temperature", 1.0))
+
+
+@dataclass
+class WitnessReport:
+    """The result, in samples."""
+
+    trained: int = 0
+    lost: int = 0
+    """Samples of the enumeration that some learner did not train on in some epoch of their update."""
+    duplicated: int = 0
+    """Samples that some learner trained on although the enumeration has no (further) one of their prompt."""
+    quarantined: int = 0
+    """Samples of prompts that the reward service refused, in the part of the enumeration that the run has visited."""
+    not_applied: int = 0
+    """Optimizer steps of ranks that changed no weight."""
+    problems: list[str] = field(default_factory=list)
+    """A sentence for each contradiction."""
+
+
+def testify(config: Path, directory: Path, journals: Path) -> WitnessReport:
+    """Join the journals of a run that has ended with the enumeration of its data.
+
+    Args:
+        config: the run's configuration.
+        directory: of the run; only the model in it is read.
+        journals: their directory.
+    """
+    plan = Plan.read(config)
+    lines = {f"{role}_{rank}": read_journal(journals, f"{role}_{rank}")
+             for role, ranks in plan.ranks.items() for rank in range(ranks)}
+    histories = {name: surviving(journal) for name, journal in lines.items()}
+    learners = {role: [histories[f"{role}_{rank}"] for rank in range(ranks)] for role, ranks in plan.ranks.items()}
+    service, policy = read_journal(journals, SERVICE), learners[POLICY][0]
+    refused = {row for line in service if line["event"] == REFUSED
+               for row in plan.order.beginning_with(tuple(line["prompt"]))}
+    said = WitnessReport(problems=[f"{name}: {problem}" for name, history in histories.items()
+                               for problem in history.problems])
+    said.not_applied = sum(not step.applied for history in histories.values() for update in history.in_order()
+                           for step in update.steps)
+    _join_data(plan, learners, refused, said)
+    _join_scores(plan, learners[POLICY], service, said)
+    said.problems += _disagreements(plan, learners)
+    rollouts = [line for line in lines[f"{POLICY}_0"] if line["event"] == "rollouts"]
+    said.problems += version_problems(policy, rollouts, Versions(plan.model, journals / WEIGHTS, plan.temperature),
+                                      plan.max_staleness)
+    model = directory / "model" / "model.safetensors"
+    if not model.exists() or digest_of(load_file(model)) != policy.weights_after(plan.steps):
+        said.problems.append(f"the run's model does not have the weights after update {plan.steps}")
+    return said
+
+
+def _fed(plan: Plan, learner: Sequence[History], epoch: int, numbers: Iterable[int]) -> Counter[Tokens]:
+    """How often the ranks of a learner trained on each sample in an epoch of some updates; further epochs than an
+    update has count as the one after the last."""
+    return Counter(row for history in learner for number in numbers for update in history.updates.get(number, [])
+                   for step in update.steps if min(step.index // plan.mini_batches, plan.epochs) == epoch
+                   for row in step.rows)
+
+
+def _join_data(plan: Plan, learners: Mapping[str, Sequence[History]], refused: Set[int], said: WitnessReport) -> None:
+    """Compare what each learner trained on in each epoch with the enumeration: over the whole run, and at max_staleness
+    0 also in each update."""
+    def rows_of(samples: Counter[Tokens]) -> Counter[int | None]:
+        found = Counter[int | None]()
+        for sample, times in samples.items():
+            found[plan.order.row_of(sample)] += times
+        return found
+
+    every = sorted({number for learner in learners.values() for history in learner for number in history.updates})
+    trained = rows_of(_fed(plan, learners[POLICY], 0, every))
+    wanted, skipped = _wanted(plan, plan.order.visits(), trained, refused, plan.steps * plan.prompts)
+    said.trained, said.quarantined = trained.total(), skipped * plan.samples
+    for role, learner in learners.items():
+        for epoch in range(plan.epochs):
+            got = rows_of(_fed(plan, learner, epoch, every))
+            lost, surplus = wanted - got, got - wanted
+            said.lost, said.duplicated = max(said.lost, lost.total()), max(said.duplicated, surplus.total())
+            if lost or surplus:
+                said.problems.append(f"{role}, epoch {epoch + 1} of its updates: {_shown(lost)} lost, "
+                                     f"{_shown(surplus)} too many")
+        if further := _fed(plan, learner, plan.epochs, every).total():
+            said.duplicated += further
+            said.problems.append(f"{role}: {further} samples in more than {plan.epochs} epochs of an update")
+    visits = plan.order.visits()
+    for number in every if not plan.max_staleness else ():
+        got = rows_of(_fed(plan, learners[POLICY], 0, [number]))
+        if _wanted(plan, visits, got, refused, plan.prompts)[0] != got:
+            said.problems.append(f"update {number} is the first that trained on other prompts than its own")
+            break
+
+
+def _wanted(plan: Plan, visits: Iterator[int], trained: Counter[int | None], refused: Set[int],
+            prompts: int) -> tuple[Counter[int | None], int]:
+    """How many samples of each row the next visits require, for a number of prompts; and how many visits were skipped,
+    because their prompts were refused and none of their samples was trained on."""
+    wanted, skipped = Counter[int | None](), 0
+    for row in visits:
+        if row in refused and trained[row] - wanted[row] < plan.samples:
+            skipped += 1
+            continue
+        wanted[row] += plan.samples
+        if wanted.total() == prompts * plan.samples:
+            break
+    return wanted, skipped
+
+
+def _join_scores(plan: Plan, policy: Sequence[History], service: Sequence[dict[str, Any]], said: WitnessReport) -> None:
+    """Check that each sample of an update was scored for it: after the oldest version that it may come from was made,
+    and as often as the update has it. One that was not is in the place of another one that is lost."""
+    scored = [(line["time"], tuple(sample)) for line in service if line["event"] == SCORED
+              for sample in line["samples"]]
+    for number, entries in sorted(policy[0].updates.items()) if service else ():
+        oldest = policy[0].updates.get(number - 1 - plan.max_staleness)
+        since, until = oldest[-1].ended if oldest else 0.0, entries[0].began
+        unscored = _fed(plan, policy, 0, [number]) - Counter(
+            sample for time, sample in scored if since <= time <= until)
+        if unscored:
+            said.lost, said.duplicated = said.lost + unscored.total(), said.duplicated + unscored.total()
+            said.problems.append(f"update {number} trained on {unscored.total()} samples that the reward service did "
+                                 "not score for it")
+
+
+def _disagreements(plan: Plan, learners: Mapping[str, Sequence[History]]) -> Iterator[str]:
+    """Updates in which learners or epochs trained on different samples, or ranks ended with different weights."""
+    for number in range(1, plan.steps + 1):
+        first = _fed(plan, learners[POLICY], 0, [number])
+        for role, learner in learners.items():
+            others = [epoch + 1 for epoch in range(plan.epochs) if _fed(plan, learner, epoch, [number]) != first]
+            if others:
+                yield f"update {number}: the samples of {role} in its epochs {others} are not those of {POLICY}'s first"
+            if len({history.weights_after(number) for history in learner}) > 1:
+                yield f"update {number}: the ranks of {role} have different weights"
+
+
+def _shown(rows: Counter[int | None]) -> str:
+    names = [f"row {row}" if row is not None else "no prompt of the data" for row in list(rows)[:SHOWN]]
+    return f"{rows.total()} samples" + (f" ({', '.join(names)}{', ...' if len(rows) > SHOWN else ''})" if rows else "")
