@@ -50,8 +50,10 @@ class Evidence:
         return next((start for start in self.record.starts if start.began <= time <= start.ended), None)
 
     def logged(self, event: str, fault: Fault) -> dict[str, Any] | None:
-        """The first line of the injection log with this event about this fault."""
-        return next((line for line in self.record.injections.read(event) if line["fault"] == fault.number), None)
+        """The first line of the injection log with this event about this fault, since it was injected last."""
+        lines = [line for line in self.record.injections.read() if line.get("fault") == fault.number]
+        last = max((index for index, line in enumerate(lines) if line["event"] == "injected"), default=0)
+        return next((line for line in lines[last:] if line["event"] == event), None)
 
     def next_loop(self, time: float) -> float | None:
         """When the next training loop after this time began."""

@@ -111,6 +111,11 @@ class Kind:
     def driver_ended(self, record: RunRecord, start: Start, fault: Fault) -> None:
         """Called when a driver that got this fault has ended, before the next one starts."""
 
+    def went_unnoticed(self, evidence: Evidence, injection: dict[str, Any]) -> bool:
+        """Whether the driver was killed before it could notice its victim's loss, which therefore proves nothing. Then
+        the fault is injected again. `injection` is its last line "injected" of the injection log."""
+        return False
+
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
         """Whether the run survived it. `injection` is its line "injected" of the injection log."""
         raise NotImplementedError

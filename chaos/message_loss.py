@@ -42,7 +42,8 @@ def lost_at_the_start(code: int, log: str) -> bool:
 
 
 def log_loss(record: RunRecord, start: Start, fault: Fault) -> None:
-    """Find the loss in the files of a driver that ended, and add it to the injection log."""
+    """Find the loss in the files of a driver that ended, and add it to the injection log. A driver that was killed
+    before the worker was back has no line about it: then it shows nothing, and the fault is not injected yet."""
     log = start.log.read_text(errors="replace")
     if lost_at_the_start(start.code, log):
         record.injections.add("injected", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
@@ -50,9 +51,6 @@ def log_loss(record: RunRecord, start: Start, fault: Fault) -> None:
     elif (event := _loss(record, start)) is not None:
         record.injections.add("injected", fault=fault.number, kind=fault.kind, in_state=True, time=event["lost_at"],
                               role=event["role"], rank=event["rank"] or 0, state=f"a call of {event['method']}")
-    elif start.abrupt and LOST_BY_RAY in log:
-        record.injections.add("injected", fault=fault.number, kind=fault.kind, in_state=True, time=start.ended,
-                              state="a call; the driver ended before the worker was back")
 
 
 def _loss(record: RunRecord, start: Start) -> dict[str, Any] | None:

@@ -19,10 +19,21 @@ def outcomes(record: RunRecord) -> list[Outcome]:
         if (injection := injected.get(fault.number)) is None:
             found[fault.number] = Outcome(record.config.stem, fault, "", problem="its required state was never reached",
                                           injected=False)
+        elif kind_of(fault).went_unnoticed(evidence, injection):
+            found[fault.number] = Outcome(record.config.stem, fault, injection["state"], injected=False,
+                                          problem="the driver was killed before it could notice")
         else:
             found[fault.number] = kind_of(fault).outcome(evidence, fault, injection)
     inorder = [found[fault.number] for fault in record.faults]
     return [_if_over(record, outcome) for outcome in inorder] if record.interruption else inorder
+
+
+def unnoticed(record: RunRecord) -> set[int]:
+    """Numbers of the faults whose victims were lost unnoticed, because the driver was killed; see
+    `Kind.went_unnoticed`."""
+    last, evidence = {line["fault"]: line for line in record.injections.read("injected")}, Evidence(record)
+    return {fault.number for fault in record.faults if fault.number in last
+            and kind_of(fault).went_unnoticed(evidence, last[fault.number])}
 
 
 def _if_over(record: RunRecord, outcome: Outcome) -> Outcome:

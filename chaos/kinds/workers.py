@@ -68,15 +68,12 @@ class WorkerFault(Kind):
         return bool((event["role"], event["pid"]) == (injection["role"], injection["pid"]))
 
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
-        """It must be logged as lost, confirmed to be dead or stopped, and be back, unless the driver ended first."""
+        """It must be logged as lost, confirmed to be dead or stopped, and be back."""
         if not injection["in_state"]:
             return judged(evidence, fault, injection, "its victim was not in the required state")
-        start = evidence.start_at(injection["time"])
-        event = next((event for event in evidence.events if self.is_mine(event, injection)
-                      and event["lost_at"] <= (start.ended if start else float("inf"))), None)
+        start, event = evidence.start_at(injection["time"]), self.event(evidence, injection)
         if event is None:
-            # A driver that is killed does not log the workers that were down.
-            return judged(evidence, fault, injection, "" if start and start.abrupt else "the run never noticed")
+            return judged(evidence, fault, injection, "the run never noticed")
         evidence.events.remove(event)
         problem = "" if evidence.logged("confirmed", fault) else "its victim neither died nor stopped"
         problem = problem or self.problem_after(evidence, fault)
@@ -85,6 +82,17 @@ class WorkerFault(Kind):
             problem = problem or f"it was not recovered from: {event['outcome']}"
         return judged(evidence, fault, injection, problem, max(0.0, event["lost_at"] - injection["time"]),
                       event["recovery_s"])
+
+    def event(self, evidence: Evidence, injection: dict[str, Any]) -> dict[str, Any] | None:
+        """The line of faults.jsonl about its victim, written by the driver that lost it."""
+        start = evidence.start_at(injection["time"])
+        return next((event for event in evidence.events if self.is_mine(event, injection)
+                     and event["lost_at"] <= (start.ended if start else float("inf"))), None)
+
+    def went_unnoticed(self, evidence: Evidence, injection: dict[str, Any]) -> bool:
+        """A driver that is killed does not log the workers that were down."""
+        start = evidence.start_at(injection["time"])
+        return start is not None and start.abrupt and self.event(evidence, injection) is None
 
     def problem_after(self, evidence: Evidence, fault: Fault) -> str:
         """Why a fault whose victim was hit and noticed was not survived nevertheless."""

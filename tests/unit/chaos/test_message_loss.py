@@ -71,11 +71,11 @@ def test_a_loss_while_workers_start_ends_the_driver_and_the_next_one_goes_on(fak
     assert outcome.survived and outcome.recovery_s == 30
 
 
-def test_a_loss_before_a_driver_s_abrupt_end_is_in_its_log_only(fake_run):
+def test_a_loss_that_a_killed_driver_did_not_record_is_not_injected(fake_run):
     record = lose(fake_run, -KILL, SAID)
     fake_run.line("loop", 220, step=0)
     (outcome,) = outcomes(record)
-    assert outcome.survived and outcome.recovery_s == 20
+    assert not outcome.injected and not outcome.survived
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -5,7 +5,7 @@ import pytest
 from chaos.faults import KILL
 from chaos.kinds.checkpoints import SKIPPED
 from chaos.kinds.failures import LEFT_OUT
-from chaos.outcomes import outcomes
+from chaos.outcomes import outcomes, unnoticed
 from rlhf_ray.failpoints import EXIT_CODE
 
 
@@ -43,12 +43,27 @@ def test_one_that_never_came_back_was_not_survived(fake_run):
     assert "it cannot start any more" in only(fake_run).problem
 
 
-def test_a_driver_that_died_logs_nothing_about_workers_that_were_down(fake_run):
+@pytest.mark.parametrize("kind, role", [("generator_stop", "generator"), ("policy_kill", "policy_learner")])
+def test_a_victim_that_a_killed_driver_did_not_notice_is_not_survived_and_proves_nothing(fake_run, kind, role):
     fake_run.start(100, 150, EXIT_CODE, EXIT_CODE)
+    number = fake_run.injected(kind, 149, role=role, pid=7)
+    assert unnoticed(fake_run.record) == {number}
     fake_run.start(160, 200, 0, 0)
-    fake_run.injected("generator_stop", 149, role="generator", pid=7)
     outcome = only(fake_run)
-    assert outcome.survived and outcome.recovery_s is None
+    assert not outcome.injected and not outcome.survived and "before it could notice" in outcome.problem
+
+
+def test_a_fault_that_is_injected_again_counts_by_its_second_victim(fake_run):
+    fake_run.start(100, 150, EXIT_CODE, EXIT_CODE)
+    number = fake_run.injected("generator_kill", 149, role="generator", pid=7)
+    fake_run.start(160, 200, 0, 0)
+    fake_run.line("injected", 170, fault=number, kind="generator_kill", state="at work", in_state=True,
+                  role="generator", pid=8)
+    fake_run.event("generator", 8, 171, 6.0)
+    assert unnoticed(fake_run.record) == set()
+    assert only(fake_run).problem == "its victim neither died nor stopped", "only the first one was confirmed"
+    fake_run.line("confirmed", 170, fault=number, state="gone", seconds=0.1)
+    assert only(fake_run).survived
 
 
 def test_two_learners_lost_have_an_event_each_whatever_their_roles(fake_run):
