@@ -41,20 +41,21 @@ LEFTOVER_POLL_S = 0.2
 
 
 def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: RewardService | None = None,
-        on_injection: Callable[[str], None] | None = None) -> RunRecord:
+        on_injection: Callable[[str], None] | None = None, sources: Path = ROOT) -> RunRecord:
     """Run a configuration to its end, with faults; or until Ctrl-C or SIGTERM, which `RunRecord.interruption` stores.
 
     Args:
         directory: its `run.dir`.
         service: gives rewards over HTTP, if the configuration has such a reward.
         on_injection: called with one line for each fault when it is injected.
+        sources: directory of the packages that the driver and its workers import.
     """
     record, mark, segments = RunRecord(config, directory, list(faults)), uuid4().hex, shared_memory()
     record.on_injection = on_injection or record.on_injection
     if service is not None:
         service.serve(record.injections, record.journals)
     try:
-        _start_until_the_end(record, mark)
+        _start_until_the_end(record, mark, sources)
         record.left += [f"/dev/shm/{name}" for name in abandoned(segments)]
     except (KeyboardInterrupt, SystemExit) as interruption:
         record.interruption = record.interruption or interruption
@@ -64,11 +65,11 @@ def run(config: Path, directory: Path, faults: Sequence[Fault] = (), service: Re
     return record
 
 
-def _start_until_the_end(record: RunRecord, mark: str) -> None:
+def _start_until_the_end(record: RunRecord, mark: str, sources: Path) -> None:
     """Start drivers until one ends with exit code 0, or too many end otherwise than planned."""
     pending, surprises = list(record.faults), 0
     while True:
-        start = _run_driver(record, pending, mark)
+        start = _run_driver(record, pending, mark, sources)
         record.starts.append(start)
         if record.interruption is not None:
             return
@@ -82,11 +83,12 @@ def _start_until_the_end(record: RunRecord, mark: str) -> None:
     record.report_injections()
 
 
-def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str) -> Start:
+def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str, sources: Path) -> Start:
     """Start the driver with the faults up to the next one that ends it, and wait for its end."""
     number = len(record.starts) + 1
     mine = _of_next_driver(pending)
-    variables = {RUN_MARK: mark, INJECTION_LOG: str(record.injections.path), JOURNALS: str(record.journals.absolute())}
+    variables = {RUN_MARK: mark, INJECTION_LOG: str(record.injections.path),
+                 JOURNALS: str(record.journals.absolute()), "PYTHONPATH": str(sources)}
     for fault in mine:
         variables |= kind_of(fault).environment(fault)
         kind_of(fault).driver_starts(record, fault)
@@ -96,7 +98,7 @@ def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str) -> Start
                *(["--resume"] if number > 1 else [])]
     began = time.time()
     with log.open("w") as out:
-        driver = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, process_group=0,
+        driver = subprocess.Popen(command, stdout=out, stderr=out, cwd=sources, process_group=0,
                                   env={**os.environ, **variables})
         try:
             wedged = _wait(driver, record, log)

@@ -1,0 +1,53 @@
+"""The witness attests sound runs, with faults too, and finds seeded defects that the ledger does not."""
+
+import pytest
+
+from chaos.campaign import Workspace
+from chaos.contradictions import contradictions, testimony_of
+from chaos.faults import Fault
+from chaos.invariants import Books
+from chaos.reward_service import reward_service
+from chaos.supervisor import run
+from tests.cluster.seeded_defects import sources_with
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+STEPS = 3
+FAULTS = [Fault(1, "generator_kill", 1), Fault(2, "policy_kill", 2), Fault(3, "driver_kill", 4),
+          Fault(4, "http_400", 5), Fault(5, "loss_nan", 6)]
+FOUND = {
+    "audit_disabled": "policy_learner, epoch 1 of its updates: 12 samples",
+    "key_dropped": "policy_learner, epoch 1 of its updates: ",
+    "batch_twice": "update 2 trained on 16 samples that the reward service did not score for it",
+    "stale_version": "update 3: log-probabilities of its samples differ",
+    "stale_bucket": "update 3: log-probabilities of its samples differ",
+}
+"""What the witness says of each defect, among other things."""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """Models, prompts, and a reward service."""
+    with reward_service() as service:
+        yield Workspace.make(tmp_path_factory.mktemp("witness") / "runs", service)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_run_with_faults_is_attested(workspace, max_staleness):
+    config, directory = workspace.configure(f"sound_{max_staleness}", 9, max_staleness)
+    record = run(config, directory, FAULTS, workspace.service)
+    said = testimony_of(record)
+    assert [start.code for start in record.starts] == [-9, 0] and record.injections.injected() == {1, 2, 3, 4, 5}
+    assert list(contradictions(record, Books.of(record), said)) == []
+    assert (said.trained, said.lost, said.duplicated) == (144, 0, 0) and said.not_applied and said.quarantined
+
+
+@pytest.mark.parametrize("defect, max_staleness", [*((defect, 0) for defect in FOUND),
+                                                   ("key_dropped", 1), ("batch_twice", 1)])
+def test_a_defect_is_found_by_the_witness_alone(workspace, tmp_path, defect, max_staleness):
+    config, directory = workspace.configure(f"{defect}_{max_staleness}", STEPS, max_staleness)
+    record = run(config, directory, (), workspace.service, sources=sources_with(defect, tmp_path / "sources"))
+    assert [start.code for start in record.starts] == [0], record.starts[-1].last_words()
+    books, said = Books.of(record), testimony_of(record)
+    assert (books.lost, books.duplicated) == (0, 0), "the ledger knows nothing of it"
+    assert any(problem.startswith(FOUND[defect]) for problem in said.problems), said.problems
+    assert bool(said.lost) is ("stale" not in defect)
