@@ -88,7 +88,8 @@ def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str, sources:
     number = len(record.starts) + 1
     mine = _of_next_driver(pending)
     variables = {RUN_MARK: mark, INJECTION_LOG: str(record.injections.path),
-                 JOURNALS: str(record.journals.absolute()), "PYTHONPATH": str(sources)}
+                 JOURNALS: str(record.journals.absolute()), "PYTHONPATH": os.pathsep.join(
+                     [str(sources), *filter(None, [os.environ.get("PYTHONPATH")])])}
     for fault in mine:
         variables |= kind_of(fault).environment(fault)
         kind_of(fault).driver_starts(record, fault)
