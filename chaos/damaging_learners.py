@@ -1,5 +1,5 @@
-"""The learners of runs with faults: as the real ones, bit for bit, unless they are ordered to do damage. They keep journals
-for the witness.
+"""The learners of runs with faults: as the real ones, bit for bit, unless they are ordered to do damage. They keep
+journals for the witness.
 """
 
 from __future__ import annotations
