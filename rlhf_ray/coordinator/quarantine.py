@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlhf_ray.errors import RewardError, UnscoredSamples, first_line
 from rlhf_ray.files.writer_thread import FileThread
-from rlhf_ray.files.writing import append_json_lines, write_atomically
+from rlhf_ray.files.writing import append_json_lines, truncate_lines
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import SampleKey, Unscored
 from rlhf_ray.replay.ledger import Ledger
@@ -28,7 +28,7 @@ class Quarantine:
 
     def __init__(self, ledger: Ledger, file: Path, limit: float, rows: int, warn: Callable[[str], None],
                  term: Term | None = None, thread: FileThread | None = None) -> None:
-        """Start with the samples in the ledger; lines of the file about other samples are removed.
+        """Start with the samples in the ledger; lines at the end of the file about other samples are removed.
 
         Args:
             limit: largest share of the prompts.
@@ -40,15 +40,12 @@ class Quarantine:
         self._ledger, self._file, self._limit, self._rows, self._warn = ledger, file, limit, rows, warn
         self._thread = thread
         self._allowed = max(1, int(limit * rows))
-        self._reasons: dict[int, str] = {}
-        """By row: the first reason."""
         known = ledger.quarantined()
-        self.samples = len(known)
+        self._reasons = dict(known.reasons)
+        """By row: the first reason."""
+        self.samples = known.samples
         """Samples set aside."""
-        for key, reason in known:
-            self._reasons.setdefault(key.row, reason)
-        if file.exists():
-            _keep_lines(file, {key.numbers for key, _ in known}, term)
+        truncate_lines(file, lambda line: SampleKey(*json.loads(line)["key"]) in known, term)
 
     def set_aside(self, keys: Sequence[SampleKey], error: UnscoredSamples) -> list[SampleKey]:
         """Quarantine the prompts of a chunk that have samples without a score; returns the other samples.
@@ -93,15 +90,3 @@ class Quarantine:
             f"reward.quarantine_limit={self._limit:g} lets {self._allowed} leave the run. The first:\n{listed}\n"
             "Fix the reward or the prompts (a missing score is never replaced by a default), or raise the limit, and "
             "--resume")
-
-
-def _keep_lines(file: Path, keys: set[tuple[int, ...]], term: Term | None) -> None:
-    """Keep only the lines of these samples; the last one may be torn."""
-    kept = []
-    for line in file.read_bytes().splitlines(keepends=True):
-        try:
-            if tuple(json.loads(line)["key"]) in keys:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
-    write_atomically(file, b"".join(kept), term)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from rlhf_ray.files.fsync import fsync_descriptor, fsync_path, operation
+
+PIECE = 2**18
+"""Bytes of a long file that are read at a time from its end."""
 
 
 class Owner(Protocol):
@@ -76,11 +79,59 @@ def append_json_lines(path: Path, rows: Iterable[Mapping[str, Any]], owner: Owne
             file.write(json_lines(rows))
 
 
-def _remove_torn_line(file: BinaryIO) -> None:
-    size = file.seek(0, os.SEEK_END)
-    if not size:
+def truncate_lines(path: Path, keep: Callable[[bytes], bool], owner: Owner | None = None) -> None:
+    """Remove the lines after the last one to keep; a file that is missing stays so. Reads no further than that line.
+
+    Args:
+        keep: whether a line is to be kept; a line for which it raises ValueError, KeyError or TypeError is not.
+        owner: of the run's directory, where the file lies in one.
+
+    Raises:
+        SupersededError: another driver owns the directory now; nothing is removed.
+    """
+    if not path.exists():
         return
-    file.seek(size - 1)
-    if file.read(1) != b"\n":
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
+    end = 0
+    for start, line in lines_from_end(path):
+        with suppress(ValueError, KeyError, TypeError):
+            if line.endswith(b"\n") and keep(line):
+                end = start + len(line)
+                break
+    with operation("truncate", path):
+        if owner is not None:
+            owner.check()
+        os.truncate(path, end)
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their line breaks, from the last (which may lack one) to the first, each with its
+    offset. Reads a piece at a time."""
+    with path.open("rb") as file:
+        start, first = file.seek(0, os.SEEK_END), b""
+        while start:
+            size = min(PIECE, start)
+            start -= size
+            file.seek(start)
+            read = file.read(size) + first
+            offset, (*whole, last) = start + len(read), read.split(b"\n")
+            lines = [line + b"\n" for line in whole] + ([last] if last else [])
+            first = lines[0]
+            for line in reversed(lines[1:]):
+                offset -= len(line)
+                yield offset, line
+        if first:
+            yield 0, first
+
+
+def _remove_torn_line(file: BinaryIO) -> None:
+    """Leave a file that is open for appending as long as its last line break is far."""
+    end = start = file.seek(0, os.SEEK_END)
+    while start:
+        size = 1 if start == end else min(PIECE, start)  # nearly always the last byte is a line break
+        start -= size
+        file.seek(start)
+        if (last := file.read(size).rfind(b"\n")) >= 0:
+            start += last + 1
+            break
+    if start < end:
+        file.truncate(start)

@@ -1,6 +1,8 @@
 """A run's numbers: one JSON row per step in metrics.jsonl, and the same numbers to every sink.
 
-The report and a resumed run read metrics.jsonl; the sinks only show it.
+The report and a resumed run read metrics.jsonl; the sinks only show it. The file of a long run ends at PART_BYTES, and
+metrics-00002.jsonl, metrics-00003.jsonl, ... follow it, so that a resume replaces, and an upload copies, the newest one
+alone.
 """
 
 from __future__ import annotations
@@ -8,20 +10,23 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import DataError
 from rlhf_ray.files.fsync import fsync_descriptor
-from rlhf_ray.files.writing import json_lines, write_atomically
+from rlhf_ray.files.writing import json_lines, lines_from_end, write_atomically
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sinks import open_sinks
 
 NOTHING = -1
 """The step after which the rows of a run that starts over are dropped: all rows. (Step 0 may have an evaluation.)"""
+PART_BYTES = 64 * 2**20
+"""Size from which on a file of metrics is followed by another one: some 25,000 steps."""
 
 
 class MetricsWriter:
@@ -39,16 +44,16 @@ class MetricsWriter:
 
         Raises:
             ConfigError: the package of a configured sink is missing.
-            DataError: metrics.jsonl is damaged elsewhere than in its last line.
+            DataError: metrics.jsonl is damaged in a row of a later step, elsewhere than in its last line.
         """
         run = RunDirectory(run_dir)
         run.path.mkdir(parents=True, exist_ok=True)
-        self._term = term
-        self.dropped = _truncate(run.metrics, resume_at, term)
-        """Rows that were dropped."""
+        self._run, self._term = run, term
+        self.dropped = _truncate(run, resume_at, term)
+        """Rows that were dropped, oldest first: their steps and what they count of faults."""
         self._sinks = open_sinks(run, logging, resume_at)
-        self._path = run.metrics
-        self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for as long as the run
+        self._path = (run.metrics_parts() or [run.metrics])[-1]
+        self._file = open(self._path, "ab")  # noqa: SIM115 - open for as long as the run
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one row and give it to the sinks. The row is on disk when this returns.
@@ -61,6 +66,10 @@ class MetricsWriter:
         """
         numbers = {name: _number(name, value) for name, value in values.items()}
         row = {"step": int(step), "time": round(time.time(), 3), **numbers}
+        if self._file.tell() >= PART_BYTES:
+            self._file.close()
+            self._path = self._run.metrics_part(len(self._run.metrics_parts()) + 1)
+            self._file = open(self._path, "ab")  # noqa: SIM115
         if self._term is not None:
             self._term.check()  # a row written just too late is lost: a successor replaces the file
         self._file.write(json_lines([row]))
@@ -78,36 +87,71 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl in the order written; [] without the file. Null stands for "not a finite number".
+    """All rows of a run; see `metric_rows`."""
+    return list(metric_rows(run_dir))
+
+
+def metric_rows(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a run's metrics.jsonl in the order written, one at a time; none without the file. Null stands for "not a
+    finite number".
 
     A last line that a crash left unfinished is skipped.
 
     Raises:
         DataError: another line is not a JSON object with a step.
     """
-    path = RunDirectory(run_dir).metrics
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        row = _parse(line)
-        if row is not None:
-            rows.append(row)
-        elif number < len(lines):
-            raise DataError(f"{path}, line {number}: not a metrics row: {line[:80]!r}. Remove the line to continue")
-    return rows
+    for path in RunDirectory(run_dir).metrics_parts():
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if (row := _parse(line)) is not None:
+                    yield row
+                elif line.endswith(b"\n"):
+                    raise _damaged(path, number, line)
 
 
-def _truncate(path: Path, last_step: int | None, term: Term | None) -> list[dict[str, Any]]:
-    """Rewrite the file without an unfinished last line, to which the next row would be appended, and without rows of
-    later steps, which are returned."""
-    if not path.exists():
-        return []
-    rows = read_metrics(path.parent)
-    kept = [row for row in rows if last_step is None or row["step"] <= last_step]
-    write_atomically(path, json_lines(kept), term)
-    return [row for row in rows if last_step is not None and row["step"] > last_step]
+def metric_rows_from_end(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """The same rows, newest first; reads no more of the file than it is asked for. Errors as in `metric_rows`."""
+    for path in reversed(RunDirectory(run_dir).metrics_parts()):
+        yield from (row for _, row in _rows_from_end(path))
+
+
+def _rows_from_end(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows of one file, newest first, and where each ends."""
+    for start, line in lines_from_end(path):
+        if (row := _parse(line)) is not None:
+            yield start + len(line), row
+        elif line.endswith(b"\n"):
+            with path.open("rb") as file:
+                ends = enumerate(accumulate(map(len, file)), start=1)
+                raise _damaged(path, next(number for number, end in ends if end > start), line)
+
+
+def _damaged(path: Path, number: int, line: bytes) -> DataError:
+    start = line.rstrip()[:80]
+    return DataError(f"{path}, line {number}: not a metrics row: {start!r}. Remove the line to continue")
+
+
+def _truncate(run: RunDirectory, last_step: int | None, term: Term | None) -> list[dict[str, Any]]:
+    """Remove an unfinished last line, to which the next row would be appended, and the rows of later steps, of which
+    the result has the steps and counts of faults. The newest file is replaced in any case: another driver may still
+    have the old one open."""
+    dropped: list[dict[str, Any]] = []
+    for path in reversed(run.metrics_parts()):
+        end = 0
+        for stop, row in _rows_from_end(path):
+            if last_step is None or row["step"] <= last_step:
+                end = stop
+                break
+            dropped.append({name: value for name, value in row.items() if name == "step" or name.startswith("faults/")})
+        if end or path == run.metrics:
+            with path.open("rb") as file:
+                rows = file.read(end)
+            write_atomically(path, rows if rows.endswith(b"\n") or not rows else rows + b"\n", term)
+            break
+        if term is not None:
+            term.check()
+        path.unlink()
+    return dropped[::-1]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

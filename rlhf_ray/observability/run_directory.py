@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,14 @@ class RunDirectory:
     def term(self) -> Term | None:
         """The term in which this process owns the directory; None in a process that only reads."""
         return self.ownership.term if self.ownership else None
+
+    def metrics_part(self, number: int) -> Path:
+        """The file of metrics with this number, from 1."""
+        return self.metrics if number == 1 else self.path / f"metrics-{number:05d}.jsonl"
+
+    def metrics_parts(self) -> list[Path]:
+        """The files of metrics that exist, oldest first."""
+        return list(takewhile(Path.exists, map(self.metrics_part, count(1))))
 
     def traces(self) -> list[str]:
         """Names of files of an earlier run that a new run would overwrite."""

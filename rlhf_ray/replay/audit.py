@@ -1,10 +1,9 @@
 """The invariants of a ledger: those that hold at any moment, and those of a finished run. Reads only.
 
 The first invariant, at any moment: the ledger's samples are those of the prompts that the data cursor has handed out
-by its recorded position, each once, and no others. The prompts are enumerated here (`Source`) by code that shares
-nothing with the cursor. A source's epoch is an order of its rows that follows from seed, epoch and source; epochs
-follow one another, and the position counts rows over all of them. So of a source of R rows at position p, epochs 0 to
-p // R - 1 are complete, and of the next one the first p mod R rows are handed out.
+by its recorded position, each once, and no others. The prompts are enumerated by code that shares nothing with the
+cursor (`prompt_order`). Those of each source's first prompts are archived, in blocks that were checked when they were
+archived (`archive`); the samples of all others have rows, which are checked here.
 
 During a run, a sample is open (admitted, leased, generated, scored), consumed, or settled: committed, not_applied or
 quarantined. After the run it is settled, or unused: it was under way or waited when the last update was made. At most
@@ -19,21 +18,20 @@ from __future__ import annotations
 import math
 import operator
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rlhf_ray.errors import LedgerError
-from rlhf_ray.replay.ledger_tables import OPEN, LedgerFacts, State, reading_errors
+from rlhf_ray.replay.ledger_tables import OPEN, SETTLED, LedgerFacts, State, archived_prompts, archived_updates, reading_errors
+from rlhf_ray.replay.prompt_order import Source, out_of_turn, sources
 
 SHOWN = 3
 """Examples in the message about a problem."""
-Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,11 @@ def counts(db: sqlite3.Connection) -> dict[str, int]:
     with reading_errors(db):
         samples = dict(db.execute("SELECT state, count(*) FROM samples GROUP BY state"))
         attempts = db.execute("SELECT count(*) FROM attempts").fetchone()[0]
-    return {**{state.value: samples.get(state, 0) for state in State}, "attempts given up": attempts}
+        *settled, given_up = db.execute(f"SELECT {', '.join(f'coalesce(sum({name}), 0)' for name in SETTLED)}, "
+                                        "coalesce(sum(attempts), 0) FROM archive").fetchone()
+    archived = dict(zip(SETTLED, settled, strict=True))
+    return {**{state.value: samples.get(state, 0) + archived.get(state, 0) for state in State},
+            "attempts given up": attempts + given_up}
 
 
 def require_sound(db: sqlite3.Connection, ended: bool) -> None:
@@ -70,8 +72,8 @@ def audit(db: sqlite3.Connection, ended: bool) -> list[Problem]:
         ended: the run has finished, so no sample may be open.
     """
     facts = LedgerFacts.read(db)
-    checks = [_states(db), _steps(db, facts), _staleness(db, facts), _groups(db, facts), _handed_out(db, facts),
-              _open(db, facts), _attempts(db)]
+    checks = [_samples(db, facts), _archive(db, facts), _steps(db, facts), _groups(db, facts), _handed_out(db, facts),
+              _open(db, facts)]
     if facts.max_staleness == 0:
         checks.append(_in_order(db, facts))
     if ended:
@@ -93,23 +95,62 @@ def _one_moment(db: sqlite3.Connection) -> Iterator[None]:
         db.rollback()
 
 
-def _states(db: sqlite3.Connection) -> Iterator[Problem]:
+def sample_invariants(facts: LedgerFacts) -> dict[str, str]:
+    """What holds for each sample at any moment, and the SQL condition of the samples that break it."""
     known = ", ".join(f"'{state}'" for state in State)
-    yield from _examples(db, "every sample is in a known state", f"state NOT IN ({known})")
-    yield from _examples(db, "a sample has a step exactly if an update was made with it",
-                         "(step IS NOT NULL) != (state IN ('consumed', 'committed', 'not_applied'))")
-    yield from _examples(db, "a sample that was quarantined, left unused, or not trained on by its update has a reason",
-                         "state IN ('quarantined', 'unused', 'not_applied') AND reason IS NULL")
+    return {
+        "every sample is in a known state": f"state NOT IN ({known})",
+        "a sample has a step exactly if an update was made with it":
+            "(step IS NOT NULL) != (state IN ('consumed', 'committed', 'not_applied'))",
+        "a sample that was quarantined, left unused, or not trained on by its update has a reason":
+            "state IN ('quarantined', 'unused', 'not_applied') AND reason IS NULL",
+        f"nothing older than {facts.max_staleness} versions was trained on, and nothing newer than the policy":
+            f"step IS NOT NULL AND (version IS NULL OR step - 1 - version > {facts.max_staleness} OR version > step - "
+            "1)",
+        "every row is one of the data set's": f"row < 0 OR row >= {sum(facts.source_rows)}",
+        "attempts of a sample are numbered consecutively":  # those given up, then the present one
+            "attempt != 1 + (SELECT count(*) FROM attempts AS a WHERE (a.epoch, a.row, a.sample) = (samples.epoch, "
+            "samples.row, samples.sample))",
+    }
+
+
+def _samples(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
+    for invariant, broken in sample_invariants(facts).items():
+        yield from _examples(db, invariant, broken)
+
+
+def _archive(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
+    """The archive has whole blocks without a gap, which are the samples of the archived prompts."""
+    blocks = db.execute("SELECT block, committed + not_applied + quarantined FROM archive ORDER BY block").fetchall()
+    if blocks != [(number, facts.samples_per_block) for number in range(1, len(blocks) + 1)]:
+        yield Problem(f"the archive has blocks of {facts.samples_per_block} samples without a gap",
+                      f"there are blocks of {_short([samples for _, samples in blocks])} samples, numbered "
+                      f"{_short([number for number, _ in blocks])}")
+    samples, archived = sum(samples for _, samples in blocks), archived_prompts(db)
+    if sum(archived) * facts.samples_per_prompt != samples:
+        yield Problem("the archive has the samples of the archived prompts",
+                      f"{samples} samples are in the archive, and {archived} prompts of each source with "
+                      f"{facts.samples_per_prompt} samples each are archived")
+    first = db.execute("SELECT min(rowid) FROM samples").fetchone()[0]
+    if blocks and first != samples + 1:
+        yield Problem("the samples after the archive have rows",
+                      f"{samples} samples are in the archive, and the first one with a row is number {first}")
 
 
 def _steps(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
     """Updates are numbered consecutively, each consumed a whole batch, and they are committed in order. Those that
     changed no weight are counted, and never committed."""
-    rows = db.execute("SELECT step, count(*), sum(state = 'committed'), sum(state = 'not_applied') FROM samples WHERE "
-                      "step IS NOT NULL GROUP BY step ORDER BY step").fetchall()
+    archived = archived_updates(db, facts)
+    by_step: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])  # samples, those committed, those not applied
+    for step, *numbers in (*((step, some + others, some, others) for step, some, others in archived.partial), *db.execute(
+            "SELECT step, count(*), sum(state = 'committed'), sum(state = 'not_applied') FROM samples WHERE step IS NOT "
+            "NULL GROUP BY step")):
+        by_step[step] = [before + more for before, more in zip(by_step[step], numbers, strict=True)]
+    rows = [(step, *by_step[step]) for step in sorted(by_step)]
     numbers = [step for step, *_ in rows]
-    if numbers != list(range(1, len(rows) + 1)):
-        yield Problem("updates are numbered 1, 2, 3, ... without a gap", f"there are updates {_short(numbers)}")
+    if numbers != list(range(archived.whole + 1, archived.whole + len(rows) + 1)):
+        yield Problem("updates are numbered 1, 2, 3, ... without a gap", f"there are updates {_short(numbers)}"
+                      + (f" after {archived.whole} in the archive" if archived.whole else ""))
     for step, samples, committed, skipped in rows:
         if samples != facts.samples_per_step:
             yield Problem("each update consumed one batch",
@@ -125,12 +166,6 @@ def _steps(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
     if whole != sorted(whole, reverse=True):
         yield Problem("updates are committed in order",
                       f"update {applied[whole.index(False)][0]} is not committed, a later one is")
-
-
-def _staleness(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
-    yield from _examples(db, f"nothing older than {facts.max_staleness} versions was trained on, and nothing newer than"
-                         " the policy", f"step IS NOT NULL AND (version IS NULL OR step - 1 - version > "
-                         f"{facts.max_staleness} OR version > step - 1)")
 
 
 def _groups(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
@@ -150,14 +185,15 @@ def _groups(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
 
 def _handed_out(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
     """The prompts in the ledger are those that the data cursor has handed out."""
-    position = _position(db, facts)
+    position, archived = _position(db, facts), archived_prompts(db)
+    if any(not 0 <= start <= out for start, out in zip(archived, position, strict=True)):
+        raise ValueError(f"of the {position} prompts that a cursor handed out, {archived} cannot be archived")
     if wrong := out_of_turn(facts, position):
         yield Problem("sources are handed out in proportion to their weights",
                       f"{position[wrong[0]]} of {sum(position)} prompts are of source {wrong[0]}, whose weight is "
                       f"{facts.weights[wrong[0]]:g} of {sum(facts.weights):g}")
-    for source in sources(facts, position):
+    for source in sources(facts, position, archived):
         yield from _source(db, source)
-    yield from _examples(db, "every row is one of the data set's", f"row < 0 OR row >= {sum(facts.source_rows)}")
 
 
 def _position(db: sqlite3.Connection, facts: LedgerFacts) -> list[int]:
@@ -173,7 +209,7 @@ def _source(db: sqlite3.Connection, source: Source) -> Iterator[Problem]:
     inside = (source.first, source.first + source.rows - 1)
     present = dict(db.execute("SELECT epoch, count(DISTINCT row) FROM samples WHERE row BETWEEN ? AND ? GROUP BY epoch",
                               inside).fetchall())
-    handed_out = (epoch for epoch in range(source.under_way + 1) if source.count(epoch))
+    handed_out = (epoch for epoch in source.epochs if source.count(epoch))
     absent = list(islice((epoch for epoch in handed_out if epoch not in present), SHOWN))
     missing, extra = [(epoch, int(row)) for epoch in absent for row in source.of(epoch)[:SHOWN]], []
     for epoch, number in sorted(present.items()):
@@ -203,8 +239,9 @@ def _open(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
 
 def _in_order(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
     """Without staleness, an update takes the next prompts of each source that are not quarantined."""
+    newest = archived_updates(db, facts).newest
     for source in sources(facts, _position(db, facts)):
-        latest, before = 0.0, (0, 0)
+        latest, before = float(newest), (0, 0)
         by_row: dict[tuple[int, int], float] = {
             (epoch, row): math.inf if step is None else step for epoch, row, step in db.execute(
                 "SELECT epoch, row, min(step) FROM samples WHERE row BETWEEN ? AND ? AND state != 'quarantined' GROUP "
@@ -220,15 +257,6 @@ def _in_order(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
                     return
                 if step > latest:
                     latest, before = step, (epoch, row)
-
-
-def _attempts(db: sqlite3.Connection) -> Iterator[Problem]:
-    """Attempts of a sample are numbered consecutively: those given up, then the present one."""
-    wrong = db.execute(
-        "SELECT epoch, row, sample, attempt FROM samples AS s WHERE attempt != 1 + (SELECT count(*) FROM attempts AS a "
-        "WHERE a.epoch = s.epoch AND a.row = s.row AND a.sample = s.sample) LIMIT ?", (SHOWN,)).fetchall()
-    if wrong:
-        yield Problem("attempts of a sample are numbered consecutively", f"{_named(wrong)} have other numbers")
 
 
 def _nothing_open(db: sqlite3.Connection) -> Iterator[Problem]:
@@ -258,58 +286,3 @@ def _prompts(rows: list[tuple[int, int]]) -> str:
 
 def _short(numbers: list[int]) -> str:
     return f"{numbers[:5]} ... {numbers[-1]}" if len(numbers) > 6 else str(numbers)
-
-
-@dataclass(frozen=True)
-class Source:
-    """One source of prompts."""
-
-    number: int
-    first: int
-    """Its first row."""
-    rows: int
-    handed_out: int
-    """Prompts handed out, over all its epochs."""
-    seed: int
-    shuffle: bool
-
-    @property
-    def under_way(self) -> int:
-        """The epoch that is being handed out."""
-        return self.handed_out // self.rows
-
-    def order(self, epoch: int) -> Rows:
-        """[rows] all rows of the source in the order of an epoch."""
-        places = np.arange(self.rows, dtype=np.int64)
-        if self.shuffle:
-            named = (self.seed, epoch, self.number)[: 3 if self.number else 2]
-            words = np.random.Philox(seed=list(named)).random_raw(self.rows)
-            places = np.lexsort((places, words))  # by word; equal words by place
-        return places + self.first
-
-    def of(self, epoch: int) -> Rows:
-        """The rows of an epoch that are handed out, in order."""
-        if 0 <= epoch < self.under_way:
-            return np.arange(self.first, self.first + self.rows, dtype=np.int64)
-        out = self.handed_out - self.under_way * self.rows if epoch == self.under_way else 0
-        return self.order(epoch)[:out] if out else np.empty(0, np.int64)
-
-    def count(self, epoch: int) -> int:
-        """How many rows of an epoch are handed out."""
-        return min(max(self.handed_out - epoch * self.rows, 0), self.rows) if epoch >= 0 else 0
-
-
-def sources(facts: LedgerFacts, position: Sequence[int]) -> Iterator[Source]:
-    """The sources of a run whose cursor is at `position`."""
-    first = 0
-    for number, (rows, out) in enumerate(zip(facts.source_rows, position, strict=True)):
-        yield Source(number, first, rows, out, facts.seed, facts.shuffle)
-        first += rows
-
-
-def out_of_turn(facts: LedgerFacts, position: Sequence[int]) -> list[int]:
-    """Sources whose number of turns is a whole turn or more away from their exact share of all turns."""
-    weights = [Fraction(str(weight)) for weight in facts.weights]
-    turns, total = sum(position), sum(weights)
-    return [n for n, (out, weight) in enumerate(zip(position, weights, strict=True))
-            if abs(out - turns * weight / total) >= 1]

@@ -12,10 +12,13 @@ generate it are numbered. Its life cycle:
 The cursor's position is written in one transaction with the samples it handed out, so that at any moment the ledger
 holds exactly these samples.
 
+Samples that are settled leave the table in blocks (`archive`), so that file and copy do not grow with the run.
+
 The running process keeps `ledger.sqlite` up to date, so that other processes can read it: with a write-ahead log on a
 file system of one machine, with a rollback journal on a shared one. A checkpoint holds a copy in which everything
 consumed is committed: manifest, weights, data cursor and ledger become valid by one rename. A resumed run starts from
-that copy; attempts made after it are recorded as lost.
+that copy; attempts made after it are recorded as lost (but for those at samples that have been archived since, which
+can only be where a checkpoint before the newest is resumed).
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,7 +40,19 @@ from rlhf_ray.files.fsync import flushing
 from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.ledger_tables import CREATE, OPEN, SCHEMA, UNDER_WAY, LedgerFacts, State, contents, reading_errors
+from rlhf_ray.replay.archive import archive_settled
+from rlhf_ray.replay.ledger_tables import (
+    CREATE,
+    OPEN,
+    SCHEMA,
+    UNDER_WAY,
+    LedgerFacts,
+    State,
+    archived_prompts,
+    contents,
+    reading_errors,
+)
+from rlhf_ray.replay.prompt_order import PromptPlaces
 
 LOCAL_FILE_SYSTEMS = frozenset({
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs", "tmpfs", "ramfs", "overlay",
@@ -54,6 +69,23 @@ UNMADE = "FROM samples WHERE state IN ('leased', 'generated')"
 """Samples whose experience is incomplete; a checkpoint holds the bytes of those that are scored."""
 
 Change = Callable[[sqlite3.Connection], Any]
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """The samples of a ledger that were set aside."""
+
+    samples: int
+    """Their number."""
+    reasons: dict[int, str]
+    """First reason by row of the data."""
+    keys: frozenset[SampleKey]
+    """Those that are not archived."""
+    archived: dict[int, int]
+    """Row of a prompt with archived ones -> the last epoch in which it has some."""
+
+    def __contains__(self, key: SampleKey) -> bool:
+        return key in self.keys or key.epoch <= self.archived.get(key.row, -1)
 
 
 class Ledger:
@@ -92,6 +124,7 @@ class Ledger:
                 self._db.execute("PRAGMA locking_mode=NORMAL")
             self._db.execute("PRAGMA synchronous=NORMAL")  # survives the process; a checkpoint's copy is flushed
             check_ledger(self._db, self.path)
+            self._places = PromptPlaces(LedgerFacts.read(self._db))
         if term is not None:
             self._apply([lambda db: db.execute("INSERT OR REPLACE INTO facts VALUES ('term', ?)", (term.number,))])
 
@@ -105,7 +138,7 @@ class Ledger:
             with closing(sqlite3.connect(path)) as db:
                 db.executescript(CREATE)
                 db.executemany("INSERT INTO facts VALUES (?, ?)", [("schema", SCHEMA), *facts.rows()])
-                db.executemany("INSERT INTO cursor VALUES (?, 0)", [(n,) for n in range(len(facts.source_rows))])
+                db.executemany("INSERT INTO cursor VALUES (?, 0, 0)", [(n,) for n in range(len(facts.source_rows))])
                 db.commit()
         except sqlite3.Error as error:
             raise LedgerError(f"{path} cannot be created: {error}; check the directory and the free space") from error
@@ -136,7 +169,9 @@ class Ledger:
                        (LOST,))
             db.execute("UPDATE samples SET state = ?, version = NULL, worker = NULL WHERE rowid IN (SELECT rowid "
                        f"{UNMADE})", (State.ADMITTED,))
-            db.executemany("INSERT OR IGNORE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?)", lost)
+            archived = archived_prompts(db)
+            db.executemany("INSERT OR IGNORE INTO attempts VALUES (?, ?, ?, ?, ?, ?, ?)", (
+                (epoch, row, *more) for epoch, row, *more in lost if not ledger._places.precedes(epoch, row, archived)))
             db.execute("UPDATE samples SET attempt = 1 + (SELECT count(*) FROM attempts AS a WHERE (a.epoch, a.row, "
                        "a.sample) = (samples.epoch, samples.row, samples.sample)) WHERE state IN (?, ?)",
                        (State.SCORED, State.ADMITTED))
@@ -148,9 +183,15 @@ class Ledger:
         """Record the samples of prompts that the data cursor has handed out, and its new position: prompts handed out
         of each source, over all its epochs."""
         rows = [(*key.numbers, State.ADMITTED) for key in keys]
+        prompts = dict.fromkeys(row[:2] for row in rows)
         counts = [(count, source) for source, count in enumerate(position)]
 
         def change(db: sqlite3.Connection) -> None:
+            if any(archived := archived_prompts(db)):
+                for epoch, row in prompts:
+                    if self._places.precedes(epoch, row, archived):
+                        raise LedgerError(f"{self.path}: row {row} of epoch {epoch} was admitted twice: its samples "
+                                          "are in the archive. This is a bug; report it")
             db.executemany(
                 "INSERT INTO samples (epoch, row, sample, attempt, state) VALUES (?1, ?2, ?3, 1 + (SELECT "
                 "count(*) FROM attempts WHERE epoch = ?1 AND row = ?2 AND sample = ?3), ?4)", rows)
@@ -182,11 +223,17 @@ class Ledger:
         """Set the samples aside; no attempt follows."""
         self._move(keys, State.QUARANTINED, UNDER_WAY, reason=reason)
 
-    def quarantined(self) -> list[tuple[SampleKey, str]]:
-        """Samples that were set aside, with their reasons."""
+    def quarantined(self) -> Quarantined:
+        """The samples that were set aside."""
         rows = self._db.execute("SELECT epoch, row, sample, reason FROM samples WHERE state = ? ORDER BY 1, 2, 3",
-                                (State.QUARANTINED,))
-        return [(SampleKey(*key), reason) for *key, reason in rows]
+                                (State.QUARANTINED,)).fetchall()
+        archived = self._db.execute("SELECT row, epoch, reason FROM archived_quarantine").fetchall()
+        number, = self._db.execute("SELECT coalesce(sum(quarantined), 0) FROM archive").fetchone()
+        reasons = {row: reason for row, _, reason in archived}
+        for _, row, _, reason in rows:
+            reasons.setdefault(row, reason)
+        return Quarantined(number + len(rows), reasons, frozenset(SampleKey(*key) for *key, _ in rows),
+                           {row: epoch for row, epoch, _ in archived})
 
     def open_keys(self) -> set[SampleKey]:
         """The samples that no update has consumed yet."""
@@ -230,8 +277,13 @@ class Ledger:
         return done
 
     def mark_committed(self, step: int | None = None) -> None:
-        """A checkpoint is complete: mark everything consumed by updates up to `step` (all if None) as committed."""
-        self._write(self._owned(lambda db: _commit_consumed(db, step)))
+        """A checkpoint is complete: mark everything consumed by updates up to `step` (all if None) as committed, and
+        archive what is settled."""
+        self._write(self._owned(lambda db: self._settle(db, step)))
+
+    def _settle(self, db: sqlite3.Connection, step: int | None = None) -> None:
+        _commit_consumed(db, step)
+        archive_settled(db, self._places)
 
     async def settled(self) -> None:
         """Wait until every change queued so far is made."""
@@ -264,7 +316,7 @@ class Ledger:
             self._db.backup(target)
             target.execute("PRAGMA journal_mode=DELETE")
             with target:
-                _commit_consumed(target)
+                self._settle(target)
 
     def _copy_at_mark(self, copy: Path) -> None:
         """Copy the ledger as of the changes queued before its mark."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from rlhf_ray.errors import LedgerError
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from rlhf_ray.config.training_loop import CoordinatorConfig
     from rlhf_ray.data.cursor import PromptCursor
 
-SCHEMA = 2
+SCHEMA = 3
+BLOCK_SAMPLES = 32_768
+"""Most samples of a block of the archive. A run of fewer than twice as many keeps the row of every sample."""
 
 # Samples are stored in order of admission (a rowid table), because they change in that order. Stored by key, in the
 # shuffled order of the data, each would be on another page, and a change of a chunk would write a page per sample.
@@ -25,9 +27,10 @@ CREATE = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value);
 CREATE TABLE cursor (          -- position of the data cursor
     source INTEGER PRIMARY KEY,
-    handed_out INTEGER NOT NULL  -- prompts of this source, over all its epochs
+    handed_out INTEGER NOT NULL,  -- prompts of this source, over all its epochs
+    archived INTEGER NOT NULL DEFAULT 0  -- how many of these, from the first on, have their samples in the archive
 );
-CREATE TABLE samples (
+CREATE TABLE samples (         -- those that are not archived; rowid: number of the admission, from 1
     epoch INTEGER, row INTEGER, sample INTEGER,
     attempt INTEGER NOT NULL,  -- from 1; the next one while it is admitted
     state TEXT NOT NULL,
@@ -37,7 +40,6 @@ CREATE TABLE samples (
     reason TEXT,               -- of a quarantine, of an update that changed nothing, and of an unused sample
     PRIMARY KEY (epoch, row, sample)
 );
-CREATE INDEX by_step ON samples (step);
 CREATE TABLE attempts (        -- given up
     epoch INTEGER, row INTEGER, sample INTEGER, attempt INTEGER,
     state TEXT NOT NULL,       -- the last one it reached
@@ -45,6 +47,21 @@ CREATE TABLE attempts (        -- given up
     reason TEXT NOT NULL,
     PRIMARY KEY (epoch, row, sample, attempt)
 ) WITHOUT ROWID;
+CREATE TABLE archive (         -- see `archive`
+    block INTEGER PRIMARY KEY, -- from 1; samples_per_block samples each
+    committed INTEGER NOT NULL, not_applied INTEGER NOT NULL, quarantined INTEGER NOT NULL,  -- samples
+    attempts INTEGER NOT NULL, -- given up
+    digest TEXT NOT NULL       -- of its samples in the order of admission
+);
+CREATE TABLE archived_steps (  -- updates with archived samples, but for the first ones that are archived whole
+    step INTEGER PRIMARY KEY,
+    committed INTEGER NOT NULL, not_applied INTEGER NOT NULL  -- archived samples
+);
+CREATE TABLE archived_quarantine (
+    row INTEGER PRIMARY KEY,   -- of a prompt with quarantined samples in the archive
+    epoch INTEGER NOT NULL,    -- the last one in which it was quarantined
+    reason TEXT NOT NULL       -- in the first one
+);
 """
 
 
@@ -66,6 +83,8 @@ UNDER_WAY = (State.LEASED, State.GENERATED, State.SCORED)
 """States of samples with an attempt under way."""
 OPEN = (State.ADMITTED, *UNDER_WAY)
 """States of samples that no update has consumed yet."""
+SETTLED = (State.COMMITTED, State.NOT_APPLIED, State.QUARANTINED)
+"""States that a sample never leaves."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +103,13 @@ class LedgerFacts:
     """Whether the rows of an epoch are shuffled."""
     weights: tuple[float, ...]
     """Of each source: prompts are taken in proportion to these."""
+    block_samples: int = BLOCK_SAMPLES
+    """Most samples of a block of the archive; at least those of a prompt."""
+
+    @property
+    def samples_per_block(self) -> int:
+        """Samples of a block of the archive: those of whole prompts."""
+        return max(1, self.block_samples // self.samples_per_prompt) * self.samples_per_prompt
 
     def rows(self) -> Iterator[tuple[str, Any]]:
         """As rows of the table `facts`."""
@@ -126,6 +152,40 @@ def reading_errors(db: sqlite3.Connection) -> Iterator[None]:
             path = db.execute("PRAGMA database_list").fetchone()[2]
             raise LedgerError(f"{path} cannot be read: {error}") from error
         raise LedgerError(f"the ledger cannot be read: {error}") from error
+
+
+def archived_prompts(db: sqlite3.Connection) -> list[int]:
+    """Prompts of each source whose samples are in the archive: the first ones, over all its epochs."""
+    return [count for (count,) in db.execute("SELECT archived FROM cursor ORDER BY source")]
+
+
+class ArchivedUpdates(NamedTuple):
+    """The updates with samples in the archive."""
+
+    whole: int
+    """Updates 1 to `whole` are archived whole, and counted nowhere else."""
+    partial: list[tuple[int, int, int]]
+    """Later ones: number, archived samples that are committed, and that are not_applied."""
+
+    @property
+    def newest(self) -> int:
+        """The highest number; 0 without one."""
+        return self.partial[-1][0] if self.partial else self.whole
+
+
+def archived_updates(db: sqlite3.Connection, facts: LedgerFacts) -> ArchivedUpdates:
+    """The updates with samples in the archive of a ledger.
+
+    Raises:
+        ValueError: the archive's counts contradict each other.
+    """
+    partial = db.execute("SELECT step, committed, not_applied FROM archived_steps ORDER BY step").fetchall()
+    consumed = db.execute("SELECT coalesce(sum(committed + not_applied), 0) FROM archive").fetchone()[0]
+    whole, rest = divmod(consumed - sum(some + others for _, some, others in partial), facts.samples_per_step)
+    if rest or whole < 0:
+        raise ValueError(f"{consumed} samples in the archive were consumed by updates, which does not agree with the "
+                         f"updates {partial} and others of {facts.samples_per_step} samples")
+    return ArchivedUpdates(whole, partial)
 
 
 def contents(db: sqlite3.Connection) -> list[tuple[str, str, str | None]]:

@@ -34,9 +34,11 @@ def resumed_run(whole, configure, sections, tmp_path_factory):
 
 
 def samples(directory):
-    """What the ledger says of every sample, but for who drew it and at which attempt."""
+    """What the ledger says of every sample, but for who drew it and at which attempt; of those that are archived (none
+    in a run of fewer than 65,536), the digests of the same."""
     with closing(open_for_reading(directory / "ledger.sqlite")) as db:
-        return db.execute("SELECT epoch, row, sample, state, version, step FROM samples ORDER BY 1, 2, 3").fetchall()
+        rows = db.execute("SELECT epoch, row, sample, state, version, step FROM samples ORDER BY 1, 2, 3").fetchall()
+        return rows + db.execute("SELECT block, digest FROM archive ORDER BY block").fetchall()
 
 
 def steps(directory):

@@ -48,6 +48,25 @@ def test_it_tells_the_story_of_a_prompt(command_line, run):
     assert "has not reached row 7" in command_line("ledger", str(run), "--prompt", "7").out
 
 
+def test_of_an_archived_prompt_it_tells_the_epochs(command_line, tmp_path):
+    facts = LedgerFacts(2, 1, 0, (3,), 0, False, (1.0,), block_samples=1)
+    ledger = Ledger.create(tmp_path / "ledger.sqlite", facts)
+    for step in range(1, 6):
+        keys = [SampleKey(*divmod(place, 3), 0) for place in (2 * step - 2, 2 * step - 1)]
+        begin(ledger, keys, step - 1)
+        ledger.generated(keys, "generator/0")
+        ledger.scored(keys, step - 1)
+        ledger.consumed(keys, step)
+        ledger.mark_committed()
+    ledger.close()
+    lines = {row: command_line("ledger", str(tmp_path), "--prompt", str(row)).out.splitlines() for row in (0, 1, 3)}
+    assert [line.split(": ")[0] for line in lines[0]] == ["epoch 0 to 2", "epoch 3, sample 0"]
+    assert [line.split(": ")[0] for line in lines[1]] == ["epoch 0 to 2"]
+    assert "has not reached row 3" in lines[3][0]
+    told = command_line("ledger", str(tmp_path), "--check").out.splitlines()
+    assert told[5].split() == ["committed", "10"] and told[-1] == "ledger audit passed"
+
+
 def test_an_audit_that_finds_something_lists_it_and_exits_with_1(command_line, run):
     with closing(sqlite3.connect(run / "ledger.sqlite")) as db, db:
         db.execute("DELETE FROM samples WHERE row = 1")

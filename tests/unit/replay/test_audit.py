@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.audit import audit, sources
+from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
-from rlhf_ray.replay.ledger_tables import LedgerFacts
+from rlhf_ray.replay.ledger_tables import BLOCK_SAMPLES, LedgerFacts
+from rlhf_ray.replay.prompt_order import sources
 from tests.unit.replay.ledgers import FACTS, begin
 from tests.unit.replay.simulated_run import SimulatedRun
 
@@ -108,11 +109,11 @@ def test_a_prompt_dropped_for_ever_is_missed_although_another_epochs_is_trained_
 
 
 FACTS_OF_A_RUN = st.builds(
-    lambda staleness, per_prompt, prompts, data, seed, shuffle: LedgerFacts(
-        prompts * per_prompt, per_prompt, staleness, data[0], seed, shuffle, data[1]),
+    lambda staleness, per_prompt, prompts, data, seed, shuffle, block: LedgerFacts(
+        prompts * per_prompt, per_prompt, staleness, data[0], seed, shuffle, data[1], block),
     st.integers(0, 2), st.integers(1, 2), st.integers(1, 3),
     st.sampled_from([((3,), (1.0,)), ((8,), (1.0,)), ((4, 3), (1.0, 1.0)), ((2, 7, 3), (0.2, 0.7, 0.1))]),
-    st.integers(0, 5), st.booleans())
+    st.integers(0, 5), st.booleans(), st.sampled_from([1, 5, BLOCK_SAMPLES]))
 MANY = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 EVENTS = st.lists(st.sampled_from(["train", "train", "move", "save", "die"]), max_size=14)
 
@@ -132,7 +133,7 @@ def test_whatever_happens_to_a_run_its_ledger_adds_up(tmp_path_factory, facts, e
         assert problems(run.path, ended=False) == []
     assert problems(run.end()) == []
     with closing(open_for_reading(run.path)) as db:
-        trained = db.execute("SELECT count(*) FROM samples WHERE step IS NOT NULL").fetchone()[0]
+        trained = counts(db)["committed"]
     assert trained == facts.samples_per_step * run.step
 
 

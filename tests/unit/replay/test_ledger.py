@@ -119,7 +119,7 @@ def test_what_was_admitted_after_the_copy_and_never_begun_is_no_attempt(ledger, 
     begin(ledger, keys(1))
     again = Ledger.resume(ledger.path, tmp_path / "copy.sqlite", FACTS)
     assert {row[1] for row in table(again.path, "attempts")} == {1} and table(again.path) == []
-    assert table(again.path, "cursor") == [(0, 0), (1, 0)] and not wrong(again.path)
+    assert table(again.path, "cursor") == [(0, 0, 0), (1, 0, 0)] and not wrong(again.path)
 
 
 def test_whole_experience_that_was_given_up_after_the_copy_goes_on_under_a_number_of_its_own(ledger, tmp_path):
