@@ -29,7 +29,7 @@ from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
-from rlhf_ray.observability.run_directory import SampleWriter
+from rlhf_ray.observability.sample_texts import SampleWriter
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_state import BufferStats, Lease

@@ -16,12 +16,14 @@ from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.bottleneck import diagnosis
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.html_page import ASSETS, Tile, page
-from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.observability.metrics import metric_rows
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
 from rlhf_ray.observability.report_profile import profiles
-from rlhf_ray.observability.run_directory import RunDirectory, sample_parts
+from rlhf_ray.observability.row_means import ROWS, thinned
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.sample_texts import some_rollouts
 from rlhf_ray.observability.tables import changes, workers_text
 
 KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "sft": "Supervised fine-tuning",
@@ -78,7 +80,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None, term: Term
         DataError: the directory holds neither metrics nor a configuration, or one of the files is damaged.
     """
     run, context = RunDirectory(run_dir), context or ReportContext()
-    rows = read_metrics(run.path)
+    rows = thinned(metric_rows(run.path))
     if not rows and not run.config.exists():
         raise DataError(f"{run.path} holds no run: it has neither {run.metrics.name} nor {run.config.name}; name a "
                         "stage's run.dir")
@@ -92,7 +94,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None, term: Term
         lead=context.description or _lead(rows, summary), facts=_facts(config), tiles=_tiles(rows),
         notes=(*context.notes, *_endings(summary), *_losses(run), *_speed(rows, config)),
         changes=changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after"))),
-        texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=_rollouts(run.samples),
+        texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=some_rollouts(run.samples),
         workers=workers_text(run.status), config=config_text,
         summary=json.dumps(summary, indent=2, ensure_ascii=False) if summary else "")
     write_atomically(run.report, text.encode(), term)
@@ -157,7 +159,8 @@ def _lead(rows: Rows, summary: Mapping[str, Any]) -> str:
     if not rows:
         return in_a_sentence(summary) if summary else "No step has been finished yet."
     steps = max(row["step"] for row in rows)
-    seconds = sum(series(rows, "time/step")[1]) or rows[-1].get("time", 0) - rows[0].get("time", 0)
+    seconds = sum(row["time/step"] * row.get(ROWS, 1) for row in rows if row.get("time/step")) or (
+        rows[-1].get("time", 0) - rows[0].get("time", 0))
     return f"{steps:,} step{'' if steps == 1 else 's'} in {duration(seconds)}."
 
 
@@ -193,14 +196,3 @@ def _tiles(rows: Rows) -> list[Tile]:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _rollouts(samples: Path, per_step: int = 3) -> list[dict[str, Any]]:
-    """Rows of the first, the middle and the last step that saved rollouts."""
-    parts = sample_parts(samples)
-    if not parts:
-        return []
-    import pyarrow.parquet as pq
-
-    chosen = dict.fromkeys((parts[0], parts[len(parts) // 2], parts[-1]))
-    return [row for part in chosen for row in pq.read_table(part).to_pylist()[:per_step]]

@@ -146,52 +146,6 @@ class RunDirectory:
         return target
 
 
-class SampleWriter:
-    """Rollouts as text, one parquet part a step: `samples/step_000012.parquet`."""
-
-    COLUMNS = ("step", "prompt", "response", "score", "kl", "gold")
-
-    def __init__(self, directory: Path, resume_at: int | None = None, term: Term | None = None) -> None:
-        """On resume at step k the parts of later steps are removed: those steps will be made again.
-
-        Args:
-            term: ownership term of the run's directory.
-        """
-        self.directory, self._term = directory, term
-        directory.mkdir(parents=True, exist_ok=True)
-        if resume_at is not None:
-            for part in sample_parts(directory):
-                if _step_of(part) > resume_at:
-                    part.unlink()
-
-    def write(self, step: int, samples: Sequence[dict[str, Any]]) -> Path | None:
-        """Write one step's rows. Keys are COLUMNS, null when missing, and any numeric ones besides (the components of
-        the score, `reward/NAME`). None when there are no rows."""
-        if not samples:
-            return None
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        more = [name for name in samples[0] if name not in self.COLUMNS]
-        kinds = {"step": pa.int64(), "prompt": pa.string(), "response": pa.string()}
-        schema = pa.schema([(name, kinds.get(name, pa.float32())) for name in (*self.COLUMNS, *more)])
-        rows = [{**sample, "step": step} for sample in samples]
-        buffer = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(rows, schema=schema), buffer)
-        target = self.directory / f"step_{step:06d}.parquet"
-        write_atomically(target, buffer.getvalue().to_pybytes(), self._term)
-        return target
-
-
-def sample_parts(directory: Path) -> list[Path]:
-    """The parquet parts of a samples/ folder, by step."""
-    return sorted(directory.glob("step_*.parquet"), key=_step_of)
-
-
-def _step_of(part: Path) -> int:
-    return int(part.stem.removeprefix("step_"))
-
-
 def _finite(value: Any) -> Any:
     """`value` with every float that JSON cannot hold replaced by None."""
     if isinstance(value, dict):

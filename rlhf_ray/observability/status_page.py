@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, diagnosis, mean
 from rlhf_ray.observability.control_files import SILENT_S
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metric_catalogue import readable
-from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.observability.metrics import metric_rows_from_end
 from rlhf_ray.observability.owner_record import ProcessIdentity, day_and_time, read_owner
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
@@ -26,6 +27,8 @@ from rlhf_ray.observability.tables import workers_table
 
 RECENT_STEPS = 20
 """Number of steps over which shares of time are averaged."""
+RECENT_ROWS = 10 * RECENT_STEPS
+"""Rows of metrics that are read: those of steps, and of the evaluations between them."""
 GONE = "is gone (--resume continues the run)"
 SMALLEST = 0.005
 """Shares below this are not shown."""
@@ -38,7 +41,7 @@ def status_page(path: Path) -> RenderableType:
         DataError: the directory holds no run, or its files are damaged.
     """
     run = RunDirectory(path)
-    rows = read_metrics(path)
+    rows = list(islice(metric_rows_from_end(path), RECENT_ROWS))[::-1]
     live, summary = _live(run), _summary(run)
     if not rows and not live and summary:
         return Text(f"{path}: {in_a_sentence(summary)}")

@@ -24,7 +24,8 @@ from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
-from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.sample_texts import SampleWriter
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, discard
 from rlhf_ray.replay.ledger_tables import LedgerFacts

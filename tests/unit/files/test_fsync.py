@@ -14,7 +14,8 @@ from rlhf_ray.failpoints import VARIABLE, hanging
 from rlhf_ray.files import fsync
 from rlhf_ray.files.fsync import Progress, fsync_path, progress, work_for
 from rlhf_ray.observability.metrics import MetricsWriter
-from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.sample_texts import SampleWriter
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.async_checkpoint import AsyncCheckpointWriter

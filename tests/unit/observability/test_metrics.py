@@ -7,7 +7,8 @@ import pytest
 
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import DataError
-from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
+from rlhf_ray.observability import metrics
+from rlhf_ray.observability.metrics import MetricsWriter, metric_rows_from_end, read_metrics
 
 FILE_ONLY = LoggingConfig(tensorboard=False, ray_metrics=False)
 
@@ -111,3 +112,47 @@ def test_closing_twice_is_no_error(tmp_path):
     writer = MetricsWriter(tmp_path, LoggingConfig(tensorboard=True, ray_metrics=True))
     writer.close()
     writer.close()
+
+
+@pytest.fixture
+def small_parts(monkeypatch):
+    monkeypatch.setattr(metrics, "PART_BYTES", 150)  # three rows
+
+
+def test_a_long_file_goes_on_in_others_which_are_read_as_one(tmp_path, small_parts):
+    write_steps(tmp_path, range(1, 9))
+    assert [len(path.read_bytes().splitlines()) for path in sorted(tmp_path.iterdir())] == [3, 2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics-00002.jsonl", "metrics-00003.jsonl",
+                                                                "metrics.jsonl"]
+    assert [r["step"] for r in read_metrics(tmp_path)] == [*range(1, 9)]
+    assert [r["step"] for r in metric_rows_from_end(tmp_path)] == [*range(8, 0, -1)]
+
+
+@pytest.mark.parametrize("saved", range(-1, 10))
+def test_a_run_of_several_files_resumes_after_any_of_its_rows(tmp_path, small_parts, saved):
+    write_steps(tmp_path, range(1, 10))
+    dropped = write_steps(tmp_path, range(max(saved, 0) + 1, 12), resume_at=saved).dropped
+    assert [r["step"] for r in dropped] == [*range(max(saved, 0) + 1, 10)]
+    assert [r["step"] for r in read_metrics(tmp_path)] == [*range(1, 12)]
+
+
+def test_a_resume_replaces_the_newest_file_alone_and_reads_no_row_before_its_own(tmp_path, small_parts):
+    write_steps(tmp_path, range(1, 9))
+    first = tmp_path / "metrics.jsonl"
+    first.write_bytes(b"garbage" + first.read_bytes())
+    old = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    write_steps(tmp_path, (8,), resume_at=7)
+    new = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+    assert {name for name in new if new[name] != old[name]} == {"metrics-00003.jsonl"}
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1: .*garbage"):
+        read_metrics(tmp_path)
+
+
+def test_damage_found_from_the_end_is_named_by_its_line(tmp_path):
+    write_steps(tmp_path, (1, 2, 3))
+    path = tmp_path / "metrics.jsonl"
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + b"garbage\n" + third)
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: .*garbage"):
+        write_steps(tmp_path, (), resume_at=1)
+    assert path.read_bytes() == first + b"garbage\n" + third

@@ -15,7 +15,8 @@ from rlhf_ray.observability.html_page import ASSETS, figures_json
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.report import ReportContext, write_report
 from rlhf_ray.observability.report_charts import MAX_BARS, MAX_POINTS, Chart, charts_of, running_mean, series, thin
-from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.sample_texts import SampleWriter
 
 FILE_ONLY = LoggingConfig(tensorboard=False, ray_metrics=False)
 EVIL = '</script><script>alert("x")</script><img src=http://evil.example/x>'

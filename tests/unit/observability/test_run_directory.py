@@ -5,12 +5,12 @@ import os
 import socket
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.observability.run_directory import RunDirectory, SampleWriter, sample_parts
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.sample_texts import SampleWriter
 
 
 def test_naming_touches_nothing(tmp_path):
@@ -79,32 +79,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     assert os.listdir(tmp_path) == ["summary.json"]
 
 
-def test_samples_come_back_with_missing_numbers_as_null(tmp_path):
-    rows = [{"prompt": "p", "response": "r", "score": 0.5, "kl": 1.25}, {"prompt": "q", "response": "", "gold": -1.0}]
-    part = SampleWriter(tmp_path / "samples").write(12, rows)
-    assert part.name == "step_000012.parquet"
-    assert pq.read_table(part).to_pylist() == [
-        {"step": 12, "prompt": "p", "response": "r", "score": 0.5, "kl": 1.25, "gold": None},
-        {"step": 12, "prompt": "q", "response": "", "score": None, "kl": None, "gold": -1.0},
-    ]
-
-
-def test_numbers_beside_the_usual_ones_get_columns_of_their_own(tmp_path):
-    rows = [{"prompt": "p", "response": "r", "score": 0.5, "reward/a": 1.0, "reward/b": -0.5}]
-    part = SampleWriter(tmp_path / "samples").write(3, rows * 2)
-    row = {"step": 3, "prompt": "p", "response": "r", "score": 0.5, "kl": None, "gold": None,
-           "reward/a": 1.0, "reward/b": -0.5}
-    assert pq.read_table(part).to_pylist() == [row, row]
-
-
-def test_samples_of_steps_after_the_resumed_one_are_dropped(tmp_path):
-    first = SampleWriter(tmp_path)
-    for step in (1, 2, 10, 1_000_001):
-        first.write(step, [{"prompt": "p", "response": "r"}])
-    SampleWriter(tmp_path, resume_at=2)
-    assert [p.name for p in sample_parts(tmp_path)] == ["step_000001.parquet", "step_000002.parquet"]
-
-
 def test_what_a_killed_run_had_begun_to_write_is_removed(tmp_path, monkeypatch):
     run = RunDirectory.create(tmp_path / "run")
     SampleWriter(run.samples).write(1, [{"prompt": "p", "response": "r"}])
@@ -117,8 +91,3 @@ def test_what_a_killed_run_had_begun_to_write_is_removed(tmp_path, monkeypatch):
     with run.owned():
         assert [part.name for part in run.samples.iterdir()] == ["step_000001.parquet"]
         assert {file.name for file in run.path.glob(".*")} == {".gitignore", ".mine.json"}
-
-
-def test_no_rows_make_no_part(tmp_path):
-    assert SampleWriter(tmp_path).write(1, []) is None
-    assert list(tmp_path.iterdir()) == []
