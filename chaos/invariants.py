@@ -160,8 +160,8 @@ def _named(record: RunRecord) -> list[dict[str, Any]]:
 
 def _quarantined(record: RunRecord) -> set[int]:
     with closing(open_for_reading(RunDirectory(record.directory).ledger)) as db:
-        return {row for (row,) in db.execute("SELECT row FROM samples WHERE state = 'quarantined' UNION SELECT row FROM "
-                                             "archived_quarantine")}
+        return {row for (row,) in db.execute(
+            "SELECT row FROM samples WHERE state = 'quarantined' UNION SELECT row FROM archived_quarantine")}
 
 
 def _begins(prompt: str, line: dict[str, Any]) -> bool:

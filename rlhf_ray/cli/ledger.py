@@ -51,7 +51,7 @@ def _print_counts(db: "sqlite3.Connection") -> None:
 
 
 def _print_attempts(db: "sqlite3.Connection", row: int) -> None:
-    """Every attempt at the samples of one prompt, by epoch and sample; those of archived epochs have left the ledger."""
+    """Every attempt at the samples of one prompt, by epoch and sample, and the number of its archived epochs."""
     from rlhf_ray.replay.prompt_order import archived_epochs
 
     if epochs := archived_epochs(db, row):

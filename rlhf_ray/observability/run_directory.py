@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count, takewhile
 from pathlib import Path

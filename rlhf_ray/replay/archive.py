@@ -82,8 +82,9 @@ def _archive_block(db: sqlite3.Connection, facts: LedgerFacts, places: PromptPla
     db.executemany("UPDATE cursor SET archived = ? WHERE source = ?",
                    [(count, source) for source, count in enumerate(position)])
     db.execute("INSERT INTO archived_steps SELECT step, sum(state = 'committed'), sum(state = 'not_applied') FROM "
-               "samples WHERE rowid BETWEEN ? AND ? AND step IS NOT NULL GROUP BY step ON CONFLICT (step) DO UPDATE SET "
-               "committed = committed + excluded.committed, not_applied = not_applied + excluded.not_applied", inside)
+               "samples WHERE rowid BETWEEN ? AND ? AND step IS NOT NULL GROUP BY step ON CONFLICT (step) DO UPDATE "
+               "SET committed = committed + excluded.committed, not_applied = not_applied + excluded.not_applied",
+               inside)
     _forget_whole_steps(db, facts)
     db.execute("DELETE FROM samples WHERE rowid BETWEEN ? AND ?", inside)
 
@@ -103,9 +104,9 @@ def _checked(samples: list[_Sample], facts: LedgerFacts, places: PromptPlaces, p
         whole = all(one[:3] == (epoch, row, number) and one.step == step for number, one in enumerate(prompt))
         in_order = facts.max_staleness > 0 or step is None or step >= latest[source]
         if not (whole and in_order and place == position[source]):
-            raise LedgerError(f"the ledger cannot archive row {row} of epoch {epoch}: place {place} of source {source}, "
-                              f"where place {position[source]} is next, with the samples {list(map(tuple, prompt))}. "
-                              "This is a bug; report it")
+            raise LedgerError(f"the ledger cannot archive row {row} of epoch {epoch}: place {place} of source "
+                              f"{source}, where place {position[source]} is next, with the samples "
+                              f"{list(map(tuple, prompt))}. This is a bug; report it")
         position[source] += 1
         latest[source] = latest[source] if step is None else step
     return position

@@ -27,7 +27,15 @@ from itertools import islice
 import numpy as np
 
 from rlhf_ray.errors import LedgerError
-from rlhf_ray.replay.ledger_tables import OPEN, SETTLED, LedgerFacts, State, archived_prompts, archived_updates, reading_errors
+from rlhf_ray.replay.ledger_tables import (
+    OPEN,
+    SETTLED,
+    LedgerFacts,
+    State,
+    archived_prompts,
+    archived_updates,
+    reading_errors,
+)
 from rlhf_ray.replay.prompt_order import Source, out_of_turn, sources
 
 SHOWN = 3
@@ -142,9 +150,9 @@ def _steps(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
     changed no weight are counted, and never committed."""
     archived = archived_updates(db, facts)
     by_step: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])  # samples, those committed, those not applied
-    for step, *numbers in (*((step, some + others, some, others) for step, some, others in archived.partial), *db.execute(
-            "SELECT step, count(*), sum(state = 'committed'), sum(state = 'not_applied') FROM samples WHERE step IS NOT "
-            "NULL GROUP BY step")):
+    present = db.execute("SELECT step, count(*), sum(state = 'committed'), sum(state = 'not_applied') FROM samples "
+                         "WHERE step IS NOT NULL GROUP BY step").fetchall()
+    for step, *numbers in (*((step, some + others, some, others) for step, some, others in archived.partial), *present):
         by_step[step] = [before + more for before, more in zip(by_step[step], numbers, strict=True)]
     rows = [(step, *by_step[step]) for step in sorted(by_step)]
     numbers = [step for step, *_ in rows]

@@ -95,7 +95,7 @@ def out_of_turn(facts: LedgerFacts, position: Sequence[int]) -> list[int]:
 
 
 def archived_epochs(db: sqlite3.Connection, row: int) -> int:
-    """The number of epochs, from 0 on, in which the samples of a prompt are archived; 0 for a row that the data lack."""
+    """In how many epochs, from 0 on, the samples of a prompt are archived; 0 for a row that the data lack."""
     facts = LedgerFacts.read(db)
     for source in sources(facts, archived := archived_prompts(db)):
         if source.first <= row < source.first + source.rows:

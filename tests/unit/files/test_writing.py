@@ -7,7 +7,8 @@ from rlhf_ray.files import writing
 from rlhf_ray.files.writing import append_json_lines, lines_from_end, truncate_lines
 from tests.unit.owners import take_over
 
-TEXTS = [b"", b"a", b"\n", b"a\n", b"\n\n", b"a\n\nb", b"one\ntwo\nthree\n", b"one\r\ntwo\rthree\nf", b"x" * 40 + b"\n" + b"y" * 9]
+TEXTS = [b"", b"a", b"\n", b"a\n", b"\n\n", b"a\n\nb", b"one\ntwo\nthree\n", b"one\r\ntwo\rthree\nf",
+         b"x" * 40 + b"\n" + b"y" * 9]
 
 
 @pytest.fixture(params=[1, 2, 3, 7, 1000])

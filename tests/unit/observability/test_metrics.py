@@ -151,7 +151,7 @@ def test_a_resume_replaces_the_newest_file_alone_and_reads_no_row_before_its_own
 def test_damage_found_from_the_end_is_named_by_its_line(tmp_path):
     write_steps(tmp_path, (1, 2, 3))
     path = tmp_path / "metrics.jsonl"
-    first, second, third = path.read_bytes().splitlines(keepends=True)
+    first, _, third = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + b"garbage\n" + third)
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: .*garbage"):
         write_steps(tmp_path, (), resume_at=1)

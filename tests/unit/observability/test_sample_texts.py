@@ -61,7 +61,8 @@ def test_steps_that_are_over_are_rolled_into_one_file(tmp_path, four):
     written(tmp_path, range(1, 11))
     assert sorted(os.listdir(tmp_path)) == ["step_000009.parquet", "step_000010.parquet",
                                             "steps_000001-000004.parquet", "steps_000005-000008.parquet"]
-    assert steps_of(tmp_path) == [(1, [1, 1, 2, 2, 3, 3, 4, 4]), (5, [5, 5, 6, 6, 7, 7, 8, 8]), (9, [9, 9]), (10, [10, 10])]
+    assert steps_of(tmp_path) == [(1, [1, 1, 2, 2, 3, 3, 4, 4]), (5, [5, 5, 6, 6, 7, 7, 8, 8]), (9, [9, 9]),
+                                  (10, [10, 10])]
     assert [row["prompt"] for row in some_rollouts(tmp_path, 1)] == ["p1", "p9", "p10"]
 
 
