@@ -248,14 +248,14 @@ def _open(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
 def _in_order(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
     """Without staleness, an update takes the next prompts of each source that are not quarantined."""
     newest = archived_updates(db, facts).newest
-    for source in sources(facts, _position(db, facts)):
+    for source in sources(facts, _position(db, facts), archived_prompts(db)):
         latest, before = float(newest), (0, 0)
         by_row: dict[tuple[int, int], float] = {
             (epoch, row): math.inf if step is None else step for epoch, row, step in db.execute(
                 "SELECT epoch, row, min(step) FROM samples WHERE row BETWEEN ? AND ? AND state != 'quarantined' GROUP "
                 "BY epoch, row", (source.first, source.first + source.rows - 1))}
         for epoch in sorted({epoch for epoch, _ in by_row if epoch >= 0}):
-            for row in source.order(epoch).tolist():
+            for row in source.of(epoch).tolist():
                 step = by_row.get((epoch, row), latest)
                 if step < latest:
                     yield Problem("without staleness, prompts are trained on in the order in which they are handed out",

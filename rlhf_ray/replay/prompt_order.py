@@ -59,8 +59,6 @@ class Source:
     def of(self, epoch: int) -> Rows:
         """The rows of an epoch that are handed out and not archived, in order."""
         start, end = self._window(epoch)
-        if (start, end) == (0, self.rows):
-            return np.arange(self.first, self.first + self.rows, dtype=np.int64)
         return self.order(epoch)[start:end] if start < end else np.empty(0, np.int64)
 
     def count(self, epoch: int) -> int:
