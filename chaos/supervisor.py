@@ -128,9 +128,9 @@ def _of_next_driver(pending: Sequence[Fault]) -> list[Fault]:
 def _wait(driver: subprocess.Popen[bytes], record: RunRecord, log: Path) -> bool:
     """Wait for the driver to end, and kill it when it makes no progress. Returns whether it was killed."""
     files = RunDirectory(record.directory)
-    watched = (files.metrics, files.faults, record.injections.path, log)
     seen, since = tuple[int, ...](), time.monotonic()
     while driver.poll() is None:
+        watched = (*files.metrics_parts(), files.faults, record.injections.path, log)
         now = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in watched)
         if now != seen:
             seen, since = now, time.monotonic()

@@ -123,7 +123,7 @@ class RemoteDirectory:
         return FileRecord(size, digest.hexdigest())
 
     def remove(self, name: str) -> None:
-        """Remove a remote directory, its manifest first, so that it never looks complete."""
+        """Remove a remote directory, its manifest first, so that it never looks complete; or a file, if it is there."""
         names = sorted(self.names(name), key=lambda file: PurePosixPath(file).name != MANIFEST_NAME)
         for file in names:
             self._check()

@@ -19,6 +19,7 @@ from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.errors import CheckpointError, SupersededError, UploadError, first_line
 from rlhf_ray.observability.owner_record import FOLDER as OWNER_RECORDS
 from rlhf_ray.observability.owner_record import Term
+from rlhf_ray.observability.run_directory import RunDirectory
 
 LOOK_S = 2.0
 """Between two checks for a new checkpoint."""
@@ -150,9 +151,12 @@ class Uploader:
                 self.remote.remove(f"{CHECKPOINTS}/step_{old}")
 
     def _send_files(self, whole: bool) -> None:
-        """Copy the other files that have changed. `whole`: also those that are written continuously."""
+        """Copy the other files that have changed, and remove the copies of texts and metrics that were removed here: a
+        resumed run would take them up. `whole`: also those that are written continuously."""
+        present = set()
         for path in self._files():
             name = path.relative_to(self._directory)
+            present.add(name.as_posix())
             if not whole and name.parts[0].startswith(LIVE):
                 continue
             try:
@@ -166,6 +170,10 @@ class Uploader:
                     raise
             else:
                 self._sent[name.as_posix()] = mark
+        run = RunDirectory(self._directory)
+        removed = {name for name in self.remote.names(run.samples.name) if name not in present}
+        for name in (*removed, run.metrics_part(len(run.metrics_parts()) + 1).name):
+            self.remote.remove(name)
 
     def _files(self) -> Iterator[Path]:
         """All files except checkpoints, owner records, links and hidden ones. Directories that are removed meanwhile

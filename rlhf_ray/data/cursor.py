@@ -20,7 +20,7 @@ class PromptCursor:
     Several sources take turns by their weights; each goes through epochs of its own, so a small one is repeated
     more often, and (its epoch, row) is unique. Rows are numbered over all sources. Nothing is dropped at an epoch's
     end; a batch may continue in the next one. The state is a few numbers, so a resumed run continues exactly; an order
-    is computed when its epoch begins, 8 bytes a row. Also used for supervised batches.
+    is computed when its epoch begins; it is kept, 4 bytes a row for up to 4 billion. Also used for supervised batches.
     """
 
     def __init__(self, rows: int | Sequence[int], seed: int, shuffle: bool, weights: Sequence[float] = (1.0,),
@@ -43,7 +43,7 @@ class PromptCursor:
         self._first = np.concatenate([[0], np.cumsum(self._rows)])
         self._turns = Interleaving(self._weights)
         self._visited = [0] * len(self._rows)
-        self._orders: list[tuple[int, NDArray[np.int64]]] = [(-1, np.empty(0, np.int64))] * len(self._rows)
+        self._orders: list[tuple[int, NDArray[np.integer[Any]]]] = [(-1, np.empty(0, np.int64))] * len(self._rows)
 
     def next(self, n: int) -> list[tuple[int, int]]:
         """The next n pairs of (epoch of the row's source, row)."""
@@ -107,18 +107,19 @@ class PromptCursor:
             taken += [(epoch, row) for row in rows]
         return taken
 
-    def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
+    def _order(self, source: int, epoch: int) -> NDArray[np.integer[Any]]:
         """The order of a source's epoch; the newest one is cached."""
         if self._orders[source][0] != epoch:
             self._orders[source] = (epoch, self._computed_order(source, epoch))
         return self._orders[source][1]
 
-    def _computed_order(self, source: int, epoch: int) -> NDArray[np.int64]:
+    def _computed_order(self, source: int, epoch: int) -> NDArray[np.integer[Any]]:
         if not self._shuffle:
             return np.arange(self._rows[source])
         seed = [self._seed, epoch, source] if source else [self._seed, epoch]
         # Raw words of a bit generator stay the same in all versions of numpy; `permutation` need not.
-        return np.argsort(np.random.Philox(seed=seed).random_raw(self._rows[source]), kind="stable")
+        order = np.argsort(np.random.Philox(seed=seed).random_raw(self._rows[source]), kind="stable")
+        return order.astype(np.min_scalar_type(self._rows[source]))
 
 
 def _shown(value: Any) -> Any:

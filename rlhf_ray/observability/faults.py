@@ -153,17 +153,18 @@ def read_faults(path: Path) -> list[dict[str, Any]]:
     """
     if not path.is_file():
         return []
-    lines = path.read_bytes().split(b"\n")
     events = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            event = None
-        if isinstance(event, dict) and "role" in event:
-            events.append(event)
-        elif number < len(lines):
-            raise DataError(f"{path}, line {number}: not a lost worker: {line[:80]!r}. Remove the line to continue")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                event = None
+            if isinstance(event, dict) and "role" in event:
+                events.append(event)
+            elif line.endswith(b"\n"):
+                start = line.rstrip()[:80]
+                raise DataError(f"{path}, line {number}: not a lost worker: {start!r}. Remove the line to continue")
     return events
 
 

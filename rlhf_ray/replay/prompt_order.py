@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,12 +105,12 @@ def archived_epochs(db: sqlite3.Connection, row: int) -> int:
 
 class PromptPlaces:
     """The place of each prompt in its source's order, counted over all epochs as positions are. Of each source, the
-    order of the epoch asked for last is kept: 4 bytes a row."""
+    order of the epoch asked for last is kept: 4 bytes a row for up to 4 billion."""
 
     def __init__(self, facts: LedgerFacts) -> None:
         self._sources = list(sources(facts, [0] * len(facts.source_rows)))
         self._ends = list(accumulate(facts.source_rows))
-        self._known: dict[int, tuple[int, NDArray[np.int32]]] = {}
+        self._known: dict[int, tuple[int, NDArray[np.integer[Any]]]] = {}
 
     def of(self, epoch: int, row: int) -> tuple[int, int]:
         """(source, place) of a prompt.
@@ -141,7 +142,8 @@ class PromptPlaces:
             return row - source.first
         known = self._known.get(source.number)
         if known is None or known[0] != epoch:
-            places = np.empty(source.rows, np.int32)
-            places[source.order(epoch) - source.first] = np.arange(source.rows, dtype=np.int32)
+            kind = np.min_scalar_type(source.rows)
+            places = np.empty(source.rows, kind)
+            places[source.order(epoch) - source.first] = np.arange(source.rows, dtype=kind)
             known = self._known[source.number] = (epoch, places)
         return int(known[1][row - source.first])

@@ -45,6 +45,25 @@ def test_what_is_no_longer_kept_here_goes_there_too(run, url, quick):
     assert uploader.remote.steps() == [3, 2]
 
 
+def test_texts_and_metrics_that_were_removed_here_go_there_too(run, url, quick):
+    (run / "samples").mkdir()
+    files = ["samples/step_000001.parquet", "samples/step_000002.parquet", "metrics-00002.jsonl", "notes.txt"]
+    for name in files:
+        (run / name).write_text("{}\n")
+    uploader = Uploader(url, run, silence_s=10)
+    uploader.start(resume=False)
+    for step in (1, 2):
+        save(run, step)
+        wait_until(lambda: uploader.step == step and set(files) <= {*uploader.remote.names()})  # noqa: B023
+        if step == 1:
+            for name in files[1:]:
+                (run / name).unlink()
+            files = files[:1]
+    uploader.finish()
+    assert {"samples/step_000001.parquet", "metrics.jsonl", "notes.txt"} <= {*uploader.remote.names()}
+    assert not {"samples/step_000002.parquet", "metrics-00002.jsonl"} & {*uploader.remote.names()}
+
+
 def test_a_run_comes_back_on_another_machine_byte_for_byte(run, url, quick, tmp_path):
     save(run, 4)
     uploader = Uploader(url, run, silence_s=10)
