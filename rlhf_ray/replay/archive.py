@@ -67,9 +67,9 @@ def _archive_block(db: sqlite3.Connection, facts: LedgerFacts, places: PromptPla
         if found is not None:
             raise LedgerError(f"the ledger cannot archive (epoch, row, sample) {found}, which breaks this: {invariant}."
                               " This is a bug; report it")
-    samples = list(map(_Sample._make, db.execute(
+    samples = [_Sample(*row) for row in db.execute(
         "SELECT epoch, row, sample, state, version, step FROM samples WHERE rowid BETWEEN ? AND ? ORDER BY rowid",
-        inside)))
+        inside)]
     position = _checked(samples, facts, places, archived_prompts(db), archived_updates(db, facts).newest)
     states, digest = Counter(sample.state for sample in samples), _digest(samples)
     attempts = db.execute("DELETE FROM attempts WHERE EXISTS (SELECT 1 FROM samples AS s WHERE (s.epoch, s.row, "
