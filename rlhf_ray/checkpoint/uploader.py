@@ -171,9 +171,9 @@ class Uploader:
             else:
                 self._sent[name.as_posix()] = mark
         run = RunDirectory(self._directory)
-        removed = {name for name in self.remote.names(run.samples.name) if name not in present}
-        for name in (*removed, run.metrics_part(len(run.metrics_parts()) + 1).name):
-            self.remote.remove(name)
+        removed = [copy for copy in self.remote.names(run.samples.name) if copy not in present]
+        for copy in (*removed, run.metrics_part(len(run.metrics_parts()) + 1).name):
+            self.remote.remove(copy)
 
     def _files(self) -> Iterator[Path]:
         """All files except checkpoints, owner records, links and hidden ones. Directories that are removed meanwhile

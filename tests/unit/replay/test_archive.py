@@ -110,6 +110,7 @@ BROKEN = {
     f"UPDATE samples SET attempt = 9 WHERE {FIRST}": "numbered consecutively",
     f"DELETE FROM samples WHERE {FIRST}": "cannot archive row|has 7 of 8 samples",
     f"UPDATE samples SET row = (row + 1) % 5, epoch = 99 WHERE {FIRST}": "cannot archive row",
+    "UPDATE samples SET epoch = 99 WHERE rowid <= 2": "cannot archive row",
     f"UPDATE samples SET step = step + 1, version = step WHERE {FIRST}": "cannot archive row",
 }
 
@@ -122,7 +123,7 @@ def test_a_block_that_breaks_an_invariant_is_not_archived_and_ends_the_run(tmp_p
     for _ in range(6):
         run.train()
     with closing(sqlite3.connect(run.path)) as db, db:
-        assert db.execute(harm).rowcount == 1
+        assert db.execute(harm).rowcount > 0
     with pytest.raises(LedgerError, match=BROKEN[harm]):
         run.ledger.mark_committed()
     assert rows(run.path, "SELECT * FROM archive") == []
