@@ -126,6 +126,8 @@ class InProcessEngine:
         self._numbers = count()
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
+        """Why the engine makes no more steps. The thread runs jobs, which raise this, until `stop`."""
+        self._stopped = False
         self._model: Any = None
         self._adapter: LoRARequest | None = None
         """The adapter of every request."""
@@ -197,7 +199,9 @@ class InProcessEngine:
     async def stop(self) -> None:
         """See `SamplingEngine.stop`."""
         if self._thread.is_alive():
-            await self._on_thread(self._shut_down)
+            done: Future[None] = Future()
+            self._jobs.put((self._shut_down, done))
+            await asyncio.wrap_future(done)
             await asyncio.to_thread(self._thread.join, 10)
 
     # On the caller's thread.
@@ -205,7 +209,7 @@ class InProcessEngine:
     async def _on_thread(self, work: Callable[[], T]) -> T:
         self._require_thread()
         done: Future[T] = Future()
-        self._jobs.put((work, done))
+        self._jobs.put((lambda: self._run_alive(work), done))
         return await asyncio.wrap_future(done)
 
     async def _finish(self, requests: list[Request], convert: Callable[[Any], T]) -> list[T]:
@@ -217,11 +221,11 @@ class InProcessEngine:
         try:
             return await asyncio.wrap_future(batch.done)
         except BaseException:
-            self._jobs.put((lambda: self._abort(list(batch.results)), Future()))
+            self._jobs.put((lambda: self._run_alive(lambda: self._abort(list(batch.results))), Future()))
             raise
 
     def _require_thread(self) -> None:
-        if not self._thread.is_alive():
+        if self._dead is not None or not self._thread.is_alive():
             raise self._dead or WorkerError(f"{self._settings.name}: vLLM's thread is not running; call start "
                                              "first")
 
@@ -229,14 +233,19 @@ class InProcessEngine:
 
     def _run(self) -> None:
         with eager_mode(self._settings.generation.gpus == 0):
-            while self._dead is None:
+            while not self._stopped or not self._jobs.empty():
                 if self._jobs.empty() and self._busy():
                     self._step()
                 else:
                     self._run_job(*self._jobs.get())
 
     def _busy(self) -> bool:
-        return self._engine is not None and self._engine.has_unfinished_requests()
+        return self._dead is None and self._engine is not None and self._engine.has_unfinished_requests()
+
+    def _run_alive(self, work: Callable[[], T]) -> T:
+        if self._dead is not None:
+            raise self._dead
+        return work()
 
     def _run_job(self, work: Callable[[], Any], done: Future[Any]) -> None:
         if not done.set_running_or_notify_cancel():
@@ -289,6 +298,9 @@ class InProcessEngine:
                 self._load(stage)
 
     def _add(self, batch: RequestBatch, requests: list[Request]) -> None:
+        if self._dead is not None:
+            batch.fail(self._dead)
+            return
         try:
             for request_id, (prompt, parameters, watch) in zip(batch.results, requests, strict=True):
                 self._engine.add_request(request_id, prompt_of(prompt), parameters(), lora_request=self._adapter)
@@ -344,10 +356,13 @@ class InProcessEngine:
 
     def _shut_down(self) -> None:
         self._die(WorkerError(f"{self._settings.name} was stopped"))
-        if self._engine is not None:
-            shut_down(self._engine)
-            self._engine = self._model = self._routes = None
-            self._release()
+        try:
+            if self._engine is not None:
+                shut_down(self._engine)
+                self._engine = self._model = self._routes = None
+                self._release()
+        finally:
+            self._stopped = True
 
     def _release(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
