@@ -35,6 +35,13 @@ def order_nan(injections: InjectionLog, number: int, role: str, rank: int, what:
     unfinished.replace(nan_order_file(injections))
 
 
+def unrecovered(injections: InjectionLog, role: str, rank: int) -> int | None:
+    """Number of a rank's last fault, if its process ended before it applied an optimizer step again."""
+    over = {line["fault"] for line in injections.read("recovered")}
+    mine = [line["fault"] for line in injections.read("confirmed") if line.get("rank_of") == [role, rank]]
+    return mine[-1] if mine and mine[-1] not in over else None
+
+
 class NaNInjection(Learner):
     """Mixin of a learner that obeys such orders."""
 
@@ -42,7 +49,9 @@ class NaNInjection(Learner):
     _step = 0
     """Of the update under way, counted from 0."""
     _unrecovered: int | None = None
-    """Number of the last fault, until an optimizer step is applied after it."""
+    """Number of the last fault, until an optimizer step is applied after it; perhaps by a later process."""
+    _began = False
+    """Whether this process has made an optimizer step."""
 
     def update(self, step: int, *rest: Any) -> Any:
         """As the real learner; remembers the step."""
@@ -58,7 +67,7 @@ class NaNInjection(Learner):
             return loss
         self._unrecovered = number
         injections.add("confirmed", fault=number, state=f"{what} of {self.role}/{self.rank} was NaN", seconds=0.0,
-                       step=self._step + 1)
+                       step=self._step + 1, rank_of=[self.role, self.rank])
         if what == "loss":
             return loss * torch.nan
         loss.register_hook(lambda gradient: gradient * torch.nan)
@@ -66,9 +75,12 @@ class NaNInjection(Learner):
 
     def optimize(self, mini_batch: Any, meter: AverageMeter) -> StepResult:
         """As the real learner; logs "recovered" when a step is applied again."""
+        injections = InjectionLog(Path(os.environ[INJECTION_LOG]))
+        if not self._began:
+            self._began, self._unrecovered = True, self._unrecovered or unrecovered(injections, self.role, self.rank)
         result = super().optimize(mini_batch, meter)
         if result.applied and self._unrecovered is not None:
-            InjectionLog(Path(os.environ[INJECTION_LOG])).add("recovered", fault=self._unrecovered)
+            injections.add("recovered", fault=self._unrecovered)
             self._unrecovered = None
         return result
 

@@ -111,8 +111,12 @@ class NotANumber(FailureOnOrder):
         await self.carried_out(nan_order_file(scene.injections))
 
     def problem_with_results(self, evidence: Evidence, failed: dict[str, Any]) -> str:
-        """That optimizer step must be skipped."""
-        return self.steps_left_out(evidence, failed)
+        """That optimizer step must be skipped. If a learner or the driver was lost in the same update, it is made again
+        from a checkpoint, without the NaN."""
+        loop = evidence.next_loop(failed["time"])
+        made_again = loop is not None and not any(line["fault"] == failed["fault"] and line["time"] < loop
+                                                  for line in evidence.record.injections.read("recovered"))
+        return "" if made_again else self.steps_left_out(evidence, failed)
 
 
 def _served(behaviour: str, words: str, mechanism: str = "answers without valid scores",

@@ -5,6 +5,7 @@ import pytest
 from chaos.faults import KILL
 from chaos.kinds.checkpoints import SKIPPED
 from chaos.kinds.failures import LEFT_OUT
+from chaos.nan_injection import unrecovered
 from chaos.outcomes import outcomes, unnoticed
 from rlhf_ray.failpoints import EXIT_CODE
 
@@ -155,6 +156,20 @@ def test_a_nan_must_have_skipped_a_step_of_that_update(fake_run, step, survived)
     fake_run.line("recovered", 112.5, fault=number)
     outcome = only(fake_run)
     assert outcome.survived is survived and outcome.recovery_s == 0.5
+
+
+@pytest.mark.parametrize("recovered", [112.5, 132.5])
+def test_an_update_with_a_nan_that_is_broken_off_by_another_fault_is_made_again_without_it(fake_run, recovered):
+    fake_run.start(100, 120, -KILL, -KILL)
+    fake_run.start(125, 200, 0, 0)
+    number = fake_run.injected("loss_nan", 110, confirmed=False, role="policy_learner", rank=1)
+    fake_run.line("confirmed", 112, fault=number, step=3, rank_of=["policy_learner", 1])
+    fake_run.line("loop", 130, step=2)
+    assert unrecovered(fake_run.record.injections, "policy_learner", 1) == number
+    assert unrecovered(fake_run.record.injections, "policy_learner", 0) is None
+    fake_run.line("recovered", recovered, fault=number)
+    assert unrecovered(fake_run.record.injections, "policy_learner", 1) is None
+    assert only(fake_run).survived is (recovered > 130)
 
 
 def test_of_a_run_that_was_interrupted_only_what_it_had_survived_counts(fake_run):
