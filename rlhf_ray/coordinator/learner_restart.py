@@ -47,23 +47,40 @@ class LearnerRestart:
                 checkpoint in between.
             RunInterrupted: a stop was requested.
         """
-        if self._stop.requested:
-            raise RunInterrupted(f"stopped by {self._stop.requested} when a worker was lost; --resume continues from "
-                                 f"the last checkpoint, or starts over when there is none: {error}") from error
-        self._stop.can_save = False  # the last checkpoint is the state to continue from
-        began, first = time.perf_counter(), error
-        while await self._health.decide(error) is Decision.RESTART_LEARNERS:
+        began, learner_lost = time.perf_counter(), await self._is_learners(error)
+        try:
+            if self._stop.requested:
+                raise RunInterrupted(f"stopped by {self._stop.requested} when a worker was lost; --resume continues "
+                                     f"from the last checkpoint, or starts over when there is none: {error}") from error
+            if not learner_lost:
+                raise error
+            self._stop.can_save = False  # the last checkpoint is the state to continue from
+            await self._restart(error)
+        except BaseException as end:
+            if learner_lost:
+                why = f"stopped by {self._stop.requested}" if self._stop.requested else first_line(end)
+                self._health.log.learners_lost(error, time.perf_counter() - began,
+                                               f"the run ended before they were restarted: {why}")
+            raise
+        self._health.log.learners_lost(error, time.perf_counter() - began)
+        return await self._files.checkpoints.run(self._store.latest)
+
+    async def _restart(self, error: WorkerError) -> None:
+        """Replace all learners, again if one is lost meanwhile."""
+        while True:
             await self._count(error)
             where = "the beginning" if self._committed is None else f"the checkpoint of step {self._committed}"
             self._warn(f"{first_line(error).rstrip('.')}. All learners are restarted; the run continues from {where}")
             try:
                 await self._replace_all()
+                return
             except WorkerError as again:
+                if not await self._is_learners(again):
+                    raise
                 error = again
-                continue
-            self._health.log.learners_restarted(first, time.perf_counter() - began)
-            return await self._files.checkpoints.run(self._store.latest)
-        raise error
+
+    async def _is_learners(self, error: WorkerError) -> bool:
+        return await self._health.decide(error) is Decision.RESTART_LEARNERS
 
     async def _replace_all(self) -> None:
         await asyncio.gather(*(group.respawn(rank, "all learners are restarted") for group in self._learners

@@ -45,15 +45,16 @@ class FaultLog:
         self._lost, self.lost_so_far = self._lost + 1, self.lost_so_far + 1
         self._warn(text)
 
-    def learners_restarted(self, error: WorkerError, seconds: float) -> None:
-        """Record that a learner was lost, and that all learners were restarted, which took `seconds`."""
+    def learners_lost(self, error: WorkerError, seconds: float, not_restarted: str = "") -> None:
+        """Record that a learner was lost, and that all learners were restarted, which took `seconds`; or why not."""
         lost = error if isinstance(error, WorkerLost) else None
         self._lost, self.lost_so_far = self._lost + 1, self.lost_so_far + 1
         self.write({
             "role": error.role, "rank": lost and lost.rank, "incarnation": lost and lost.incarnation, "pid": None,
             "kind": lost.kind if lost else "failed", "method": lost and lost.method, "reason": str(error),
-            "call_age_s": lost and round(lost.age_s, 3), "detection_s": None, "recovery_s": seconds,
-            "outcome": "all learners restarted from the last checkpoint", "redispatched": 0,
+            "call_age_s": lost and round(lost.age_s, 3), "detection_s": None,
+            "recovery_s": None if not_restarted else seconds,
+            "outcome": not_restarted or "all learners restarted from the last checkpoint", "redispatched": 0,
             "lost_at": self.wall_time(seconds),
         }, seconds_down=seconds)
 

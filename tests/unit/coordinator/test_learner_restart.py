@@ -10,7 +10,8 @@ from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.errors import WorkerError, WorkerLost
+from rlhf_ray.errors import RunInterrupted, WorkerError, WorkerLost
+from rlhf_ray.observability.faults import FaultLog, read_faults
 from tests.checkpoints import new_checkpoint
 
 
@@ -45,7 +46,7 @@ def failed(role):
     return error
 
 
-def setting(tmp_path, gone=(), lost_at_start=0, warn=lambda _: None, **cluster):
+def setting(tmp_path, gone=(), lost_at_start=0, warn=lambda _: None, stop=None, **cluster):
     """A `LearnerRestart` whose first `lost_at_start` starts end with another lost learner; its store; its starts."""
     policy, critic, started = Group("policy", gone), Group("critic"), []
 
@@ -55,11 +56,11 @@ def setting(tmp_path, gone=(), lost_at_start=0, warn=lambda _: None, **cluster):
         if len(started) <= lost_at_start:
             raise lost("critic", "died")
 
-    health, config = HealthMonitor(), ClusterConfig(**cluster)
+    health, config = HealthMonitor(log=FaultLog(tmp_path / "faults.jsonl")), ClusterConfig(**cluster)
     health.register_learners([policy, critic])
     store = CheckpointStore(tmp_path, 2)
     restart = LearnerRestart(config.max_learner_restarts, health, [policy, critic], store, start, warn,
-                             StopRequest(warn))
+                             stop or StopRequest(warn))
     return restart, store, started
 
 
@@ -133,3 +134,38 @@ def test_it_is_told_where_the_run_goes_on(tmp_path):
     commit(store, 7)
     asyncio.run(restart.after(lost("policy", "died")))
     assert [text.rpartition("continues from ")[2] for text in warnings] == ["the beginning", "the checkpoint of step 7"]
+
+
+def outcomes(tmp_path):
+    return [(event["role"], event["recovery_s"] is not None, event["outcome"])
+            for event in read_faults(tmp_path / "faults.jsonl")]
+
+
+def test_a_learner_lost_while_the_run_is_asked_to_stop_is_recorded_and_not_restarted(tmp_path):
+    stop = StopRequest(lambda _: None)
+    restart, _, started = setting(tmp_path, stop=stop)
+    stop.ask("SIGTERM")
+    with pytest.raises(RunInterrupted, match="stopped by SIGTERM when a worker was lost"):
+        asyncio.run(restart.after(lost("policy", "stale")))
+    with pytest.raises(RunInterrupted, match="stopped by SIGTERM when a worker was lost"):
+        asyncio.run(restart.after(lost("generator", "died")))
+    assert started == []
+    assert outcomes(tmp_path) == [("policy", False, "the run ended before they were restarted: stopped by SIGTERM")]
+
+
+def test_learners_that_are_being_restarted_when_the_run_ends_or_lost_too_often_are_recorded_too(tmp_path):
+    restart, _, _ = setting(tmp_path, lost_at_start=9, max_learner_restarts=1)
+
+    async def cancelled():
+        task = asyncio.create_task(restart.after(lost("policy", "died")))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    with pytest.raises(WorkerError, match="without a new checkpoint"):
+        asyncio.run(restart.after(lost("policy", "died")))
+    (_, back, ended), (_, again, often) = outcomes(tmp_path)
+    assert not back and not again and ended.endswith("restarted: CancelledError")
+    assert "restarted: learners were lost 2 times since the run began" in often

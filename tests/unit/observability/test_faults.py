@@ -21,7 +21,7 @@ def faults(tmp_path):
         log.write(one)
     failed = WorkerError("policy/1 failed in update: out of memory")
     failed.role = "policy"
-    log.learners_restarted(failed, 3.0)
+    log.learners_lost(failed, 3.0)
     return tmp_path / "faults.jsonl"
 
 
