@@ -18,12 +18,11 @@ from typing import Any
 
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.stop import CHILD
+from rlhf_ray.coordinator.stop import CHILD, SIGNALS, signals_to_handle
 from rlhf_ray.errors import ClusterUnavailable, RunInterrupted, WorkerError
 from rlhf_ray.observability.faults import STARTED_AGAIN
 
 MAIN = (sys.executable, "-m", "rlhf_ray.cli.main")
-STOP = (signal.SIGINT, signal.SIGTERM)
 MAY_BE_OVER = (WorkerError.exit_code, ClusterUnavailable.exit_code)
 """Exit codes of errors after which a restart may succeed."""
 FIRST_S, LONGEST_S = 1.0, 60.0
@@ -53,7 +52,7 @@ class Child:
     @property
     def may_go_on(self) -> bool:
         """Whether a restart may succeed: an unrequested signal killed it, or its exit code allows a restart."""
-        if self.asked or self.code in (0, RunInterrupted.exit_code, *(-number for number in STOP)):
+        if self.asked or self.code in (0, RunInterrupted.exit_code, *(-number for number in SIGNALS)):
             return False
         return self.code < 0 or self.code in MAY_BE_OVER
 
@@ -159,14 +158,14 @@ def _run(arguments: Sequence[str], loss: Mapping[str, Any] | None = None) -> Chi
 
 @contextmanager
 def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Forward SIGINT and SIGTERM to the process; yields the list of those received."""
+    """Forward requests to stop to the process; yields the list of those received."""
     asked: list[int] = []
 
     def forward(number: int, _: object) -> None:
         asked.append(number)
         process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in STOP}
+    before = {number: signal.signal(number, forward) for number in signals_to_handle()}
     try:
         yield asked
     finally:
@@ -178,7 +177,7 @@ def _pause(seconds: float) -> bool:
     """Wait, unless a request to stop arrives; returns whether one did. (A pipe is used because a handler that takes a
     lock, as an event does, may run while this thread holds that lock.)"""
     reader, writer = os.pipe()
-    before = {number: signal.signal(number, lambda *_: os.write(writer, b".")) for number in STOP}
+    before = {number: signal.signal(number, lambda *_: os.write(writer, b".")) for number in signals_to_handle()}
     try:
         return bool(select.select((reader,), (), (), seconds)[0])
     finally:

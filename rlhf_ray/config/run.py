@@ -25,8 +25,8 @@ class RunConfig(Section):
     Credentials are taken from the environment."""
     auto_resume: bool = False
     """Restart the run with --resume if its process died (killed, out of memory) or lost a worker, as long as each
-    attempt saves a new checkpoint; and if it lost the cluster at `cluster.address`, once that responds again. Ctrl-C
-    and SIGTERM end it."""
+    attempt saves a new checkpoint; and if it lost the cluster at `cluster.address`, once that responds again. Ctrl-C,
+    SIGTERM and SIGHUP end it."""
 
     @property
     def length(self) -> str:

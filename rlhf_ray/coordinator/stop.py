@@ -1,5 +1,7 @@
-"""Requests to stop: the first Ctrl-C or SIGTERM ends the run as soon as it is saved, the second ends it at once. While
-there is nothing to save yet (workers are starting), the first one ends it at once too.
+"""Requests to stop: the first Ctrl-C, SIGTERM or SIGHUP (its terminal was closed) ends the run as soon as it is saved,
+the second ends it at once. While there is nothing to save yet (workers are starting), the first one ends it at once
+too. A SIGHUP after another signal changes nothing: kernel and shell may each send one. It stays ignored where it was
+ignored at the start, as by nohup.
 
 One request may arrive as two signals: Ray signals all processes of a job, and the parent process of `run.auto_resume`
 forwards its signals to its child. So such a child treats all signals within a second as one request."""
@@ -15,9 +17,16 @@ from typing import Any, TypeVar
 from rlhf_ray.errors import RunInterrupted
 
 T = TypeVar("T")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CHILD = "RLHF_RAY_STARTED_BY_AUTO_RESUME"
 """Environment variable of a run whose parent process forwards signals to it (`run.auto_resume`)."""
 ONE_REQUEST_S = 1.0
+
+
+def signals_to_handle() -> list[signal.Signals]:
+    """The signals that request a stop, without a SIGHUP that is ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in SIGNALS if not (ignored and number is signal.SIGHUP)]
 
 
 class StopRequest:
@@ -47,7 +56,7 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM in the block; must be entered in the event loop's main thread.
+        """Handle the signals in the block; must be entered in the event loop's main thread.
 
         Raises:
             RunInterrupted: stopped at once. The last checkpoint is intact.
@@ -55,7 +64,7 @@ class StopRequest:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
         def asked(name: str) -> None:
-            if self._signalled and time.monotonic() - self._signalled_at < self._deaf_s:
+            if self._signalled and (name == "SIGHUP" or time.monotonic() - self._signalled_at < self._deaf_s):
                 return
             hurry = self._signalled or not self.can_save
             self._signalled, self._signalled_at = True, time.monotonic()
@@ -66,9 +75,9 @@ class StopRequest:
             else:
                 self._say(f"{name}: saving as soon as the update under way is done; a second signal stops at once")
 
-        names = ("SIGINT", "SIGTERM")
-        for name in names:
-            loop.add_signal_handler(getattr(signal, name), asked, name)
+        numbers = signals_to_handle()
+        for number in numbers:
+            loop.add_signal_handler(number, asked, number.name)
         try:
             yield
         except asyncio.CancelledError:
@@ -78,8 +87,8 @@ class StopRequest:
                                  "or "
                                  "starts anew if there is none") from None
         finally:
-            for name in names:
-                loop.remove_signal_handler(getattr(signal, name))
+            for number in numbers:
+                loop.remove_signal_handler(number)
 
     async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`; None if a stop is requested before: `work` is cancelled then."""
@@ -92,3 +101,4 @@ class StopRequest:
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+

@@ -12,7 +12,7 @@ from rlhf_ray.errors import RunInterrupted
 
 @pytest.fixture(autouse=True)
 def handlers_stay_as_they_are():
-    names = (signal.SIGINT, signal.SIGTERM)
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(name) for name in names]
     yield
     for name, handler in zip(names, before, strict=True):
@@ -25,7 +25,7 @@ async def kill_and_look(number):
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_the_first_signal_is_a_request(name):
     said = []
 
@@ -41,7 +41,32 @@ def test_the_first_signal_is_a_request(name):
     assert said == [f"{name}: saving as soon as the update under way is done; a second signal stops at once"]
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("first", ["SIGHUP", "SIGTERM"])
+def test_a_hangup_after_another_signal_stops_nothing_at_once(first):
+    async def run():
+        stop = StopRequest(lambda _: None)
+        stop.can_save = True
+        with stop.listening():
+            await kill_and_look(getattr(signal, first))
+            await kill_and_look(signal.SIGHUP)
+            return stop.requested
+
+    assert asyncio.run(run()) == first
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    async def run():
+        stop = StopRequest(lambda _: None)
+        stop.can_save = True
+        with stop.listening():
+            await kill_and_look(signal.SIGHUP)
+            return stop.requested
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert asyncio.run(run()) is None and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_while_there_is_nothing_to_save_the_first_signal_ends_the_work(name):
     said, reached = [], []
 
