@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlhf_ray.checkpoint.atomic_directory import replace_directory, temporary_for
-from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest
+from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest, verify_manifest
 from rlhf_ray.errors import CheckpointError, ConfigError, first_line
 from rlhf_ray.files.fsync import fsync_tree
 from rlhf_ray.observability.owner_record import Term, renaming
@@ -150,16 +150,23 @@ class RemoteDirectory:
                                   "upload; it is tried again with the next one")
         self.put(path / MANIFEST_NAME, f"{place}/{MANIFEST_NAME}")
 
-    def get_checkpoint(self, step: int, root: Path) -> None:
+    def get_checkpoint(self, step: int, root: Path, verified: bool = False) -> None:
         """Download the checkpoint of `step` into `root`, the directory of local ones. It gets its name when it is
         complete, since a partial copy would look like the newest checkpoint, and never be fetched again.
 
-        Its bytes are compared with the manifest when it is loaded.
+        Args:
+            verified: compare its bytes with the manifest before it replaces another one; otherwise that happens when
+                it is loaded.
+
+        Raises:
+            CheckpointError: they differ.
         """
         final = root / f"step_{step}"
         partial, place = temporary_for(final, self._term), f"{CHECKPOINTS}/{final.name}"
         try:
             self.get_all(self.names(place), partial, below=f"{place}/")
+            if verified:
+                verify_manifest(partial)
             fsync_tree(partial)
             replace_directory(partial, final, self._term)
         finally:

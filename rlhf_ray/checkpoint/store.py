@@ -55,19 +55,22 @@ class CheckpointStore:
     it stale state, does not belong to the run (`Record.disowns`): it is ignored, and `clean` removes it.
     """
 
-    def __init__(self, root: Path, keep: int, warn: Callable[[str], None] | None = None, term: Term | None = None):
+    def __init__(self, root: Path, keep: int, warn: Callable[[str], None] | None = None, term: Term | None = None,
+                 fetch: Callable[[int, Path], bool] | None = None):
         """
         Args:
             keep: how many of the newest checkpoints are kept.
             warn: receives a message about each damaged checkpoint; by default it is logged.
             term: in which the caller owns the run's directory; None for a caller that only reads.
+            fetch: replaces a damaged checkpoint, given by step and this directory, by an intact copy from elsewhere;
+                returns whether there was one.
         """
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep={keep}: keep at least one checkpoint")
         self.root = Path(root)
         self.keep = keep
         self._warn = warn or logging.getLogger(__name__).warning
-        self._term = term
+        self._term, self._fetch = term, fetch
         self._damaged: set[int] = set()
         self._protected: frozenset[int] = frozenset()
 
@@ -118,7 +121,8 @@ class CheckpointStore:
         return next(iter(self._steps()), None)
 
     def latest(self) -> Checkpoint | None:
-        """The newest intact checkpoint, verified byte by byte; None without any.
+        """The newest intact checkpoint, verified byte by byte; None without any. A damaged one is fetched first, if
+        there is a copy.
 
         Raises:
             NewerSchemaError: the newest was written by a later version of this package.
@@ -127,14 +131,14 @@ class CheckpointStore:
         problems = []
         for step, path in self._steps():
             try:
-                manifest = verify_manifest(path)
-                if manifest.step != step:
-                    raise CheckpointError(f"checkpoint {path} holds step {manifest.step}: it was renamed. Rename it "
-                                          "back")
-                return Checkpoint(step, path, manifest)
+                return self._verified(step, path)
             except NewerSchemaError:
                 raise
             except CheckpointError as error:
+                if self._fetch is not None:
+                    self._warn(f"looking for another copy of a damaged checkpoint: {error}")
+                    if self._fetch(step, self.root):
+                        return self._verified(step, path)
                 self._damaged.add(step)
                 problems.append(str(error))
                 self._warn(f"skipping a damaged checkpoint: {error}")
@@ -144,6 +148,12 @@ class CheckpointStore:
                 f"that: {' | '.join(problems)}. Restore one, or move {self.root} away to start anew"
             )
         return None
+
+    def _verified(self, step: int, path: Path) -> Checkpoint:
+        manifest = verify_manifest(path)
+        if manifest.step != step:
+            raise CheckpointError(f"checkpoint {path} holds step {manifest.step}: it was renamed. Rename it back")
+        return Checkpoint(step, path, manifest)
 
     def clean(self) -> list[Path]:
         """Remove leftovers of interrupted writes in this and earlier terms, and checkpoints of superseded drivers;

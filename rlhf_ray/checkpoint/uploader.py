@@ -17,6 +17,7 @@ from pathlib import Path
 from rlhf_ray.checkpoint.remote import CHECKPOINTS, RemoteDirectory, silence_cloud_libraries
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.errors import CheckpointError, SupersededError, UploadError, first_line
+from rlhf_ray.files.fsync import Interrupted, operation, progress
 from rlhf_ray.observability.owner_record import FOLDER as OWNER_RECORDS
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -226,3 +227,30 @@ def _fetch_newest(remote: RemoteDirectory, directory: Path, say: Callable[[str],
     remote.get_all((name for name in remote.names() if not name.startswith(others)), directory)
     remote.get_checkpoint(there, store.root)
     return there
+
+
+def fetch_copy(url: str, say: Callable[[str], None], term: Term | None, step: int, root: Path) -> bool:
+    """Replace the damaged checkpoint of `step` in the directory `root` by its uploaded copy, if that is intact.
+
+    Args:
+        term: in which the caller owns the run's directory.
+
+    Returns:
+        whether there was one. Why not is only reported: an older checkpoint may do.
+    """
+    silence_cloud_libraries()
+    try:
+        with operation("fetch", f"{url}/{CHECKPOINTS}/step_{step}"):
+            remote = RemoteDirectory(url, progress().move, term)
+            if step not in remote.steps():
+                say(f"run.upload={url} has no complete checkpoint of step {step}")
+                return False
+            remote.get_checkpoint(step, root, verified=True)
+    except (SupersededError, Interrupted):
+        raise
+    except Exception as error:  # whatever the library of this kind of place raises
+        say(f"the checkpoint of step {step} cannot be fetched from run.upload={url} ({type(error).__name__}: "
+            f"{first_line(error)})")
+        return False
+    say(f"the checkpoint of step {step} was fetched from run.upload={url} in place of the damaged one")
+    return True

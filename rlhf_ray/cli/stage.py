@@ -96,6 +96,7 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     from rlhf_ray.cli.auto_resume import Outage, is_child, run_and_resume
     from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.load import STAGES, load
+    from rlhf_ray.observability.progress import FINISHED
     from rlhf_ray.observability.run_directory import RunDirectory
 
     config = load(STAGES[command], path, overrides)
@@ -106,3 +107,4 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
         raise typer.Exit(run_and_resume([command, *arguments], store, resume, Outage(config.cluster, is_listening)))
     quiet_libraries()
     importlib.import_module(f"rlhf_ray.stages.{command.replace('-', '_')}").run(config, resume=resume)
+    typer.echo(f"{FINISHED}{config.run.dir}")

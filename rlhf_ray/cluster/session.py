@@ -3,17 +3,20 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
 import grpc
+import psutil
 import ray
 from ray.job_config import JobConfig
 
+from rlhf_ray.child_processes import descendants
 from rlhf_ray.cluster.head_node import head_watched, is_listening, raise_for_lost_head, require_listener
+from rlhf_ray.cluster.processes import kill
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError, ClusterUnavailable
@@ -26,6 +29,8 @@ from rlhf_ray.internals.ray import (
     start_options,
 )
 
+CLUSTER_ENDS_S = 5.0
+"""Time for the processes of a local cluster to end after its shutdown; then they are killed."""
 INLINE_BYTES = 4096
 """Largest result that Ray sends to its owner, the driver, instead of keeping it in the object store. Ray's default of
 100 KiB would send whole chunks of tokens through the driver, to it and on to each of their readers."""
@@ -63,6 +68,7 @@ def ray_session(
     _quieten_ray()
     if config.address:
         require_listener(config.address)
+    before = set(psutil.Process().children())
     namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster use the same worker names
     job = JobConfig(metadata={"job_name": name, **(metadata or {})})  # the name that the dashboard shows
     try:
@@ -76,7 +82,7 @@ def ray_session(
         lost = config.address and (isinstance(error, ConnectionError | TimeoutError)
                                    or not is_listening(config.address))
         raise (ClusterUnavailable if lost else ClusterError)(f"cannot {where}: {error}") from error
-    address = ray.get_runtime_context().gcs_address
+    address, started = ray.get_runtime_context().gcs_address, set(psutil.Process().children()) - before
     with head_watched(address):  # until after the shutdown, which waits for the head
         try:
             if config.address and not config.allow_open:
@@ -87,7 +93,23 @@ def ray_session(
             raise_for_lost_head(address, error)
             raise
         finally:
-            ray.shutdown()
+            with ended_with(started):
+                ray.shutdown()
+
+
+@contextmanager
+def ended_with(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    """End these processes and their descendants with the enclosed shutdown of a local cluster. Ray gives its raylet one
+    second and kills it then; its agents outlive it for a minute, because they report that to the control service, which
+    is gone as well."""
+    members = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            members += [(each.pid, each.create_time()) for each in (process, *descendants(process))]
+    try:
+        yield
+    finally:
+        kill(members, CLUSTER_ENDS_S)
 
 
 def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: JobConfig) -> None:

@@ -178,6 +178,16 @@ STEP = re.compile(
 """A progress line of `StageProgress` in plain output; its parts are separated by two spaces."""
 
 
+FINISHED = "finished: "
+"""Begins the last line that a stage's command prints, before the run's directory, if it made all its steps."""
+
+
+def has_finished(text: str) -> bool:
+    """Whether the output of a run ends as that of one that made all its steps and wrote everything."""
+    lines = text.rstrip().splitlines()
+    return bool(lines) and lines[-1].startswith(FINISHED)
+
+
 def newest_step(text: str) -> str | None:
     """The last progress line in a run's output; None without one."""
     return next((line for line in reversed(text.splitlines()) if STEP.fullmatch(line)), None)

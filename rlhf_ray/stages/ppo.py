@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack, closing
 from functools import partial
 from typing import Any
 
-from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.derived import geometry_of, placements_of
@@ -45,6 +44,7 @@ from rlhf_ray.stages.ppo_roles import (
 )
 from rlhf_ray.stages.preflight import check_resume
 from rlhf_ray.stages.runtime import (
+    checkpoint_store,
     fetch_uploaded,
     newest_checkpoint,
     open_runtime,
@@ -80,7 +80,7 @@ async def _run(
     """`configured`: the number of generators in the configuration; a run that was scaled resumes with another
     number."""
     began, files = time.perf_counter(), directory.files
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, term=directory.term)
+    store = checkpoint_store(config, directory, config.checkpoint.keep)
     start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(StageProgress("PPO", config.run.steps, start.step if start else 0))

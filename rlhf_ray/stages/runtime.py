@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rlhf_ray.checkpoint.atomic_directory import clear_leftovers
 from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
-from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
+from rlhf_ray.checkpoint.uploader import Uploader, fetch_copy, fetch_newest
 from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session
 from rlhf_ray.cluster.shared_files import require_shared_files
@@ -205,6 +205,13 @@ def fetch_uploaded(config: StageConfig, directory: RunDirectory) -> None:
     """
     if config.run.upload:
         fetch_newest(config.run.upload, directory.path, logging.getLogger(__name__).warning, directory.term)
+
+
+def checkpoint_store(config: StageConfig, directory: RunDirectory, keep: int) -> CheckpointStore:
+    """The run's checkpoints, of which `keep` are kept; damaged ones are fetched from `run.upload`, if intact there."""
+    say = logging.getLogger(__name__).warning
+    fetch = partial(fetch_copy, config.run.upload, say, directory.term) if config.run.upload else None
+    return CheckpointStore(directory.checkpoints, keep, term=directory.term, fetch=fetch)
 
 
 def newest_checkpoint(store: CheckpointStore, resume: bool, directory: RunDirectory) -> Checkpoint | None:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
-from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.cluster.worker_group import WorkerGroup
@@ -42,6 +41,7 @@ from rlhf_ray.stages.preflight import (
 )
 from rlhf_ray.stages.runtime import (
     Runtime,
+    checkpoint_store,
     fetch_uploaded,
     newest_checkpoint,
     open_runtime,
@@ -91,7 +91,7 @@ def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
 
 async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
     config, files, began = stage.config, directory.files, time.perf_counter()
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, term=directory.term)
+    store = checkpoint_store(config, directory, config.checkpoint.keep)
     start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
     with StageProgress(stage.title, config.run.steps, start.step if start else 0) as progress:
         if session.dashboard_url:

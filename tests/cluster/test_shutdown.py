@@ -112,3 +112,21 @@ def test_nothing_is_left_of_a_run_that_ends_by(end, configure, tmp_path, places)
     assert [path.name for path in directory.iterdir() if path.name.startswith(".")] == []
     newest = CheckpointStore(directory / "checkpoints", keep=2).latest()
     assert newest is not None or end == STARTING
+
+
+AGENTS = """
+import psutil, time
+from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.config.run import ClusterConfig
+
+with ray_session(ClusterConfig(dashboard=False, object_store_mb=100), {}, "agents"):
+    family = psutil.Process().children(recursive=True)
+    next(process for process in family if process.name() == "raylet").suspend()
+print(*(process.pid for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE))
+"""
+"""A session whose raylet is killed in its shutdown, because it does not end in the second that Ray gives it."""
+
+
+def test_no_agent_of_ray_outlives_a_raylet_that_is_killed_in_the_shutdown():
+    ended = subprocess.run([sys.executable, "-c", AGENTS], capture_output=True, text=True, timeout=200)
+    assert (ended.returncode, ended.stdout.strip()) == (0, ""), ended.stderr

@@ -84,6 +84,8 @@ def test_the_run_ends_as_the_undisturbed_one_bit_for_bit(configured, undisturbed
     assert weights.keys() == others.keys() and all(weights[key].equal(others[key]) for key in weights)
     (fault,) = map(json.loads, Path(config.run.dir, "faults.jsonl").read_text().splitlines())
     assert fault["role"] == "sft_learner" and fault["outcome"].startswith("all learners restarted")
+    usual_s = max(row["time/step"] for row in read_metrics(undisturbed) if "time/step" in row)
+    assert fault["call_age_s"] < config.cluster.heartbeat_timeout_s + 2 * usual_s + 30, "noticed long before a deadline"
 
 
 def test_learners_that_are_lost_again_end_the_run(configured):

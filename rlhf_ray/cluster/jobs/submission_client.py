@@ -7,7 +7,8 @@ request without one, only to that server, and to other machines only by https.
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from rlhf_ray.cluster.nodes import as_node, head_first
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.errors import ClusterError, first_line
 from rlhf_ray.internals.ray import PACKAGING_LOGGER, direct_job_client, get_from_job_server, version_of_server
+from rlhf_ray.observability.progress import has_finished
 from rlhf_ray.planning.node_spec import Node
 
 DEFAULT_URL = "http://127.0.0.1:8265"
@@ -66,7 +68,15 @@ class JobServer:
         """All submitted jobs, newest first."""
         with ray_errors_as_ours(self.url):
             jobs = [job_of(details) for details in self._client.list_jobs() if details.submission_id]
-        return sorted(jobs, key=lambda job: -(job.began or 0))
+        return sorted(map(self._as_it_ended, jobs), key=lambda job: -(job.began or 0))
+
+    def _as_it_ended(self, job: Job) -> Job:
+        """Ray counts a job that was asked to stop as stopped, without an exit code, even if it had finished."""
+        if job.ours and job.state == "STOPPED":
+            with suppress(ClusterError):  # its output may be gone with its node
+                if has_finished(self.logs(job.id)):
+                    return replace(job, state="SUCCEEDED", code=0)
+        return job
 
     def job(self, name: str) -> Job:
         """The job with this id, or the newest job of the run with this name.

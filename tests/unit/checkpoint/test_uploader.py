@@ -3,13 +3,14 @@
 import shutil
 import threading
 import time
+from functools import partial
 
 import fsspec
 import pytest
 
 from rlhf_ray.checkpoint.remote import RemoteDirectory
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.checkpoint.uploader import AGAIN_S, Uploader, fetch_newest
+from rlhf_ray.checkpoint.uploader import AGAIN_S, Uploader, fetch_copy, fetch_newest
 from rlhf_ray.errors import CheckpointError, ConfigError, UploadError
 from tests.unit.checkpoint.uploads import save, wait_until
 
@@ -112,6 +113,45 @@ def test_a_fetch_that_is_interrupted_leaves_no_checkpoint_and_is_made_again(run,
     monkeypatch.undo()
     assert fetch_newest(url, other, lambda _: None) == 4
     assert CheckpointStore(other / "checkpoints", 1).latest().step == 4
+
+
+def damaged_here(run, url, lost):
+    """A run with the checkpoints 3 and 4, both uploaded, of which 4 is damaged here; its store, and what it says."""
+    uploader = Uploader(url, run, silence_s=10)
+    uploader.start(resume=False)
+    for step in (3, 4):
+        save(run, step)
+        wait_until(lambda: uploader.step == step)  # noqa: B023
+    uploader.finish()
+    (run / "checkpoints/step_4" / lost).write_bytes(b"damage")
+    said = []
+    store = CheckpointStore(run / "checkpoints", 2, said.append,
+                            fetch=partial(fetch_copy, url, said.append, None))
+    return store, said, uploader.remote
+
+
+@pytest.mark.parametrize("lost", ["policy/rank_0.bin", "manifest.json"])
+def test_a_checkpoint_that_is_damaged_here_and_intact_there_is_fetched_loudly(run, url, quick, lost):
+    store, said, _ = damaged_here(run, url, lost)
+    found = store.latest()
+    assert found.step == 4 and (found.path / "policy/rank_0.bin").read_bytes() == b"\x04" * 100_000
+    assert "looking for another copy of a damaged checkpoint" in said[0] and "step_4" in said[0]
+    assert said[1] == f"the checkpoint of step 4 was fetched from run.upload={url} in place of the damaged one"
+    assert sorted(path.name for path in store.root.iterdir()) == ["step_3", "step_4"]
+
+
+def test_a_copy_that_is_damaged_too_or_away_is_passed_over_loudly_and_the_one_here_stays(run, url, quick):
+    store, said, remote = damaged_here(run, url, "policy/rank_0.bin")
+    other = run / "other"
+    other.write_bytes(b"damage there")
+    remote.put(other, "checkpoints/step_4/policy/rank_0.bin")
+    assert store.latest().step == 3
+    assert "cannot be fetched from run.upload" in said[1] and "is damaged" in said[1] and "skipping" in said[2]
+    assert (store.root / "step_4/policy/rank_0.bin").read_bytes() == b"damage"
+    remote.remove("checkpoints/step_4")
+    said.clear()
+    assert store.latest().step == 3 and "has no complete checkpoint of step 4" in said[1]
+    assert sorted(path.name for path in store.root.iterdir()) == ["step_3", "step_4"]
 
 
 def test_bytes_that_change_on_the_way_make_no_checkpoint(run, url, quick, monkeypatch):

@@ -1,10 +1,13 @@
 """What is known of a cluster's address before Ray tries it, and what is done about its head afterwards."""
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from rlhf_ray.cluster import session
@@ -68,3 +71,17 @@ def test_the_head_is_watched_to_the_end_of_the_shutdown_and_blamed_for_lost_work
             server.close()
             raise error
     assert ray.events.count("shutdown") == 3
+
+
+def test_processes_that_outlive_the_one_that_started_them_end_with_the_session(monkeypatch):
+    """As Ray's agents do when their raylet is killed."""
+    monkeypatch.setattr(session, "CLUSTER_ENDS_S", 0.2)
+    raylet = subprocess.Popen([sys.executable, "-c", "import subprocess, sys, time\n"
+                               "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)\n"
+                               "sys.stdout.flush(); time.sleep(60)"], stdout=subprocess.PIPE, text=True)
+    agent = psutil.Process(int(raylet.stdout.readline()))
+    with session.ended_with([psutil.Process(raylet.pid)]):
+        raylet.kill()
+        raylet.wait()
+        assert agent.is_running()
+    assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE

@@ -7,9 +7,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import aiohttp
 import pytest
 import ray
+from ray.job_submission import JobDetails, JobStatus, JobType
 
 from rlhf_ray.cluster.jobs import submission_client as module
-from rlhf_ray.cluster.jobs.submission_client import connect, find_token, url_of
+from rlhf_ray.cluster.jobs.submission_client import JobServer, connect, find_token, url_of
 from rlhf_ray.errors import ClusterError
 
 
@@ -173,3 +174,29 @@ def test_the_token_is_found_where_ray_looks_in_its_order(no_token, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/nowhere")
     with pytest.raises(ClusterError, match="RAY_AUTH_TOKEN_PATH=/nowhere"):
         find_token()
+
+
+class Client:
+    """What Ray's client answers about jobs that were asked to stop; `outputs` by id, None for one that is gone."""
+
+    def __init__(self, outputs):
+        self._outputs = outputs
+
+    def list_jobs(self):
+        about = {"run": "mine", "stage": "ppo"}
+        return [JobDetails(submission_id=name, type=JobType.SUBMISSION, status=JobStatus.STOPPED, metadata=about,
+                           entrypoint="") for name in self._outputs]
+
+    def get_job_logs(self, name):
+        if self._outputs[name] is None:
+            raise RuntimeError("its node is gone")
+        return self._outputs[name]
+
+
+def test_a_job_that_finished_while_it_was_asked_to_stop_has_finished():
+    server = JobServer(Client({
+        "finished": "PPO: done in 3 s\nfinished: runs/mine\n", "stopped": "stopped by SIGTERM after step 3 of 9\n",
+        "killed": "PPO: done in 3 s\n", "nothing": "", "gone": None}), "http://127.0.0.1:8265")
+    assert {job.id: (job.describe_state(), job.exit_code) for job in server.jobs()} == {
+        "finished": ("finished", 0), **dict.fromkeys(("stopped", "killed", "nothing", "gone"),
+                                                    ("stopped; --resume continues it", 75))}
