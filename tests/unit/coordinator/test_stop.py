@@ -1,8 +1,14 @@
 """Signals to this very process, inside its event loop."""
 
 import asyncio
+import fcntl
 import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
+import time
 
 import pytest
 
@@ -178,3 +184,48 @@ def test_one_request_that_comes_twice_within_a_moment_is_one_to_the_child_of_a_p
     with pytest.raises(RunInterrupted, match="stopped at once by SIGTERM"):
         asyncio.run(run())
     assert reached == ["after the second"]
+
+
+IN_A_TERMINAL = """
+import asyncio, sys
+from pathlib import Path
+from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.observability.non_blocking_output import drain_output, use_non_blocking_output
+from rlhf_ray.observability.progress import StageProgress
+
+async def run():
+    with StageProgress("PPO", 9) as progress:
+        stop = StopRequest(progress.warn)
+        stop.can_save = True
+        with stop.listening():
+            progress.update(1, loss=1.0)
+            Path(sys.argv[1]).write_text("ready")
+            await stop.unless_asked(asyncio.sleep(60))
+            progress.update(2, loss=1.0)
+            print("saving", file=sys.stderr)
+            Path(sys.argv[1]).write_text(f"saved after {stop.requested}")
+
+use_non_blocking_output()
+try:
+    asyncio.run(run())
+finally:
+    drain_output()
+sys.exit(75)
+"""
+
+
+def test_a_process_whose_terminal_is_closed_saves_although_it_cannot_print_any_more(tmp_path):
+    ours, its = pty.openpty()
+
+    def lead_a_session():
+        os.setsid()
+        fcntl.ioctl(its, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen([sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "state")], stdin=its, stdout=its,
+                               stderr=its, preexec_fn=lead_a_session)
+    os.close(its)
+    until = time.monotonic() + 60
+    while not (tmp_path / "state").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    os.close(ours)
+    assert process.wait(60) == 75 and (tmp_path / "state").read_text() == "saved after SIGHUP"
