@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from chaos.invariants import Books, violations
 from chaos.kinds import KINDS
 from chaos.kinds.disturbances import upload_directory
 from chaos.mounts import own_disk, small_disk
-from chaos.nodes import HEARTBEAT_TIMEOUT_S, SPARE, several_nodes_sections
+from chaos.nodes import HEARTBEAT_TIMEOUT_S, SPARE, generator_node_sections, learner_node_sections
 from chaos.outcomes import outcomes
 from chaos.plan import fewest_steps, plan
 from chaos.reward_service import RewardService, reward_service
@@ -34,13 +34,19 @@ from tests.cluster.tiny import Files, make_files, ppo_settings
 
 USUAL_MINUTES = 15.0
 STEPS_A_FAULT, FEWEST_STEPS = 1.5, 12
-FAULTS_OF_ONLY = 2
+FAULTS_OF_ONLY = 1
 """Faults of each kind of --only."""
-RUNS = {"several_nodes": 0, "overlapped": 1, "synchronous": 0}
-"""The runs of a round, short ones first, with their `max_staleness`: one on a cluster of several nodes, one for each
-generator; one that is checked by its ledger, not bit for bit; and one with the faults of most kinds. A kind says in
-which of them it is, and how often (`Kind.runs`)."""
-SEVERAL_NODES = "several_nodes"
+@dataclass(frozen=True)
+class RunSettings:
+    """What distinguishes one of the runs of a round."""
+
+    max_staleness: int = 0
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Sections that differ from those of the other runs."""
+    nodes: bool = False
+    """Whether it is on a cluster of several nodes, of which only a few can be spared."""
+
+
 SAVED_EVERY = 3
 """Steps between checkpoints."""
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -48,7 +54,7 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
                 "disk_timeout_s": 20.0},
     "logging": {"tensorboard": False, "samples_per_step": 1},
     "checkpoint": {"every": SAVED_EVERY, "keep": 2},
-    "evaluation": {"limit": 2},
+    "evaluation": {"limit": 2, "every": 4},
     "reward": {"on_failure": "quarantine", "quarantine_limit": 0.2},
 }
 """Sections that differ from the runs of the tests."""
@@ -58,6 +64,19 @@ FUNCTION = {"type": "function", "function": f"{reward_function.__file__}:score",
 """Another small part: a user's function."""
 RANKS = {"generator": 2, "policy_learner": 2, "critic_learner": 2}
 """Number of workers of each role that has several."""
+RUNS = {
+    "generator_nodes": RunSettings(nodes=True, sections=generator_node_sections(RANKS["generator"])),
+    "learner_node": RunSettings(nodes=True, sections=learner_node_sections()),
+    "scarce_nodes": RunSettings(nodes=True, sections={
+        **generator_node_sections(RANKS["generator"], "scarce"),
+        "cluster": {"allow_open": True, "start_timeout_s": 60, "max_restarts": 1}}),
+    "async_engine": RunSettings(sections={"generator": {"engine": "async"}}),
+    "overlapped": RunSettings(max_staleness=1),
+    "synchronous": RunSettings(),
+}
+"""The runs of a round, short ones first: on a node for each generator, with the learners on a node of their own,
+without a spare node, with vLLM's engine in processes of its own, at `max_staleness` 1 (checked by its ledger, not bit
+for bit), and one with the faults of most kinds. A kind says in which of them it is, and how often (`Kind.runs`)."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +88,8 @@ class Trial:
     """Kinds of its faults; they may repeat."""
     max_staleness: int
     seed: int
-    several_nodes: bool = False
+    run: str = "synchronous"
+    """Which of RUNS it is."""
 
     @property
     def reproducible(self) -> bool:
@@ -90,16 +110,15 @@ def trials(seed: int, minutes: float, only: Sequence[str] = (), not_tried: Conta
     """
     kinds = [kind for kind in KINDS.values() if kind.name not in not_tried and (not only or kind.name in only)]
     found = []
-    for index, (name, max_staleness) in enumerate(reversed(RUNS.items())):
+    for index, (name, settings) in enumerate(reversed(RUNS.items())):
         if only:
             chosen = _select({kind.name: FAULTS_OF_ONLY for kind in kinds if next(iter(kind.runs)) == name}, 1.0)
-            chosen = chosen[:SPARE] if name == SEVERAL_NODES else chosen
+            chosen = chosen[:SPARE] if settings.nodes else chosen
         else:
             chosen = _select({kind.name: kind.runs[name] for kind in kinds if name in kind.runs},
                              min(1.0, minutes / USUAL_MINUTES))
         if chosen:
-            found.append(Trial(f"only_{name}" if only else name, chosen, max_staleness, seed + index,
-                               name == SEVERAL_NODES))
+            found.append(Trial(f"only_{name}" if only else name, chosen, settings.max_staleness, seed + index, name))
     return found[::-1]
 
 
@@ -130,11 +149,13 @@ class Workspace:
         root.mkdir(parents=True, exist_ok=True)
         return cls(root, make_files(root), service)
 
-    def configure(self, name: str, steps: int, max_staleness: int, several_nodes: bool = False) -> tuple[Path, Path]:
-        """Write the configuration of a run; returns it and the directory that the run will write."""
+    def configure(self, name: str, steps: int, max_staleness: int,
+                  different: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[Path, Path]:
+        """Write the configuration of a run; returns it and the directory that the run will write. `different`: sections
+        that differ from those of the run without faults."""
         directory = self.root / name
         settings = ppo_settings(self.files, directory)
-        for sections in (SECTIONS, several_nodes_sections(RANKS["generator"]) if several_nodes else {}):
+        for sections in (SECTIONS, different or {}):
             for section, fields in sections.items():
                 settings[section] = {**settings.get(section, {}), **fields}
         settings["run"] |= {"steps": steps, "upload": str(upload_directory(directory))}
@@ -193,7 +214,7 @@ def _run_trial(workspace: Workspace, trial: Trial, undisturbed: Path, number: in
     _log(f"{trial.name}, round {number}: {trial.steps} updates with {len(faults)} faults of "
          f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
     config, directory = workspace.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness,
-                                         trial.several_nodes)
+                                            RUNS[trial.run].sections)
     if any(KINDS[kind].own_disk for kind in trial.kinds):
         mounted.enter_context(own_disk(directory))
     return evaluate(run(config, directory, faults, workspace.service, _log), undisturbed, trial.reproducible)

@@ -44,6 +44,7 @@ class Evidence:
         self.record = record
         self.events = read_faults(RunDirectory(record.directory).faults)
         """Lines of faults.jsonl. Whoever attributes one to a fault removes it: it belongs to no other fault."""
+        self.all_events = tuple(self.events)
 
     def start_at(self, time: float) -> Start | None:
         """The driver that ran at this time."""

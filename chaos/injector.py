@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from chaos.checkpoint_damage import valid_checkpoints
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.kinds import kind_of
 from chaos.nodes import Nodes
-from chaos.scene import POLL_S, Scene
+from chaos.scene import LEARNER_RESTART, POLL_S, RESUME, Scene
+from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.coordinator.loop import Coordinator
+from rlhf_ray.stages import ppo, ppo_attempts
 
 CHECKPOINT_POLL_S = 0.1
 
@@ -32,8 +35,18 @@ class Injector:
         self._planned = bool(self.scene.left)
 
     def install(self) -> None:
-        """Inject the remaining faults into every training loop of this process."""
+        """Inject the remaining faults into every training loop of this process, and between two of them."""
         run, step = Coordinator.run, Coordinator._step_or_stop
+        restart_learners, restore_checkpoint = ppo.restart_learners, ppo_attempts.restore_checkpoint
+
+        async def restart(*arguments: Any) -> None:
+            async with self._at(LEARNER_RESTART):
+                await restart_learners(*arguments)
+
+        async def restore(coordinator: Coordinator, start: Checkpoint | None, again: bool) -> None:
+            self.scene.coordinator = coordinator
+            async with self._at(RESUME if start is not None and not again else ""):
+                await restore_checkpoint(coordinator, start, again)
 
         async def step_after_faults(coordinator: Coordinator) -> None:
             while self.must_wait(coordinator):
@@ -53,6 +66,27 @@ class Injector:
 
         Coordinator.run = run_with_faults  # type: ignore[method-assign, assignment]
         Coordinator._step_or_stop = step_after_faults  # type: ignore[method-assign, assignment]
+        ppo.restart_learners = restart  # type: ignore[assignment]
+        ppo_attempts.restore_checkpoint = restore
+
+    @asynccontextmanager
+    async def _at(self, moment: str) -> AsyncIterator[None]:
+        """Inject the next fault during the block, if this is its moment; the block does not end before."""
+        scene = self.scene
+        fault = scene.left[0] if moment and scene.left and kind_of(scene.left[0]).moment == moment else None
+        if fault is None:
+            yield
+            return
+        scene.moment = moment
+        injecting = asyncio.create_task(kind_of(fault).inject(scene, fault), name=f"chaos {moment}")
+        try:
+            yield
+            await injecting
+        finally:
+            scene.moment = ""
+            injecting.cancel()
+            with suppress(asyncio.CancelledError):
+                await injecting
 
     def must_wait(self, coordinator: Coordinator) -> bool:
         """Whether a fault holds training, or the next fault is due and its victim still down from an earlier one, or no
@@ -63,13 +97,15 @@ class Injector:
         if self.scene.held:
             return True
         down = {worker for worker, loss in coordinator.roles.health.down.items() if not loss.recorded}
+        if self.scene.last_step_waits and coordinator.state.step >= coordinator.config.run.steps - 1:
+            return True
         if not self.scene.left:
             return bool(down or self.scene.confirming)
         fault = self.scene.left[0]
         return coordinator.state.step >= fault.step and (kind_of(fault).role, fault.rank) in down
 
     async def _inject(self) -> None:
-        while self.scene.left:
+        while self.scene.left and not kind_of(self.scene.left[0]).moment:
             fault = self.scene.left[0]
             while not self.is_due(fault):
                 await asyncio.sleep(POLL_S)

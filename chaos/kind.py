@@ -46,6 +46,10 @@ class Kind:
     """The fault is injected into one of so many calls in the required state."""
     most_delay_s: float = 0.0
     """Longest delay within that call, or before the fault."""
+    preceded_by: str = ""
+    """Name of the kind whose fault leads to the required state: the plan puts one immediately before."""
+    moment: str = ""
+    """A time outside the training loop at which it is injected (`Scene.moment`)."""
     changes_results: bool = False
     """Whether a run that survives it ends with other weights."""
 

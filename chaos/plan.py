@@ -38,7 +38,7 @@ def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], 
     span, before = max(1, steps - saved_every - 1), ends[: len(after)]
     order = _mixed(draw, others, ends[len(after) :])
     due: list[tuple[int, tuple[str, ...]]] = [
-        (1 + index * span // len(order), (kind,)) for index, kind in enumerate(order)]
+        (1 + index * span // len(order), _with_predecessor(kind)) for index, kind in enumerate(order)]
     moments = _spread(draw, len(after), span, saved_every)
     due += [(step, pair) for step, pair in zip(moments, zip(before, after, strict=True), strict=True)]
     due = sorted(due, key=lambda one: one[0]) + [(steps - 1, (kind,)) for kind in last]
@@ -50,6 +50,12 @@ def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], 
     return _with_second_faults(draw, faults, ranks)
 
 
+def _with_predecessor(kind: str) -> tuple[str, ...]:
+    """The kinds of the faults that bring about the state that a kind requires, and the kind itself."""
+    before = KINDS[kind].preceded_by
+    return (*_with_predecessor(before), kind) if before else (kind,)
+
+
 def _with_second_faults(draw: random.Random, faults: Sequence[Fault], ranks: Mapping[str, int]) -> list[Fault]:
     """Let some faults follow the one before while its victim is being replaced, at the same update. Their victim must
     be another worker, which is up."""
@@ -57,7 +63,8 @@ def _with_second_faults(draw: random.Random, faults: Sequence[Fault], ranks: Map
     for fault in faults[1:]:
         first, role = planned[-1], kind_of(fault).role
         chosen = draw.random() < DURING_REPAIR
-        if chosen and kind_of(first).is_repaired and not kind_of(fault).follows_an_end and not fault.valid_checkpoints:
+        possible = kind_of(first).is_repaired and not kind_of(fault).follows_an_end and not fault.valid_checkpoints
+        if chosen and possible and not kind_of(fault).preceded_by:
             if role != kind_of(first).role:
                 fault = replace(fault, step=first.step, during_repair=True)
             elif ranks.get(role, 1) > 1:

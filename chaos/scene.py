@@ -14,6 +14,8 @@ from chaos.nodes import Nodes
 if TYPE_CHECKING:
     from rlhf_ray.coordinator.loop import Coordinator
 
+LEARNER_RESTART, RESUME = "while learners are restarted", "while a run is resumed"
+"""Moments outside the training loop."""
 POLL_S = 0.002
 """Interval of polling for calls and processes."""
 
@@ -31,6 +33,10 @@ class Scene:
         self.held = False
         """Whether training waits for a fault."""
         self.confirming: set[asyncio.Task[None]] = set()
+        self.moment = ""
+        """Outside the training loop: LEARNER_RESTART, RESUME, or neither."""
+        self.last_step_waits = False
+        """Whether the last update waits, because a fault ends the driver only some time after it was injected."""
         self._coordinator: Coordinator | None = None
 
     @property
@@ -41,7 +47,8 @@ class Scene:
 
     @coordinator.setter
     def coordinator(self, coordinator: Coordinator) -> None:
-        self._coordinator, self.learners_lost = coordinator, False
+        if coordinator is not self._coordinator:
+            self._coordinator, self.learners_lost = coordinator, False
 
     def injected(self, fault: Fault, **fields: Any) -> None:
         """Log that a fault is injected, immediately before it acts. It is not injected again, even if this task is
@@ -52,8 +59,11 @@ class Scene:
 
     def repairing(self) -> list[str]:
         """The workers that are being replaced now."""
-        down = self.coordinator.roles.health.down
-        return sorted(f"{role}/{rank}" for (role, rank), loss in down.items() if not loss.recorded)
+        roles = self.coordinator.roles
+        found = [f"{role}/{rank}" for (role, rank), loss in roles.health.down.items() if not loss.recorded]
+        if self.moment == LEARNER_RESTART:
+            found += [f"{group.role}/{rank}" for group in roles.learners() for rank in group.ranks]
+        return sorted(found)
 
     @contextmanager
     def holding(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import psutil
 
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
-from chaos.nodes import HEARTBEAT_TIMEOUT_S
+from chaos.nodes import HEARTBEAT_TIMEOUT_S, Node
 from chaos.scene import POLL_S
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.loop import Coordinator
@@ -78,18 +78,17 @@ def state_of(process: psutil.Process) -> str:
     return GONE
 
 
-def resume_partitioned(injections: InjectionLog, fault: Fault, processes: Sequence[psutil.Process],
-                       replaced: Callable[[], bool]) -> None:
-    """Let the stopped processes of a node continue, after the heartbeat timeout and once the run has `replaced` their
-    worker. Logs "recovered" when all were stopped until then, and have ended since."""
-    began = time.monotonic()
+def cut_off_until_replaced(injections: InjectionLog, fault: Fault, node: Node, replaced: Callable[[], bool]) -> None:
+    """Cut a node off, and let it return after the heartbeat timeout, once the run has `replaced` its worker. Logs
+    "confirmed" when it is cut off, and "recovered" when it was until it returned and its processes have ended since."""
+    began, processes = time.monotonic(), node.cut_off()
     try:
+        if _wait(node.is_cut_off, EFFECT_S):
+            injections.add("confirmed", fault=fault.number, state="cut off", seconds=time.monotonic() - began)
         _wait(lambda: replaced() and time.monotonic() - began > HEARTBEAT_TIMEOUT_S, REPLACED_S)
-        cut_off = replaced() and all(state_of(process) == psutil.STATUS_STOPPED for process in processes)
+        cut_off = replaced() and node.is_cut_off()
     finally:
-        for process in processes:
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
+        node.reconnect()
     seconds = time.monotonic() - began
     if _wait(lambda: _ended(processes), ENDED_S) and cut_off:
         injections.add("recovered", fault=fault.number, processes=len(processes), seconds=seconds)

@@ -9,6 +9,7 @@ from chaos.kind import Kind
 from chaos.kinds import (
     calls,
     checkpoints,
+    cluster,
     disturbances,
     drivers,
     failures,
@@ -17,13 +18,14 @@ from chaos.kinds import (
     messages,
     nodes,
     output,
+    repairs,
     weights,
     workers,
     writers,
 )
 
 KINDS: Mapping[str, Kind] = {kind.name: kind for family in (
-    workers, memory, nodes, failures, functions, weights, drivers, writers, output, messages, calls, disturbances,
+    workers, repairs, memory, nodes, cluster, failures, functions, weights, drivers, writers, output, messages, calls, disturbances,
     checkpoints) for kind in family.KINDS}
 """By name, in the order of the table."""
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from chaos.evidence import Evidence, Outcome
-from chaos.faults import KILL, TERM, Fault
+from chaos.faults import KILL, STOP, TERM, Fault
 from chaos.kind import Kind, judged
 from chaos.mounts import fill_disk, free_disk
+from chaos.nodes import HEARTBEAT_TIMEOUT_S
 from chaos.requirements import MOUNTS
 from chaos.run_record import RunRecord, Start
-from chaos.scene import POLL_S, Scene
+from chaos.scene import LEARNER_RESTART, POLL_S, RESUME, Scene
 from rlhf_ray.errors import CheckpointError, RunInterrupted
 from rlhf_ray.failpoints import EXIT_CODE, POINTS, VARIABLE
 
@@ -50,7 +53,7 @@ class DriverEnd(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class DriverSignal(DriverEnd):
-    """The driver gets a signal while it waits for workers."""
+    """The driver gets a signal while it waits for workers, or at a moment outside the training loop."""
 
     signal: int
     state: str = "waiting for workers"
@@ -59,15 +62,66 @@ class DriverSignal(DriverEnd):
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Send the signal."""
         await asyncio.sleep(fault.delay_s)
-        while not (busy := scene.coordinator.roles.clock.under_way):
+        while not (state := self.reached_state(scene)):
             await asyncio.sleep(POLL_S)
-        state = "waiting for " + ", ".join(sorted({f"{task.role} ({task.phase})" for task in busy}))
         scene.injected(fault, pid=os.getpid(), state=state)
         os.kill(os.getpid(), self.signal)
+
+    def reached_state(self, scene: Scene) -> str:
+        """The required state in words; empty if it is not reached at present."""
+        if self.moment:
+            return self.moment
+        busy = sorted({f"{task.role} ({task.phase})" for task in scene.coordinator.roles.clock.under_way})
+        return "waiting for " + ", ".join(busy) if busy else ""
 
     def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
         """That of the signal; a request to stop ends with its own."""
         return -KILL if self.signal == KILL else RunInterrupted.exit_code
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverSignalInEvaluation(DriverSignal):
+    """The driver gets a signal while the policy is evaluated."""
+
+    def reached_state(self, scene: Scene) -> str:
+        """Calls of the evaluation under way."""
+        waiting = super().reached_state(scene) if scene.coordinator.state.unmeasured else ""
+        return waiting and f"in an evaluation, {waiting}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverStopped(Kind):
+    """The driver is stopped for longer than the heartbeat timeout, and continues."""
+
+    seconds: float
+
+    colour: ClassVar[str] = "driver"
+
+    async def inject(self, scene: Scene, fault: Fault) -> None:
+        """Stop this process; a child continues it."""
+        while not scene.coordinator.roles.clock.under_way:
+            await asyncio.sleep(POLL_S)
+        busy = sorted({f"{task.role} ({task.phase})" for task in scene.coordinator.roles.clock.under_way})
+        began = time.monotonic()
+        pid = os.getpid()
+        with subprocess.Popen(["sh", "-c", f"sleep {self.seconds:g}; kill -CONT {pid}"]):
+            scene.injected(fault, pid=pid, in_state=True, state="waiting for " + ", ".join(busy))
+            os.kill(pid, STOP)
+        stopped = time.monotonic() - began
+        if stopped >= self.seconds:
+            scene.injections.add("confirmed", fault=fault.number, state=f"stopped for {stopped:.1f} s", seconds=stopped)
+        await asyncio.sleep(HEARTBEAT_TIMEOUT_S)  # detectors look at the workers again
+        scene.injections.add("recovered", fault=fault.number)
+
+    def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
+        """It must have been stopped and go on, and blame no worker for the time."""
+        stopped, recovered = (evidence.logged(event, fault) for event in ("confirmed", "recovered"))
+        if stopped is None or recovered is None:
+            return judged(evidence, fault, injection, "it was not stopped" if stopped is None else "it did not go on")
+        blamed = [f"{event['role']}/{event['rank']}" for event in evidence.events
+                  if event["kind"] == "hung" and injection["time"] <= event["lost_at"] <= recovered["time"]]
+        return judged(evidence, fault, injection, f"{', '.join(blamed)} counted as hung" if blamed else "",
+                      recovery_s=recovered["time"] - stopped["time"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +170,16 @@ KINDS = (
     DriverSignal(name="driver_kill", words="the driver is killed at a random moment; --resume", mechanism="SIGKILL",
                  signal=KILL, runs={"synchronous": 1, "overlapped": 1}),
     DriverSignal(name="driver_term", words="the driver gets SIGTERM; --resume", mechanism="SIGTERM", signal=TERM),
+    DriverSignalInEvaluation(name="driver_kill_in_evaluation", words="the driver is killed in an evaluation; --resume",
+                             mechanism="SIGKILL", signal=KILL, state="evaluation", most_delay_s=0.0),
+    DriverSignal(name="driver_kill_in_learner_restart", mechanism="SIGKILL", signal=KILL, state=LEARNER_RESTART,
+                 words="the driver is killed while learners are restarted; --resume", moment=LEARNER_RESTART,
+                 preceded_by="policy_kill", most_delay_s=5.0),
+    DriverSignal(name="driver_kill_in_resume", words="the driver is killed while it resumes a run; --resume",
+                 mechanism="SIGKILL", signal=KILL, state=RESUME, moment=RESUME, preceded_by="driver_term",
+                 most_delay_s=0.3),
+    DriverStopped(name="driver_stop", words="the driver is stopped for twice the heartbeat timeout", victim="driver",
+                  mechanism="SIGSTOP", state="waiting for workers", seconds=2 * HEARTBEAT_TIMEOUT_S),
     *(FailpointExit(name=f"exit_at_{name}", words=f"the driver ends where {words}; --resume", failpoint=name,
                     state=name, runs={"synchronous": 1} | ({"overlapped": 1} if name == "checkpoint_copied" else {}))
       for name, words in POINTS.items()),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from chaos.evidence import Evidence
-from chaos.faults import STOP, Fault
-from chaos.kinds.workers import WorkerFault
+from chaos.evidence import Evidence, Outcome
+from chaos.faults import KILL, Fault
+from chaos.kind import judged
+from chaos.kinds.workers import LONG_CALL, LearnerFault, WorkerFault
+from chaos.requirements import NETWORK_NAMESPACES
 from chaos.scene import Scene
 
 if TYPE_CHECKING:
@@ -17,41 +20,86 @@ if TYPE_CHECKING:
 
 GENERATOR: dict[str, Any] = {
     "victim": "node of a generator", "role": "generator", "phase": "generate", "state": "requests in flight",
-    "most_delay_s": 0.1, "runs": {"several_nodes": 1}}
+    "most_delay_s": 0.1, "runs": {"generator_nodes": 1}}
+
+NOT_REPLACED = "not replaced yet, the others of generator go on"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeFault(WorkerFault):
-    """The node of a worker in the middle of a call is killed, or stopped (`signal`) until the run has replaced the
-    worker."""
+    """The node of a worker in the middle of a call is killed, or cut off until the run has replaced the worker."""
+
+    cut_off: bool = False
+    signal: int = KILL
 
     colour: ClassVar[str] = "node"
 
     async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
         """Kill or cut off the node."""
-        import asyncio
-
-        from chaos.victims import resume_partitioned
+        from chaos.victims import cut_off_until_replaced
 
         processes, incarnation = group.processes(fault.rank), group.incarnation(fault.rank)
         assert processes is not None and scene.nodes is not None, "a run on one node has no fault of nodes"
-        if self.signal == STOP:
-            scene.in_thread(resume_partitioned, scene.injections, fault, scene.nodes.cut_off(processes.node),
+        node = await asyncio.to_thread(scene.nodes.take, processes.node)
+        if self.cut_off:
+            scene.in_thread(cut_off_until_replaced, scene.injections, fault, node,
                             lambda: group.incarnation(fault.rank) > incarnation)
         else:
-            await asyncio.to_thread(scene.nodes.lose, processes.node)
+            await asyncio.to_thread(node.lose)
+
+    def confirm(self, scene: Scene, fault: Fault, process: psutil.Process) -> None:
+        """A node that is cut off is confirmed to be so, instead of the process."""
+        if not self.cut_off:
+            super().confirm(scene, fault, process)
 
     def problem_after(self, evidence: Evidence, fault: Fault) -> str:
         """A node that was cut off must have been away until its worker was replaced, and have ended afterwards."""
-        if self.signal == STOP and not evidence.logged("recovered", fault):
-            return "the node was not stopped until its worker was replaced, or did not end when it was back"
+        if self.cut_off and not evidence.logged("recovered", fault):
+            return "the node was not cut off until its worker was replaced, or did not end when it was back"
         return ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class LearnerNodeFault(NodeFault, LearnerFault):
+    """The node of all learners."""
+
+    colour: ClassVar[str] = "node"
+
+    async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
+        """Kill or cut off the node."""
+        scene.learners_lost = True
+        await NodeFault.hit(self, scene, fault, group, process)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLostForGood(NodeFault):
+    """A node is lost, and there is no other one for its worker."""
+
+    is_repaired: ClassVar[bool] = False
+
+    def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
+        """The run must report that the worker is not replaced, and reach its end with the others."""
+        event = next((event for event in evidence.events if self.is_mine(event, injection)), None)
+        if event is None:
+            return judged(evidence, fault, injection, "the run never noticed")
+        evidence.events.remove(event)
+        problem = "" if NOT_REPLACED in event["outcome"] else f"it ended as {event['outcome']!r}"
+        return judged(evidence, fault, injection, problem, max(0.0, event["lost_at"] - injection["time"]))
+
+
 KINDS = (
-    NodeFault(name="node_lost", words="a node with a generator at work is lost", mechanism="killed", signal=0,
-              **GENERATOR),
-    NodeFault(name="partition", mechanism="cut off", signal=STOP,
+    NodeFault(name="node_lost", words="a node with a generator at work is lost", mechanism="killed", **GENERATOR),
+    NodeLostForGood(name="node_lost_without_spare", mechanism="killed",
+                    words="a node with a generator at work is lost, and there is no other one",
+                    **{**GENERATOR, "state": "no spare node", "runs": {"scarce_nodes": 1}}),
+    LearnerNodeFault(name="learner_node_lost", words="the node of the learners is lost in an update",
+                     mechanism="killed", victim="node of the learners", role="policy_learner",
+                     phase="policy_update", state="update", runs={"learner_node": 1}, **LONG_CALL),
+    LearnerNodeFault(name="learner_partition", mechanism="cut off", cut_off=True, victim="node of the learners",
+                     words="the node of the learners is cut off in an update, and comes back after it was replaced",
+                     role="policy_learner", phase="policy_update", state="update", runs={"learner_node": 1},
+                     requires=(NETWORK_NAMESPACES,), **LONG_CALL),
+    NodeFault(name="partition", mechanism="cut off", cut_off=True,
               words="a node with a generator at work is cut off, and comes back after it was replaced", **GENERATOR),
 )
 """Kinds of this module."""

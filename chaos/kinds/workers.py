@@ -39,8 +39,9 @@ class WorkerFault(Kind):
         (group,) = (group for group in scene.coordinator.roles.all_groups() if group.role == self.role)
         task, process = await call_under_way(fault, self.phase, scene.coordinator, group,
                                              lambda: self.is_spared(scene))
-        in_state = task in clock.under_way and is_up(process)
-        scene.injected(fault, role=self.role, rank=fault.rank, pid=process.pid,
+        worker, process = process, self.victim_process(process)
+        in_state = task in clock.under_way and is_up(process) and not self.is_spared(scene)
+        scene.injected(fault, role=self.role, rank=fault.rank, pid=worker.pid,
                        incarnation=group.incarnation(fault.rank), in_state=in_state,
                        state=f"{self.phase} under way for {clock.now() - task.since:.3f} s")
         await self.hit(scene, fault, group, process)
@@ -49,6 +50,10 @@ class WorkerFault(Kind):
     def is_spared(self, scene: Scene) -> bool:
         """Whether no fault may be injected into the victim at present."""
         return False
+
+    def victim_process(self, process: psutil.Process) -> psutil.Process:
+        """The process that is hit: the worker's own, or one that it has started."""
+        return process
 
     async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
         """Send the signal."""
@@ -100,6 +105,24 @@ class WorkerFault(Kind):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FaultInEvaluation(WorkerFault):
+    """A worker gets a signal while the policy is evaluated."""
+
+    def is_spared(self, scene: Scene) -> bool:
+        """Outside an evaluation."""
+        return not scene.coordinator.state.unmeasured
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFault(WorkerFault):
+    """The process of vLLM's engine gets a signal, not the generator that has started it."""
+
+    def victim_process(self, process: psutil.Process) -> psutil.Process:
+        """The engine's."""
+        return next(child for child in process.children(recursive=True) if "EngineCore" in child.name())
+
+
+@dataclass(frozen=True, kw_only=True)
 class LearnerFault(WorkerFault):
     """A learner's rank in the middle of a call gets a signal: all learners are restarted."""
 
@@ -121,9 +144,10 @@ class LearnerFault(WorkerFault):
 
 
 def _worker(name: str, words: str, role: str, phase: str, signal: int, state: str, synchronous: int = 1,
-            overlapped: int = 0, several_nodes: int = 0, **more: Any) -> WorkerFault:
-    runs = {"synchronous": synchronous, "overlapped": overlapped, "several_nodes": several_nodes}
-    family = LearnerFault if role.endswith("_learner") else WorkerFault
+            overlapped: int = 0, on_nodes: int = 0, family: type[WorkerFault] | None = None,
+            **more: Any) -> WorkerFault:
+    runs = {"synchronous": synchronous, "overlapped": overlapped, "generator_nodes": on_nodes}
+    family = family or (LearnerFault if role.endswith("_learner") else WorkerFault)
     return family(name=name, words=words, victim=role, mechanism=MECHANISMS[signal], state=state, role=role,
                   phase=phase, signal=signal, runs={run: number for run, number in runs.items() if number}, **more)
 
@@ -142,6 +166,20 @@ KINDS = (
     _worker("reference_stop", "a reference scorer at work is stopped", "reference_scorer", "reference", STOP,
             "at work"),
     _worker("assembler_kill", "an assembler at work is killed", "assembler", "assemble", KILL, "at work", 1, 1),
+    _worker("prompt_reader_kill", "the prompt reader is killed while it reads", "prompt_reader", "read", KILL,
+            "at work", most_sightings=1),
+    _worker("prompt_reader_stop", "the prompt reader is stopped while it reads", "prompt_reader", "read", STOP,
+            "at work", most_sightings=1),
+    _worker("generator_kill_in_evaluation", "a generator is killed in an evaluation", "generator", "generate", KILL,
+            "evaluation", family=FaultInEvaluation, most_sightings=1),
+    _worker("generator_stop_in_evaluation", "a generator is stopped in an evaluation", "generator", "generate", STOP,
+            "evaluation", family=FaultInEvaluation, most_sightings=1),
+    _worker("assembler_kill_in_evaluation", "an assembler is killed in an evaluation", "assembler", "evaluate", KILL,
+            "evaluation", family=FaultInEvaluation, most_sightings=1),
+    *(EngineFault(name=f"engine_{name}", words=f"vLLM's engine process of a generator at work is {done}",
+                  victim="vLLM's EngineCore", mechanism=MECHANISMS[signal], state="requests in flight",
+                  role="generator", phase="generate", signal=signal, runs={"async_engine": 1})
+      for name, done, signal in (("kill", "killed", KILL), ("stop", "stopped", STOP))),
     _worker("policy_kill", "a policy's rank is killed in an update", "policy_learner", "policy_update", KILL, "update",
             1, 1, **LONG_CALL),
     _worker("policy_stop", "a policy's rank is stopped in an update", "policy_learner", "policy_update", STOP,

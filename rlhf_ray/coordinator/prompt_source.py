@@ -75,7 +75,7 @@ class PromptSource:
 
     async def read(self, rows: Iterable[int]) -> Any:
         """Reference to the prompts of some rows, each once, after they were read."""
-        return (await self.reader.call("rows", list(dict.fromkeys(rows)), self.table)).ref
+        return (await self.reader.call("rows", list(dict.fromkeys(rows)), self.table, phase="read")).ref
 
 
 def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig], contents: Mapping[str, Contents]) -> Ready:

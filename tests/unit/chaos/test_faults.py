@@ -29,7 +29,7 @@ def test_every_plan_is_complete_and_possible(kinds):
         faults = plan(seed, kinds, steps, RANKS, 3)
         planned = Counter(fault.kind for fault in faults)
         assert Counter(kinds) <= planned, seed
-        assert set(planned - Counter(kinds)) <= {"driver_kill"}, seed
+        assert set(planned - Counter(kinds)) <= {"driver_kill", *(KINDS[kind].preceded_by for kind in kinds)}, seed
         assert [fault.number for fault in faults] == list(range(1, len(faults) + 1)), seed
         assert all(fault.rank < RANKS.get(kind_of(fault).role, 1) for fault in faults), seed
         ended = [kind_of(fault).at_the_end for fault in faults]
@@ -73,13 +73,12 @@ def test_one_kind_alone():
 
 def test_a_lost_node_alone_is_lost_where_there_are_several():
     on_nodes, others = trials(1, 15, ["policy_stop", "node_lost", "partition"])
-    assert (others.several_nodes, on_nodes.several_nodes, on_nodes.kinds) == (False, True, ("node_lost", "partition"))
+    assert (others.run, on_nodes.run, on_nodes.kinds) == ("synchronous", "generator_nodes", ("node_lost", "partition"))
     assert len(trials(1, 15, ["partition"])[0].kinds) <= SPARE
 
 
 def test_results_are_compared_where_no_fault_may_change_them():
-    on_nodes, overlapped, synchronous = trials(1, 15)
-    assert synchronous.reproducible and on_nodes.reproducible and not overlapped.reproducible
+    assert {trial.run: trial.reproducible for trial in trials(1, 15)} == {run: run != "overlapped" for run in RUNS}
     assert trials(1, 15, ["http_nan"])[0].reproducible and not trials(1, 15, ["http_largest"])[0].reproducible
     assert not trials(1, 15, ["http_400"])[0].reproducible
 
@@ -107,3 +106,10 @@ def test_some_faults_come_while_the_victim_of_the_one_before_is_replaced():
                 assert kind_of(first).is_repaired and first.step == second.step, seed
                 assert (kind_of(first).role, first.rank) != (kind_of(second).role, second.rank), seed
     assert 4 <= seconds / 100 <= 15
+
+
+def test_a_fault_inside_the_repair_of_another_one_follows_it_at_once():
+    for name in (name for name, kind in KINDS.items() if kind.preceded_by):
+        faults = plan(1, ("http_500", name, "reward_kill"), 20, RANKS, 3)
+        ((first, second),) = [pair for pair in pairwise(faults) if pair[1].kind == name]
+        assert first.kind == KINDS[name].preceded_by and first.step == second.step and not second.during_repair

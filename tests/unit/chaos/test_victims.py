@@ -15,16 +15,35 @@ from chaos import victims
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.outcomes import outcomes
-from chaos.victims import call_under_way, resume_partitioned
+from chaos.victims import call_under_way, cut_off_until_replaced
 from rlhf_ray.observability.spans import StepClock, Task
 
 FAULT = Fault(1, "partition", 1)
 
 
+class OneProcess:
+    """A node of one process, which is stopped when the node is cut off."""
+
+    def __init__(self, process, stays_cut_off=True):
+        self._process, self._stays_cut_off = process, stays_cut_off
+
+    def cut_off(self):
+        self._process.suspend()
+        return [self._process]
+
+    def is_cut_off(self):
+        if not self._stays_cut_off:
+            self._process.resume()
+        return self._process.status() == psutil.STATUS_STOPPED
+
+    def reconnect(self):
+        self._process.resume()
+
+
 @pytest.fixture
-def stopped(monkeypatch):
-    """stopped(seconds) -> a process that is stopped, and ends so long after it goes on."""
-    for name, seconds in {"HEARTBEAT_TIMEOUT_S": 0.3, "REPLACED_S": 1.0, "ENDED_S": 1.5}.items():
+def started(monkeypatch):
+    """started(seconds) -> a process that ends after so long."""
+    for name, seconds in {"HEARTBEAT_TIMEOUT_S": 0.3, "REPLACED_S": 1.0, "ENDED_S": 1.5, "EFFECT_S": 0.3}.items():
         monkeypatch.setattr(victims, name, seconds)
     made = []
 
@@ -32,9 +51,7 @@ def stopped(monkeypatch):
         code = f"import time; print(1, flush=True); [time.sleep(0.01) for _ in range({int(seconds * 100)})]"
         made.append(subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE))
         made[-1].stdout.readline()
-        process = psutil.Process(made[-1].pid)
-        process.suspend()
-        return process
+        return psutil.Process(made[-1].pid)
 
     yield make
     for process in made:
@@ -43,17 +60,16 @@ def stopped(monkeypatch):
 
 
 @pytest.mark.parametrize("seconds, replaced, back", [(0.1, True, True), (60, True, False), (0.1, False, False)])
-def test_a_node_must_be_replaced_meanwhile_and_end_afterwards(tmp_path, stopped, seconds, replaced, back):
-    injections, process = InjectionLog(tmp_path / "injections.jsonl"), stopped(seconds)
-    resume_partitioned(injections, FAULT, [process], lambda: replaced)
-    assert [line["event"] for line in injections.read()] == ["recovered"] * back
+def test_a_node_must_be_replaced_meanwhile_and_end_afterwards(tmp_path, started, seconds, replaced, back):
+    injections, process = InjectionLog(tmp_path / "injections.jsonl"), started(seconds)
+    cut_off_until_replaced(injections, FAULT, OneProcess(process), lambda: replaced)
+    assert [line["event"] for line in injections.read()] == ["confirmed", *["recovered"] * back]
     assert not process.is_running() or process.status() != psutil.STATUS_STOPPED, "it goes on in any case"
 
 
-def test_one_that_went_on_before_it_was_replaced_was_not_cut_off(tmp_path, stopped):
-    injections, process = InjectionLog(tmp_path / "injections.jsonl"), stopped(0.1)
-    process.resume()
-    resume_partitioned(injections, FAULT, [process], lambda: True)
+def test_one_that_went_on_before_it_was_replaced_was_not_cut_off(tmp_path, started):
+    injections, process = InjectionLog(tmp_path / "injections.jsonl"), started(0.1)
+    cut_off_until_replaced(injections, FAULT, OneProcess(process, stays_cut_off=False), lambda: True)
     assert injections.read() == []
 
 
@@ -65,7 +81,7 @@ def test_a_node_that_did_not_come_back_was_no_partition(fake_run, back):
     if back:
         fake_run.line("recovered", 130, fault=number)
     (outcome,) = outcomes(fake_run.record)
-    assert outcome.survived is back and (back or "was not stopped until its worker was replaced" in outcome.problem)
+    assert outcome.survived is back and (back or "was not cut off until its worker was replaced" in outcome.problem)
 
 
 @pytest.mark.parametrize("seconds, calls", [(0.05, 6), (0.5, 1)])
