@@ -40,12 +40,12 @@ class Injector:
         restart_learners, restore_checkpoint = ppo.restart_learners, ppo_attempts.restore_checkpoint
 
         async def restart(*arguments: Any) -> None:
-            async with self._at(LEARNER_RESTART):
+            async with self.at(LEARNER_RESTART):
                 await restart_learners(*arguments)
 
         async def restore(coordinator: Coordinator, start: Checkpoint | None, again: bool) -> None:
             self.scene.coordinator = coordinator
-            async with self._at(RESUME if start is not None and not again else ""):
+            async with self.at(RESUME if start is not None and not again else ""):
                 await restore_checkpoint(coordinator, start, again)
 
         async def step_after_faults(coordinator: Coordinator) -> None:
@@ -70,7 +70,7 @@ class Injector:
         ppo_attempts.restore_checkpoint = restore
 
     @asynccontextmanager
-    async def _at(self, moment: str) -> AsyncIterator[None]:
+    async def at(self, moment: str) -> AsyncIterator[None]:
         """Inject the next fault during the block, if this is its moment; the block does not end before."""
         scene = self.scene
         fault = scene.left[0] if moment and scene.left and kind_of(scene.left[0]).moment == moment else None

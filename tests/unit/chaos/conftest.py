@@ -38,10 +38,11 @@ class FakeRun:
         return number
 
     def event(self, role: str, pid: int | None, lost_at: float, recovery_s: float | None, outcome: str = "",
-              reason: str = "it died") -> None:
+              reason: str = "it died", **fields: object) -> None:
         with (self.record.directory / "faults.jsonl").open("a") as file:
             file.write(json.dumps({"role": role, "pid": pid, "lost_at": lost_at, "recovery_s": recovery_s,
-                                   "outcome": outcome, "reason": reason, "rank": 0, "method": "generate"}) + "\n")
+                                   "outcome": outcome, "reason": reason, "rank": 0, "method": "generate",
+                                   "time": lost_at, **fields}) + "\n")
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """When the injector delays the training loop."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.injector import Injector
+from chaos.kinds import KINDS
+from chaos.scene import LEARNER_RESTART, RESUME
 
 
 def coordinator(step, *down, told=False):
@@ -56,3 +59,32 @@ def test_what_was_under_repair_is_logged_and_a_fault_is_injected_once(tmp_path):
     scene.injected(scene.left[0], state="at work")
     (line,) = scene.injections.read("injected")
     assert line["repairing"] == ["reward_scorer/0"] and scene.left == []
+
+
+def test_the_last_update_waits_for_a_driver_that_is_about_to_end(injector):
+    injector.scene.last_step_waits = True
+    last = coordinator(9)
+    last.config = SimpleNamespace(run=SimpleNamespace(steps=10))
+    assert injector.must_wait(last)
+    last.state.step = 8
+    assert not injector.must_wait(last)
+
+
+def test_a_fault_of_another_moment_is_injected_only_then(tmp_path, monkeypatch):
+    """While learners are restarted, which does not end before the fault is injected."""
+    kind, injected = KINDS["policy_kill_in_restart"], []
+
+    async def inject(self, scene, fault):
+        await asyncio.sleep(0.01)
+        injected.append(scene.moment)
+
+    monkeypatch.setattr(type(kind), "inject", inject)
+    injector = Injector([Fault(1, kind.name, step=5)], InjectionLog(tmp_path / "i.jsonl"))
+
+    async def meanwhile(moment):
+        async with injector.at(moment):
+            pass
+
+    for moment in ("", RESUME, LEARNER_RESTART):
+        asyncio.run(meanwhile(moment))
+    assert injected == [LEARNER_RESTART] and injector.scene.moment == ""

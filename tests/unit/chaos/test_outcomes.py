@@ -3,6 +3,7 @@
 import pytest
 
 from chaos.faults import KILL
+from chaos.kinds import KINDS
 from chaos.kinds.checkpoints import SKIPPED
 from chaos.kinds.failures import LEFT_OUT
 from chaos.nan_injection import unrecovered
@@ -185,3 +186,64 @@ def test_of_a_run_that_was_interrupted_only_what_it_had_survived_counts(fake_run
     found = outcomes(fake_run.record)
     assert [(o.injected, o.survived) for o in found] == [(True, True), (True, True), (False, False), (False, False)]
     assert "interrupted" in found[2].problem and "interrupted" in found[3].problem
+
+
+@pytest.mark.parametrize("events, kind, problem", [
+    (("confirmed", "recovered"), "died", ""), (("confirmed", "recovered"), "hung", "counted as hung"),
+    (("confirmed",), None, "did not go on"), ((), None, "was not stopped")])
+def test_a_driver_that_was_stopped_goes_on_and_blames_no_worker(fake_run, events, kind, problem):
+    fake_run.start(100, 200, 0, 0)
+    number = fake_run.injected("driver_stop", 110, confirmed=False)
+    for time, event in zip((121, 126), events, strict=False):
+        fake_run.line(event, time, fault=number)
+    if kind:
+        fake_run.event("generator", 7, 123, 2.0, kind=kind)
+    outcome = only(fake_run)
+    assert problem in outcome.problem and outcome.survived is not bool(problem)
+
+
+@pytest.mark.parametrize("recovery_s, time, survived", [(30.0, 140, True), (None, 140, False), (5.0, 115, False)])
+def test_a_generator_hit_in_its_catch_up_must_be_back_afterwards(fake_run, recovery_s, time, survived):
+    fake_run.start(100, 200, 0, 0)
+    fake_run.injected("generator_kill", 105, role="generator", rank=0, pid=7)
+    fake_run.injected("generator_kill_in_catch_up", 120, role="generator", rank=0, pid=8)
+    fake_run.event("generator", 7, 106, recovery_s, time=time)
+    assert outcomes(fake_run.record)[1].survived is survived
+
+
+@pytest.mark.parametrize("loop, began, survived", [(150, 100, True), (170, 160, False), (None, 160, False)])
+def test_learners_hit_in_their_restart_must_be_restarted_by_the_same_driver(fake_run, loop, began, survived):
+    fake_run.start(100, 155, 0, 0)
+    if began > 155:
+        fake_run.start(began, 200, 0, 0)
+    fake_run.injected("policy_kill_in_restart", 120, role="policy_learner", rank=0, pid=8)
+    if loop:
+        fake_run.line("loop", loop)
+    assert only(fake_run).survived is survived
+
+
+@pytest.mark.parametrize("outcome, survived", [
+    ("not replaced yet, the others of generator go on: no node", True), ("caught up to version 3", False)])
+def test_a_node_that_is_lost_for_good_must_be_done_without(fake_run, outcome, survived):
+    fake_run.start(100, 200, 0, 0)
+    fake_run.injected("node_lost_without_spare", 110, role="generator", pid=7)
+    fake_run.event("generator", 7, 112, None, outcome)
+    assert only(fake_run).survived is survived
+
+
+def test_a_link_on_which_no_answer_was_slower_was_not_disturbed(fake_run):
+    fake_run.start(100, 200, 0, 0)
+    number = fake_run.injected("control_link_slow", 110, confirmed=False)
+    fake_run.line("recovered", 131, fault=number)
+    assert not only(fake_run).injected
+    fake_run.line("confirmed", 130, fault=number)
+    assert only(fake_run).survived
+
+
+@pytest.mark.parametrize("kind", ["control_store_kill", "head_kill", "control_link_cut"])
+@pytest.mark.parametrize("code, survived", [(68, True), (1, False)])
+def test_a_driver_that_loses_the_head_must_end_so_that_it_is_resumed(fake_run, kind, code, survived):
+    fake_run.start(100, 160, code, KINDS[kind].expected_code(None, code, ""))
+    fake_run.injected(kind, 110)
+    fake_run.line("loop", 190)
+    assert only(fake_run).survived is survived
