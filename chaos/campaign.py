@@ -21,7 +21,7 @@ from chaos.invariants import Books, violations
 from chaos.kinds import KINDS
 from chaos.kinds.disturbances import upload_directory
 from chaos.mounts import own_disk, small_disk
-from chaos.nodes import HEARTBEAT_TIMEOUT_S, SPARE, generator_node_sections, learner_node_sections
+from chaos.nodes import HEARTBEAT_TIMEOUT_S, generator_node_sections, learner_node_sections
 from chaos.outcomes import outcomes
 from chaos.plan import fewest_steps, plan
 from chaos.reward_service import RewardService, reward_service
@@ -43,8 +43,6 @@ class RunSettings:
     max_staleness: int = 0
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Sections that differ from those of the other runs."""
-    nodes: bool = False
-    """Whether it is on a cluster of several nodes, of which only a few can be spared."""
 
 
 SAVED_EVERY = 3
@@ -65,9 +63,9 @@ FUNCTION = {"type": "function", "function": f"{reward_function.__file__}:score",
 RANKS = {"generator": 2, "policy_learner": 2, "critic_learner": 2}
 """Number of workers of each role that has several."""
 RUNS = {
-    "generator_nodes": RunSettings(nodes=True, sections=generator_node_sections(RANKS["generator"])),
-    "learner_node": RunSettings(nodes=True, sections=learner_node_sections()),
-    "scarce_nodes": RunSettings(nodes=True, sections={
+    "generator_nodes": RunSettings(sections=generator_node_sections(RANKS["generator"])),
+    "learner_node": RunSettings(sections=learner_node_sections()),
+    "scarce_nodes": RunSettings(sections={
         **generator_node_sections(RANKS["generator"], "scarce"),
         "cluster": {"allow_open": True, "start_timeout_s": 60, "max_restarts": 1}}),
     "async_engine": RunSettings(sections={"generator": {"engine": "async"}}),
@@ -113,7 +111,6 @@ def trials(seed: int, minutes: float, only: Sequence[str] = (), not_tried: Conta
     for index, (name, settings) in enumerate(reversed(RUNS.items())):
         if only:
             chosen = _select({kind.name: FAULTS_OF_ONLY for kind in kinds if next(iter(kind.runs)) == name}, 1.0)
-            chosen = chosen[:SPARE] if settings.nodes else chosen
         else:
             chosen = _select({kind.name: kind.runs[name] for kind in kinds if name in kind.runs},
                              min(1.0, minutes / USUAL_MINUTES))

@@ -2,7 +2,7 @@
 
 It prints its own port, reads commands from its standard input, a line each, and ends with it:
 
-    pass: forward everything (at first).
+    pass: forward everything (at first). Connections are refused once nothing takes connections at the address.
     slow SECONDS: forward everything so much later, in both directions.
     cut: forward nothing, and refuse connections; what was sent meanwhile arrives after the next `pass`.
 """
@@ -45,13 +45,26 @@ class _Link:
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
         self.delay_s, self.is_cut = 0.0, False
+        self.server: asyncio.Server | None = None
+
+    async def listen(self, own_port: int = 0) -> int:
+        """Take connections; returns the port."""
+        self.server = await asyncio.start_server(self.serve, self.host, own_port)
+        return int(self.server.sockets[0].getsockname()[1])
+
+    def refuse(self) -> None:
+        """Refuse connections from now on."""
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Relay one connection."""
         try:
             there_reader, there_writer = await asyncio.open_connection(self.host, self.port)
-        except OSError:
+        except OSError:  # whoever tries next must see that there is nothing behind this
             writer.close()
+            self.refuse()
             return
         await asyncio.gather(self._forward(reader, there_writer), self._forward(there_reader, writer))
 
@@ -70,17 +83,16 @@ class _Link:
 async def _main(target: str) -> None:
     host, _, port = target.rpartition(":")
     link = _Link(host, int(port))
-    server = await asyncio.start_server(link.serve, host, 0)
-    own_port = server.sockets[0].getsockname()[1]
+    own_port = await link.listen()
     print(own_port, flush=True)
     commands = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
     while line := (await commands.readline()).decode().split():
         link.is_cut, link.delay_s = line[0] == "cut", float(line[1]) if line[0] == "slow" else 0.0
         if link.is_cut:
-            server.close()
-        elif not server.is_serving():
-            server = await asyncio.start_server(link.serve, host, own_port)
+            link.refuse()
+        elif link.server is None:
+            await link.listen(own_port)
 
 
 if __name__ == "__main__":

@@ -74,8 +74,9 @@ class Scene:
         finally:
             self.held = False
 
-    def in_thread(self, confirm: Callable[..., None], *arguments: Any) -> None:
+    def in_thread(self, confirm: Callable[..., None], *arguments: Any) -> asyncio.Task[None]:
         """Confirm the effect of a fault in a separate thread. The run does not end before."""
         task = asyncio.create_task(asyncio.to_thread(confirm, *arguments))
         self.confirming.add(task)  # a task without a reference may be garbage-collected
         task.add_done_callback(self.confirming.discard)
+        return task

@@ -83,7 +83,7 @@ class ControlStoreStopped(Kind):
         (store,) = ray_processes(CONTROL_STORE)
         scene.injected(fault, pid=store.pid, in_state=True, state=state)
         store.suspend()
-        scene.in_thread(self._continue, scene, fault, store)
+        await asyncio.shield(scene.in_thread(self._continue, scene, fault, store))
 
     def _continue(self, scene: Scene, fault: Fault, store: psutil.Process) -> None:
         import psutil
@@ -125,7 +125,7 @@ class LinkDisturbed(Kind):
         state = await while_busy(scene)
         assert scene.nodes is not None, "this run has a relay"
         scene.injected(fault, in_state=True, state=state)
-        scene.in_thread(self._disturb, scene, fault, scene.nodes)
+        await asyncio.shield(scene.in_thread(self._disturb, scene, fault, scene.nodes))
 
     def _disturb(self, scene: Scene, fault: Fault, nodes: Nodes) -> None:
         import ray

@@ -118,8 +118,8 @@ class EngineFault(WorkerFault):
     """The process of vLLM's engine gets a signal, not the generator that has started it."""
 
     def victim_process(self, process: psutil.Process) -> psutil.Process:
-        """The engine's."""
-        return next(child for child in process.children(recursive=True) if "EngineCore" in child.name())
+        """The engine's; Linux cuts names after 15 letters."""
+        return next(child for child in process.children(recursive=True) if "EngineCor" in child.name())
 
 
 @dataclass(frozen=True, kw_only=True)

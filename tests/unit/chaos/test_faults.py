@@ -8,7 +8,8 @@ import pytest
 from chaos.campaign import RUNS, trials
 from chaos.faults import Fault
 from chaos.kinds import KINDS, kind_of, triples
-from chaos.nodes import SPARE
+from chaos.kinds.nodes import NodeFault
+from chaos.nodes import SPARE_NODES
 from chaos.plan import fewest_steps, plan
 
 RANKS = {"generator": 2, "policy_learner": 2}
@@ -74,7 +75,13 @@ def test_one_kind_alone():
 def test_a_lost_node_alone_is_lost_where_there_are_several():
     on_nodes, others = trials(1, 15, ["policy_stop", "node_lost", "partition"])
     assert (others.run, on_nodes.run, on_nodes.kinds) == ("synchronous", "generator_nodes", ("node_lost", "partition"))
-    assert len(trials(1, 15, ["partition"])[0].kinds) <= SPARE
+
+
+def test_no_run_loses_more_nodes_than_it_can_spare():
+    for run, settings in RUNS.items():
+        lost = sum(kind.runs.get(run, 0) for kind in KINDS.values() if isinstance(kind, NodeFault))
+        spare = [SPARE_NODES[pool] for pool in settings.sections.get("pools", {}) if pool in SPARE_NODES]
+        assert lost <= sum(spare) or spare == [0] == [lost - 1], run
 
 
 def test_results_are_compared_where_no_fault_may_change_them():
