@@ -2,15 +2,21 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.coordinator.prompt_source import reopened
+from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
+from rlhf_ray.coordinator.health_monitor import HealthMonitor
+from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.errors import CheckpointError
+from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.data_readers import PromptReader
 from tests.models import make_tiny_tokenizer
+from tests.unit.coordinator.stand_ins import StandInGroup
 
 
 class Answer:
@@ -49,3 +55,23 @@ def test_a_table_that_is_opened_again_has_the_rows_of_before(tmp_path):
     with pytest.raises(CheckpointError, match=r"the rows of .*p\.jsonl are not those that the run began with"):
         asyncio.run(open_again(0, lambda: ready.append(True)))
     assert ready == [True]
+
+
+def test_a_reader_that_reads_for_long_is_watched():
+    """Its heartbeats show whether it was stopped; otherwise only the deadline of the call would."""
+    async def forever(*_):
+        await asyncio.Event().wait()
+
+    async def watched():
+        later_s = 0.0
+        health = HealthMonitor(ClusterConfig(), clock=StepClock(lambda: time.monotonic() + later_s))
+        reader = WorkerDispatcher(StandInGroup("prompt_reader", forever), health)
+        health.register(reader.scheduler)
+        reading = asyncio.create_task(PromptSource(reader, "training", [5], []).read([1, 2]))
+        await asyncio.sleep(0.01)
+        later_s = ClusterConfig().heartbeat_timeout_s
+        found = [(group.role, rank) for group, rank in health.watched()]
+        reading.cancel()
+        return found
+
+    assert asyncio.run(watched()) == [("prompt_reader", 0)]
