@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Make the runs. The results are written after each; an interrupted campaign reports those it has."""
+    from chaos.kinds import needs_private_network
     from chaos.mounts import mount_private_shared_memory
     from chaos.networks import use_private_network
 
@@ -47,7 +48,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _exit_on_sigterm)
     print(f"chaos: seed {options.seed}", file=sys.stderr, flush=True)
     mount_private_shared_memory()
-    use_private_network()
+    if needs_private_network(options.only):
+        use_private_network()
     root = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # a short path: Ray's sockets are below it
     _redirect_temporary_files(root)
     try:

@@ -34,7 +34,8 @@ def use_private_network() -> bool:
     if NETWORK_NAMESPACES.missing() or ctypes.CDLL(None).unshare(CLONE_NEWNET) != 0:
         return False
     for command in (["link", "set", "lo", "up"], ["link", "add", BRIDGE, "type", "bridge"],
-                    ["addr", "add", f"{HEAD_ADDRESS}/24", "dev", BRIDGE], ["link", "set", BRIDGE, "up"]):
+                    ["addr", "add", f"{HEAD_ADDRESS}/24", "dev", BRIDGE], ["link", "set", BRIDGE, "up"],
+                    ["route", "add", "default", "dev", BRIDGE]):  # Ray's own address is that of the default route
         _ip(command)
     os.environ[PRIVATE_NETWORK] = "1"
     return True

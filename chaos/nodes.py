@@ -169,7 +169,7 @@ def learner_node_sections() -> Mapping[str, Mapping[str, Any]]:
 @contextmanager
 def several_nodes(pools: Mapping[str, Any]) -> Iterator[Nodes | None]:
     """The cluster that the pools of a configuration need; None where they do not need several nodes, and the run starts
-    its own private Ray. Nodes have addresses of their own where that is possible."""
+    its own private Ray. Nodes have addresses of their own on a private network."""
     name = next((name for name in SPARE_NODES if name in pools), None)
     if name is None:
         yield None

@@ -23,10 +23,11 @@ from chaos.kinds import (
     workers,
     writers,
 )
+from chaos.requirements import NETWORK_NAMESPACES
 
 KINDS: Mapping[str, Kind] = {kind.name: kind for family in (
-    workers, repairs, memory, nodes, cluster, failures, functions, weights, drivers, writers, output, messages, calls, disturbances,
-    checkpoints) for kind in family.KINDS}
+    workers, repairs, memory, nodes, cluster, failures, functions, weights, drivers, writers, output, messages, calls,
+    disturbances, checkpoints) for kind in family.KINDS}
 """By name, in the order of the table."""
 
 
@@ -43,3 +44,9 @@ def triples(names: Iterable[str]) -> set[tuple[str, str, str]]:
 def not_possible(names: Iterable[str]) -> dict[str, str]:
     """The kinds that cannot be tried on this machine, and why."""
     return {name: reason for name in names if (reason := KINDS[name].not_possible())}
+
+
+def needs_private_network(only: Iterable[str]) -> bool:
+    """Whether one of these kinds, or of those in a round if there are none, requires network namespaces."""
+    chosen = [KINDS[name] for name in only] or [kind for kind in KINDS.values() if any(kind.runs.values())]
+    return any(NETWORK_NAMESPACES in kind.requires for kind in chosen)

@@ -85,7 +85,7 @@ def test_no_run_loses_more_nodes_than_it_can_spare():
 
 
 def test_results_are_compared_where_no_fault_may_change_them():
-    assert {trial.run: trial.reproducible for trial in trials(1, 15)} == {run: run != "overlapped" for run in RUNS}
+    assert all(trial.reproducible is (trial.run != "overlapped") for trial in trials(1, 15))
     assert trials(1, 15, ["http_nan"])[0].reproducible and not trials(1, 15, ["http_largest"])[0].reproducible
     assert not trials(1, 15, ["http_400"])[0].reproducible
 
