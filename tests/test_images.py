@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "docker").glob("*Dockerfile"))
+BY_VERSION = "nvidia/cuda:13.0.1-devel-ubuntu22.04"
+"""The base whose digest nobody has looked up yet; docker/README.md says how."""
 SECRET = re.compile(r"token|secret|passw|api_?key|credential", re.I)
 
 
@@ -38,8 +40,9 @@ def test_bases_are_pinned(image):
     own = {text.rpartition(" AS ")[2] for name, text in image if name == "FROM" and " AS " in text}
     bases = [text.partition(" AS ")[0] for name, text in image if name == "FROM"]
     bases += [found[1] for name, text in image if name == "COPY" and (found := re.match(r"--from=(\S+)", text))]
-    bases = [base for base in bases if base not in own]
-    assert bases and all(re.search(r":v?\d+\.\d+\.\d+[\w.-]*$|@sha256:[0-9a-f]{64}$", base) for base in bases), bases
+    bases = {base for base in bases if base not in own}
+    assert bases and all(re.search(r":v?\d+\.\d+\.\d+[\w.-]*@sha256:[0-9a-f]{64}$", base)
+                         for base in bases - {BY_VERSION}), bases
 
 
 def test_no_secret_is_baked_in(image):

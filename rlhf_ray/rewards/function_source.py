@@ -14,10 +14,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
+
+import psutil
 
 from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.errors import RewardError, SampleError
@@ -63,6 +66,8 @@ IMPORT_S = 120.0
 """Longest time for the import of a function, which may import a whole framework."""
 SHUTDOWN_GRACE_S = 0.5
 """Time for an idle process to end before it is killed."""
+OUTPUT_BYTES = 1 << 20
+"""What a function may print in each call; the rest is dropped, because the worker's log has no limit."""
 GONE_S = 5.0
 """Longest wait for a killed process to disappear."""
 ANSWER_BYTES = 1 << 26
@@ -123,10 +128,12 @@ class KillableFunction:
         """End the process: an idle one by closing its socket, a busy one by killing it."""
         if self._process is None:
             return
+        started = _started_by(self._process.pid)
         if not self._calling:
             self._writer.close()
             await self._gone(SHUTDOWN_GRACE_S)
         await self._kill()
+        _kill_all(started)
 
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -136,12 +143,14 @@ class KillableFunction:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "rlhf_ray.rewards.function_subprocess", str(theirs.fileno()),
                      str(os.getpid())],
-                    pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
+                    pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT, start_new_session=True,
                 )
             except OSError as error:
                 self._writer.close()
                 raise RewardError(f"{self._who}: no process can be started for it: {error}. Free memory or raise the "
                                   "limit of processes (ulimit -u)") from error
+        self._output = BoundedOutput(self._process.stdout, self._who)
         setup = {"function": self._function, "offers": self._offers}
         reply = await self._exchange(setup, IMPORT_S, " when it was imported")
         if "error" in reply:
@@ -154,6 +163,7 @@ class KillableFunction:
     ) -> dict[str, Any]:
         """Send a frame and wait for the answer. On failure, kill the process and raise `failure`."""
         process, self._calling = self._process, True
+        self._output.left = OUTPUT_BYTES
         try:
             async with asyncio.timeout(timeout_s):
                 body = pickle.dumps(message)
@@ -183,7 +193,13 @@ class KillableFunction:
         if self._process is None:
             return
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # with its child processes
+            os.kill(self._process.pid, signal.SIGSTOP)  # so that it starts no more
+        deadline = time.monotonic() + GONE_S
+        while (started := _started_by(self._process.pid)) and time.monotonic() < deadline:
+            _kill_all(started)  # those in sessions of their own too
+            await asyncio.sleep(0.01)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its session outlives it, if it has ended
         self._writer.close()
         await self._gone(GONE_S)
         self._process = None
@@ -193,6 +209,42 @@ class KillableFunction:
         deadline = time.monotonic() + patience_s
         while self._process and self._process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
+
+
+class BoundedOutput:
+    """Copies what a process prints to this process's output, as much as `left` allows, and reads the rest: a full pipe
+    would hold the process up. It ends when no process has the pipe any more."""
+
+    def __init__(self, pipe: IO[bytes] | None, who: str) -> None:
+        self.left = OUTPUT_BYTES
+        """Bytes that are copied before others are dropped; negative when some were."""
+        self._who = who
+        if pipe is not None:
+            threading.Thread(target=self._copy, args=(pipe,), name="reward function output", daemon=True).start()
+
+    def _copy(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            while part := os.read(pipe.fileno(), 1 << 16):
+                text, over = part[:max(self.left, 0)].decode("utf-8", "replace"), len(part) > self.left >= 0
+                self.left = -1 if over else self.left - len(part)
+                with suppress(OSError, ValueError):  # this process's output may be closed
+                    sys.stdout.write(text + (f"\n({self._who} prints more than {OUTPUT_BYTES} bytes in a call; "
+                                             "the rest is dropped)\n" if over else ""))
+                    sys.stdout.flush()
+
+
+def _started_by(pid: int) -> list[psutil.Process]:
+    """What a process has started, and what that has started."""
+    try:
+        return [each for each in psutil.Process(pid).children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill_all(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()
 
 
 def _named(samples: Sequence[str], most: int = 3) -> str:

@@ -21,17 +21,23 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 HEADER = struct.Struct("!Q")
 """Length of the frame that follows, in bytes."""
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+ERROR_LENGTH = 2000
+"""Longest text of an error, in characters."""
 
 
 def main(descriptor: int, parent: int) -> None:
     """Serve the socket of that number until it closes, or until the process `parent` dies."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the function starts stays below this process, and is killed with it
     if os.getppid() != parent:  # the parent died before the line above
         return
     serve(socket.socket(fileno=descriptor))
@@ -60,14 +66,15 @@ def answer(function: Callable[..., Any], arguments: dict[str, Any], runner: asyn
         result = function(**arguments)
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
-        return {"scores": plain(result)}
+        return {"scores": plain(result, max((len(given) for given in arguments.values()), default=0))}
     except BaseException as error:  # also SystemExit: it is reported and does not end the process
         sample = getattr(error, "sample", None)
         return {"error": describe(error), "sample": sample if isinstance(sample, int) else None}
 
 
-def plain(result: Any) -> list[float]:
-    """A list, tuple, array or tensor of numbers as floats.
+def plain(result: Any, rows: int) -> list[float]:
+    """A list, tuple, array or tensor of numbers as floats. An iterator may have no end: of one, no more are taken than
+    show that they are too many for `rows`.
 
     Raises:
         TypeError: it is none of these, or contains something else.
@@ -75,7 +82,7 @@ def plain(result: Any) -> list[float]:
     if isinstance(result, (str, bytes, dict)) or not hasattr(result, "__iter__"):
         raise TypeError(f"it returned {_brief(result)}, and must return a list with one number per response")
     scores = []
-    for place, item in enumerate(result):
+    for place, item in enumerate(result if hasattr(result, "__len__") else islice(result, rows + 1)):
         try:
             if isinstance(item, (str, bytes)):
                 raise TypeError
@@ -128,7 +135,7 @@ def describe(error: BaseException) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__
               and "importlib" not in f.filename]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{type(error).__name__}: {str(error)[:ERROR_LENGTH]}{place}"
 
 
 def receive(channel: socket.socket) -> Any:

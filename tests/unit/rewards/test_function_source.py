@@ -42,6 +42,7 @@ class ThreadProcess:
 
     pid = 2**31 - 1
     """Of no process: what is killed by it is not there."""
+    stdout = None
 
     def __init__(self, command, pass_fds, **_):
         channel = socket.socket(fileno=os.dup(pass_fds[0]))
@@ -220,6 +221,65 @@ def test_a_function_that_blocks_is_killed_at_its_deadline(source, requests, bloc
         with pytest.raises(RewardError, match=rf"gave no answer within 1 s for {NAMES}; its process was killed"):
             await blocked.score(requests)
         assert gone(pid)
+
+    asyncio.run(live())
+
+
+CHILDREN = """import subprocess, time
+def score(responses):
+    children = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
+    shell = subprocess.Popen("setsid sleep 600 & echo $!", shell=True, stdout=subprocess.PIPE)
+    pids = [child.pid for child in children] + [int(shell.stdout.readline())]
+    open({file!r}, "w").write(" ".join(map(str, pids)))
+    time.sleep({seconds})
+    return [1, 2, 3]"""
+
+
+@pytest.mark.parametrize("seconds", [600, 0], ids=["when it is killed", "when it is stopped"])
+def test_what_a_function_starts_ends_with_it_in_sessions_of_its_own_too(source, requests, tmp_path, seconds):
+    file = tmp_path / "pids"
+    starting = source(CHILDREN.format(file=str(file), seconds=seconds), timeout_s=20.0 if not seconds else 5.0)
+
+    async def live():
+        await starting.start()
+        if seconds:
+            with pytest.raises(RewardError, match="gave no answer within"):
+                await starting.score(requests)
+        else:
+            await starting.score(requests)
+            assert not any(gone(int(pid)) for pid in file.read_text().split())
+            await starting.stop()
+
+    asyncio.run(live())
+    pids, deadline = file.read_text().split(), time.monotonic() + 10
+    while not all(gone(int(pid)) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(pids) == 3 and all(gone(int(pid)) for pid in pids)
+
+
+def test_a_flood_of_output_is_cut_and_holds_nothing_up(source, requests, capsys):
+    flood = source("import os\ndef score(responses):\n    for _ in range(500):\n        os.write(1, b'x' * 100_000)\n"
+                   "        os.write(2, b'y' * 100_000)\n    return [1, 2, 3]", timeout_s=60.0)
+
+    async def live():
+        await flood.start()
+        scores = [(await flood.score(requests)).scores.tolist() for _ in range(2)]
+        await flood.stop()
+        return scores
+
+    assert asyncio.run(live()) == [[1, 2, 3]] * 2
+    printed = capsys.readouterr().out
+    assert 1_000_000 < len(printed) < 2_300_000 and "prints more than 1048576 bytes in a call" in printed
+
+
+def test_an_iterator_without_end_is_told_of(source, requests, in_a_thread):
+    endless = source("import itertools\ndef score(responses):\n    return itertools.repeat(1.0)")
+
+    async def live():
+        await endless.start()
+        with pytest.raises(RewardError, match="4 .*3"):
+            await endless.score(requests)
+        await endless.stop()
 
     asyncio.run(live())
 
