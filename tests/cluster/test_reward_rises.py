@@ -93,30 +93,31 @@ def test_evaluation_finds_the_best_step_and_its_model_is_kept(on_policy):
     assert (directory / "best/model.safetensors").is_file()
 
 
-@pytest.fixture
-def overlapped(run):
-    return run[1]
+@pytest.fixture(scope="module")
+def overlapped(configure, tmp_path_factory):
+    """(summary, rows of the training steps) of a run whose rollouts may be one version behind."""
+    return learn(configure, tmp_path_factory.mktemp("overlapped") / "run", max_staleness=1)
 
 
 @pytest.mark.slow
 def test_reward_rises_with_rollouts_one_version_behind(overlapped):
-    assert_reward_rises(overlapped)
+    assert_reward_rises(overlapped[1])
 
 
 @pytest.mark.slow
 def test_no_token_is_older_than_the_bound_and_some_are_as_old(overlapped):
-    staleness = [row["staleness/max"] for row in overlapped]
+    staleness = [row["staleness/max"] for row in overlapped[1]]
     assert max(staleness) == 1, "two batches in flight: work that does not overlap would be all zeros"
     assert min(staleness) >= 0
 
 
 @pytest.mark.slow
 def test_versions_rise_by_one_a_step(overlapped):
-    assert [row["step"] for row in overlapped] == list(range(1, STEPS + 1))
-    assert [row["weights/version"] for row in overlapped] == [row["step"] for row in overlapped]
+    assert [row["step"] for row in overlapped[1]] == list(range(1, STEPS + 1))
+    assert [row["weights/version"] for row in overlapped[1]] == [row["step"] for row in overlapped[1]]
 
 
 @pytest.mark.slow
-def test_every_sample_of_an_overlapped_run_was_made_once_and_trained(run):
-    ledger = run[0]["ledger"]
+def test_every_sample_of_an_overlapped_run_was_made_once_and_trained(overlapped):
+    ledger = overlapped[0]["ledger"]
     assert (ledger["attempts given up"], ledger["committed"]) == (0, 64 * STEPS)
