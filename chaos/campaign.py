@@ -147,15 +147,20 @@ class Workspace:
         return cls(root, make_files(root), service)
 
     def configure(self, name: str, steps: int, max_staleness: int,
-                  different: Mapping[str, Mapping[str, Any]] | None = None) -> tuple[Path, Path]:
-        """Write the configuration of a run; returns it and the directory that the run will write. `different`: sections
-        that differ from those of the run without faults."""
+                  different: Mapping[str, Mapping[str, Any]] | None = None,
+                  uploads: bool = False) -> tuple[Path, Path]:
+        """Write the configuration of a run; returns it and the directory that the run will write.
+
+        Args:
+            different: sections that differ from those of the run without faults.
+            uploads: whether the run is copied to `run.upload`.
+        """
         directory = self.root / name
         settings = ppo_settings(self.files, directory)
         for sections in (SECTIONS, different or {}):
             for section, fields in sections.items():
                 settings[section] = {**settings.get(section, {}), **fields}
-        settings["run"] |= {"steps": steps, "upload": str(upload_directory(directory))}
+        settings["run"] |= {"steps": steps, "upload": str(upload_directory(directory)) if uploads else None}
         settings["rewards"]["service"] = {**SERVICE, "urls": [self.service.url]}
         settings["rewards"]["function"] = FUNCTION
         settings["coordinator"]["max_staleness"] = max_staleness
@@ -211,7 +216,7 @@ def _run_trial(workspace: Workspace, trial: Trial, undisturbed: Path, number: in
     _log(f"{trial.name}, round {number}: {trial.steps} updates with {len(faults)} faults of "
          f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
     config, directory = workspace.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness,
-                                            RUNS[trial.run].sections)
+                                            RUNS[trial.run].sections, any(KINDS[kind].uploads for kind in trial.kinds))
     if any(KINDS[kind].own_disk for kind in trial.kinds):
         mounted.enter_context(own_disk(directory))
     return evaluate(run(config, directory, faults, workspace.service, _log), undisturbed, trial.reproducible)

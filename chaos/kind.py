@@ -66,6 +66,8 @@ class Kind:
     """Whether its victim is replaced while the run goes on: another fault may be injected meanwhile."""
     own_disk: ClassVar[bool] = False
     """Whether the run's directory must be a file system of its own."""
+    uploads: ClassVar[bool] = False
+    """Whether the run must be copied to `run.upload`. Other runs are not: a copy replaces a damaged checkpoint."""
     at_the_end: ClassVar[bool] = False
     """Whether it hits what a run does after its last update."""
     checkpoints: ClassVar[int] = 0

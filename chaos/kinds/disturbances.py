@@ -150,12 +150,17 @@ class SlowWrites(Preloaded):
 
     mechanism: str = "slow"
     delay_s: float
-    below: str
-    """"run" or "upload"."""
 
     def begin(self, library: preload.Preload, config: PPOConfig) -> None:
         """Delay them."""
-        library.slow_disk(_pattern(config, self.below), self.delay_s, LONGEST_S)
+        library.slow_disk(_pattern(config.run.upload if self.uploads else config.run.dir), self.delay_s, LONGEST_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowUpload(SlowWrites):
+    """The same below `run.upload`."""
+
+    uploads: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +172,11 @@ class UploadFails(Preloaded):
     state: str = "copying"
     updates: int = 3
 
+    uploads: ClassVar[bool] = True
+
     def begin(self, library: preload.Preload, config: PPOConfig) -> None:
         """Let every write fail."""
-        library.fill_disk(_pattern(config, "upload"), LONGEST_S)
+        library.fill_disk(_pattern(config.run.upload), LONGEST_S)
 
     def problem_after(self, evidence: Evidence, fault: Fault) -> str:
         """It must be reported, and made good."""
@@ -237,9 +244,10 @@ class SecondDriver(Disturbance):
             second.wait()
 
 
-def _pattern(config: PPOConfig, below: str) -> str:
-    """Of the paths below the run's directory, or below `run.upload`."""
-    return f"{Path(config.run.dir if below == 'run' else config.run.upload or '').resolve()}/*"
+def _pattern(directory: str | None) -> str:
+    """Of the paths below a directory."""
+    assert directory is not None, "the run has no run.upload"
+    return f"{Path(directory).resolve()}/*"
 
 
 def _missing_copy(record: RunRecord) -> str:
@@ -263,9 +271,9 @@ KINDS = (
     ClockJump(name="clock_back", words="the driver's clock jumps an hour back, and ahead again", mechanism="jump back",
               shift_s=-HOUR_S, runs={"synchronous": 1}),
     SlowWrites(name="disk_slow", words="every write to the run's directory takes 50 ms longer",
-               victim="disk of the run", state="training", delay_s=0.05, below="run", updates=3),
-    SlowWrites(name="upload_slow", words="every write to run.upload takes half a second longer", victim="run.upload",
-               state="copying", delay_s=0.5, below="upload", updates=3),
+               victim="disk of the run", state="training", delay_s=0.05, updates=3),
+    SlowUpload(name="upload_slow", words="every write to run.upload takes half a second longer", victim="run.upload",
+               state="copying", delay_s=0.5, updates=3),
     UploadFails(name="upload_full", words="nothing can be copied to run.upload, which is full"),
     StoreFull(name="store_full", words="the object store gets three times what it can hold"),
     SecondDriver(name="second_driver", words="another driver is started on the same run directory"),
