@@ -102,7 +102,10 @@ class Injector:
         if not self.scene.left:
             return bool(down or self.scene.confirming)
         fault = self.scene.left[0]
-        return coordinator.state.step >= fault.step and (kind_of(fault).role, fault.rank) in down
+        kind = kind_of(fault)
+        if coordinator.state.step < fault.step:
+            return False
+        return bool(down) if kind.preceded_by else (kind.role, fault.rank) in down  # inside the repair of another one
 
     async def _inject(self) -> None:
         while self.scene.left and not kind_of(self.scene.left[0]).moment:

@@ -88,3 +88,10 @@ def test_a_fault_of_another_moment_is_injected_only_then(tmp_path, monkeypatch):
     for moment in ("", RESUME, LEARNER_RESTART):
         asyncio.run(meanwhile(moment))
     assert injected == [LEARNER_RESTART] and injector.scene.moment == ""
+
+
+@pytest.mark.parametrize("down, waits", [([("generator", 1)], True), ([], False)])
+def test_training_waits_for_a_fault_inside_the_repair_that_is_under_way(tmp_path, down, waits):
+    """Otherwise all its updates may be over before the catch-up begins."""
+    injector = Injector([Fault(1, "generator_kill_in_catch_up", step=5)], InjectionLog(tmp_path / "i.jsonl"))
+    assert injector.must_wait(coordinator(5, *down)) is waits
