@@ -17,7 +17,7 @@ FAULTS = [Fault(1, "generator_kill", 1), Fault(2, "policy_kill", 2), Fault(3, "d
 FOUND = {
     "audit_disabled": "policy_learner, epoch 1 of its updates: 12 samples",
     "key_dropped": "policy_learner, epoch 1 of its updates: ",
-    "batch_twice": "update 2 trained on 16 samples that the reward service did not score for it",
+    "batch_twice": "policy_learner, epoch 1 of its updates: ",
     "stale_version": "update 3: log-probabilities of its samples differ",
     "stale_bucket": "update 3: log-probabilities of its samples differ",
 }
