@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.errors import DataError, WeightsError, WorkerError
+from rlhf_ray.errors import DamagedBucket, DataError, WeightsError, WorkerError
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.engines.partial_rollouts import PartialRolloutEngine
 from rlhf_ray.weights.manifest import expand_fused_groups
@@ -237,19 +237,42 @@ def test_responses_that_new_weights_abort_are_continued_with_what_they_had(loop,
     assert max(rollout.row(i, "response_mask").sum() for i in range(len(rollout))) <= LONG.max_tokens
 
 
-def test_a_damaged_publication_is_refused_and_nothing_is_generated_until_a_whole_one_arrives(loop, running, new_models):
-    kind, generator, _ = running
+def test_a_damaged_bucket_leaves_the_old_weights_and_sent_again_completes_the_publication(loop, running, new_models):
+    kind, generator, old = running
     buckets = buckets_of(new_models[kind], 1)
     damaged = [array.copy() for array in buckets[1].arrays]
     damaged[-1][100] ^= 1
 
-    async def damaged_publication():
+    async def load_damaged():
         await generator.begin_weights(1, 1, len(buckets))
         await generator.load_weights(buckets[0], 1)
         await generator.load_weights(replace(buckets[1], arrays=damaged), 1)
 
-    with pytest.raises(WeightsError, match=r"bucket 1 of \d+, weights version 1: tensor .* has digest"):
-        loop.run_until_complete(damaged_publication())
+    async def load_again():
+        for bucket in buckets[1:]:
+            await generator.load_weights(bucket, 1)
+        await generator.finish_weights(1)
+
+    with pytest.raises(DamagedBucket, match=r"bucket 1 of \d+, weights version 1: tensor .* has digest"):
+        loop.run_until_complete(load_damaged())
+    assert generator.version() == 0 and generator.ready()
+    assert gap(old, loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))) < 1e-4
+    loop.run_until_complete(load_again())
+    assert gap(new_models[kind], loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))) < 1e-4
+    assert generator.version() == 1
+
+
+def test_a_refused_publication_stops_generation_until_a_whole_one_arrives(loop, running, new_models):
+    kind, generator, _ = running
+    buckets = buckets_of(new_models[kind], 1)
+
+    async def load_twice():
+        await generator.begin_weights(1, 1, len(buckets))
+        await generator.load_weights(buckets[0], 1)
+        await generator.load_weights(buckets[0], 1)
+
+    with pytest.raises(WeightsError, match="bucket 0"):
+        loop.run_until_complete(load_twice())
     assert generator.version() == 0 and not generator.ready()
     with pytest.raises(WeightsError, match="stays at weights version 0 and does not generate"):
         loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
