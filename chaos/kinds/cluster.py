@@ -52,6 +52,8 @@ class HeadKilled(DriverEnd):
     mechanism: str = "SIGKILL"
     state: str = "workers at work"
 
+    exit_code: ClassVar[int] = ClusterUnavailable.exit_code
+
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Kill them."""
         state = await while_busy(scene)
@@ -60,10 +62,6 @@ class HeadKilled(DriverEnd):
         scene.injected(fault, pids=[victim.pid for victim in victims], in_state=True, state=state)
         for victim in victims:
             victim.kill()
-
-    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
-        """That of a lost cluster, which `run.auto_resume` resumes."""
-        return ClusterUnavailable.exit_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +167,8 @@ class LinkCut(DriverEnd):
     state: str = "for good"
     runs: Mapping[str, int] = field(default_factory=lambda: {"learner_node": 0})
 
+    exit_code: ClassVar[int] = ClusterUnavailable.exit_code
+
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Cut the link."""
         state = await while_busy(scene)
@@ -176,10 +176,6 @@ class LinkCut(DriverEnd):
         scene.last_step_waits = True
         scene.injected(fault, in_state=True, state=state)
         scene.nodes.link.command("cut")
-
-    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
-        """That of a lost cluster, which `run.auto_resume` resumes."""
-        return ClusterUnavailable.exit_code
 
 
 KINDS = (

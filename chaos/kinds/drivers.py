@@ -32,9 +32,19 @@ class DriverEnd(Kind):
 
     colour: ClassVar[str] = "driver"
     ends_the_driver: ClassVar[bool] = True
+    exit_code: ClassVar[int]
+    """With which it ends."""
+    without_effect: ClassVar[str] = ""
+    """What is wrong if the injection log does not confirm the effect; empty if it never does."""
+
+    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
+        """That of this kind."""
+        return self.exit_code
 
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
         """The driver must end with the code that this fault causes, and the next one begin its loop."""
+        if self.without_effect and evidence.logged("confirmed", fault) is None:
+            return judged(evidence, fault, injection, self.without_effect)
         start = evidence.start_at(injection["time"])
         if start is None or start.code != start.expected:
             code = start.code if start else "no code"
@@ -131,29 +141,25 @@ class FailpointExit(DriverEnd):
     failpoint: str
     mechanism: str = "exit"
 
+    exit_code: ClassVar[int] = EXIT_CODE
+
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Arm the failpoint."""
         scene.injected(fault, pid=os.getpid(), state=f"failpoint {self.failpoint} armed")
         os.environ[VARIABLE] = f"{self.failpoint}:exit:{min(fault.sightings, 2)}"
-
-    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
-        """That of failpoints."""
-        return EXIT_CODE
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFull(DriverEnd):
     """The disk of the run is filled, and freed when the driver has ended."""
 
+    exit_code: ClassVar[int] = CheckpointError.exit_code
+
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Fill the disk."""
         directory = Path(scene.coordinator.config.run.dir).parent
         scene.injected(fault, pid=os.getpid(), state="about to be filled")
         fill_disk(directory)
-
-    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
-        """That of a checkpoint that cannot be written."""
-        return CheckpointError.exit_code
 
     def driver_ended(self, record: RunRecord, start: Start, fault: Fault) -> None:
         """Free the disk."""

@@ -7,11 +7,10 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
-from chaos.evidence import Evidence, Outcome
 from chaos.faults import Fault
-from chaos.kind import ON_REQUEST, judged
+from chaos.kind import ON_REQUEST
 from chaos.kinds.drivers import DriverEnd
 from chaos.lost_output import break_output
 from chaos.scene import POLL_S, Scene
@@ -30,6 +29,9 @@ class OutputLost(DriverEnd):
     state: str = "training"
     runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
 
+    exit_code: ClassVar[int] = RunInterrupted.exit_code
+    without_effect: ClassVar[str] = "the output was not lost, or no update was made without it"
+
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Put a pipe that nobody reads in the place of the output; send SIGTERM some updates later."""
         step = scene.coordinator.state.step
@@ -42,16 +44,6 @@ class OutputLost(DriverEnd):
         except BrokenPipeError:
             scene.injections.add("confirmed", fault=fault.number, state="nobody reads the output", seconds=0.0)
         os.kill(os.getpid(), signal.SIGTERM)
-
-    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
-        """That of a run that was asked to stop."""
-        return RunInterrupted.exit_code
-
-    def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
-        """The output must have been lost, and the run have stopped as asked."""
-        if evidence.logged("confirmed", fault) is None:
-            return judged(evidence, fault, injection, "the output was not lost, or no update was made without it")
-        return super().outcome(evidence, fault, injection)
 
 
 KINDS = (

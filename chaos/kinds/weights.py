@@ -25,22 +25,15 @@ class WeightsNaN(DriverEnd):
     runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
     state: str = "publication"
 
+    exit_code: ClassVar[int] = TrainingError.exit_code
+    without_effect: ClassVar[str] = "nothing was published"
+
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Order the first rank's next published weights to contain NaN."""
         from chaos.weight_damage import NAN, order_damage
 
         scene.injected(fault, pid=os.getpid(), state="about to be published")
         order_damage(scene.injections, fault.number, NAN)
-
-    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
-        """That of training that has failed."""
-        return TrainingError.exit_code
-
-    def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
-        """The order must have been obeyed."""
-        if evidence.logged("confirmed", fault) is None:
-            return judged(evidence, fault, injection, "nothing was published")
-        return super().outcome(evidence, fault, injection)
 
     def problem_with_output(self, log: str) -> str:
         """The driver must say what is wrong."""

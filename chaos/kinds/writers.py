@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from chaos import preload
-from chaos.evidence import Evidence, Outcome
 from chaos.faults import Fault
-from chaos.kind import ON_REQUEST, judged
+from chaos.kind import ON_REQUEST
 from chaos.kinds.drivers import DISK_FULL, DriverEnd
 from chaos.mounts import freeze, probe_freezing, thaw
 from chaos.requirements import COMPILER, Requirement
@@ -45,6 +44,9 @@ class FullForWriter(DriverEnd):
     state: str = "writing"
     requires: tuple[Any, ...] = (COMPILER,)
 
+    exit_code: ClassVar[int] = CheckpointError.exit_code
+    without_effect: ClassVar[str] = "no write failed"
+
     def environment(self, fault: Fault) -> dict[str, str]:
         """Load the library, in workers too."""
         return preload.environment()
@@ -56,21 +58,11 @@ class FullForWriter(DriverEnd):
         scene.injected(fault, pid=os.getpid(), state=f"{self.files} cannot be written", library=str(library.path))
         library.fill_disk(f"{directory}/{self.files}", LONGEST_S)
 
-    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
-        """That of a full disk."""
-        return CheckpointError.exit_code
-
     def driver_ended(self, record: RunRecord, start: Start, fault: Fault) -> None:
         """Log how many writes failed."""
         for line in record.injections.read("injected"):
             if line["fault"] == fault.number and (hits := preload.Preload(Path(line["library"])).hits):
                 record.injections.add("confirmed", fault=fault.number, state=f"{hits} writes failed", seconds=0.0)
-
-    def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
-        """Writes must have failed."""
-        if evidence.logged("confirmed", fault) is None:
-            return judged(evidence, fault, injection, "no write failed")
-        return super().outcome(evidence, fault, injection)
 
     def problem_with_output(self, log: str) -> str:
         """The driver must say that the disk is full."""
@@ -94,14 +86,12 @@ class HungFile(DriverEnd):
     mechanism: str = "hangs"
     state: str = "flush"
 
+    exit_code: ClassVar[int] = DiskStalled.exit_code
+
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Arm the failpoint."""
         scene.injected(fault, pid=os.getpid(), state=f"the next flush of {self.file} hangs")
         os.environ[VARIABLE] = f"{FSYNC}@{self.file}:hang"
-
-    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
-        """That of a disk that hangs."""
-        return DiskStalled.exit_code
 
     def problem_with_output(self, log: str) -> str:
         """The driver must name the file that hangs."""
@@ -119,6 +109,8 @@ class FrozenDisk(DriverEnd):
     requires: tuple[Any, ...] = (FREEZING,)
 
     own_disk: ClassVar[bool] = True
+    exit_code: ClassVar[int] = DiskStalled.exit_code
+    without_effect: ClassVar[str] = "the file system was not frozen"
 
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Freeze it."""
@@ -127,20 +119,10 @@ class FrozenDisk(DriverEnd):
         await asyncio.to_thread(freeze, Path(config.run.dir), config.cluster.disk_timeout_s + NOTICED_S)
         scene.injections.add("confirmed", fault=fault.number, state="frozen", seconds=0.0)
 
-    def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
-        """That of a disk that hangs."""
-        return DiskStalled.exit_code
-
     def driver_ended(self, record: RunRecord, start: Start, fault: Fault) -> None:
         """Thaw it, if that has not happened yet."""
         if any(line["fault"] == fault.number for line in record.injections.read("injected")):
             thaw(record.directory)
-
-    def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
-        """It must have been frozen."""
-        if evidence.logged("confirmed", fault) is None:
-            return judged(evidence, fault, injection, "the file system was not frozen")
-        return super().outcome(evidence, fault, injection)
 
     def problem_with_output(self, log: str) -> str:
         """The driver must say that the disk hangs."""
