@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chaos.witness.data_order import Tokens
 from chaos.witness.history import History, Update
-from chaos.witness.weights import Tensors, kept
+from chaos.witness.weights import Tensors, load_weights
 
 TOLERANCE = 1e-3
 """Nats. In float32 the two computations differ by less than 1e-5; the tiny models' learning rate is so high that one
@@ -53,7 +53,7 @@ class Versions:
 
     def _load(self, digest: str) -> bool:
         if digest != self._loaded:
-            tensors = kept(self._directory, digest)
+            tensors = load_weights(self._directory, digest)
             if tensors is None:
                 return False
             _copy_into(self._model, tensors)

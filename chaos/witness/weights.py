@@ -32,7 +32,7 @@ def keep(tensors: Tensors, directory: Path) -> None:
         unfinished.replace(file)
 
 
-def kept(directory: Path, digest: str) -> Tensors | None:
+def load_weights(directory: Path, digest: str) -> Tensors | None:
     """The tensors of a digest; None if they were not kept, or changed since."""
     file = directory / f"{digest}.safetensors"
     tensors = load_file(file) if file.exists() else None
