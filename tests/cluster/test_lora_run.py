@@ -3,14 +3,17 @@ merged weights, and a resumed run is the same run."""
 
 import json
 import shutil
+import signal
 
 import pytest
 from safetensors.torch import load_file
 
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.observability.faults import read_faults
 from tests.cluster.conftest import SMALL
-from tests.cluster.resumed import CLOCKS, TRAFFIC, steps, without
+from tests.cluster.faults import WorkerFault, worker_faults
+from tests.cluster.resumed import CLOCKS, TRAFFIC, assert_equal_runs, steps, without
 from tests.cluster.tiny import SHARED_BACKBONE
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -101,3 +104,19 @@ def test_the_adapters_stand_beside_the_merged_model(run):
     assert all(".lora_" in name for name in adapter) and len(adapter) == 2 * layers
     assert json.loads((run / "adapter/adapter_config.json").read_text())["r"] == 4
     assert not [name for name in load_file(run / "model/model.safetensors") if "lora" in name]
+
+
+@pytest.mark.parametrize("whole", ["tied"], indirect=True)
+def test_a_generator_that_is_replaced_gets_the_present_adapters(whole, configure, tmp_path):
+    """It is killed while it samples with the adapters of the first update; responses of another model would change all
+    that follows."""
+    from rlhf_ray.stages import ppo
+
+    directory, fault = tmp_path / "replaced" / "run", WorkerFault("generator/0", "generate", 1, signal.SIGKILL)
+    directory.parent.mkdir()
+    with worker_faults(fault):
+        ppo.run(load(PPOConfig, configure(directory, **whole[1]), []))
+    (event,) = read_faults(directory / "faults.jsonl")
+    assert (event["role"], event["rank"], event["kind"], event["pid"]) == ("generator", 0, "died", fault.pids[0])
+    assert max(row["rollout/logprob_gap"] for row in steps(directory)) < 1e-4
+    assert_equal_runs(whole[0], directory)
