@@ -88,8 +88,10 @@ class Pipeline:
             else:
                 keys += self.state.chunks.pop(place.order).keys
         self._admit_again(keys)
-        for position, chunk in enumerate(sorted(self.state.chunks.values(), key=lambda chunk: chunk.order)):
-            chunk.returns_texts = position == 0
+        position = 0
+        for chunk in sorted(self.state.chunks.values(), key=lambda chunk: chunk.order):
+            chunk.texts = self._texts(position, chunk.place.samples)
+            position += chunk.place.samples
             if chunk.complete:
                 self._start(chunk)
             else:
@@ -138,7 +140,7 @@ class Pipeline:
             place = buffer.reserve(size, self.state.published, again=bool(self.state.returned))
             if place is None:
                 return
-            chunk = Chunk(place, self._next_keys(size), returns_texts=position == 0)
+            chunk = Chunk(place, self._next_keys(size), texts=self._texts(position, size))
             self.state.chunks[chunk.order] = chunk
             self._start(chunk)
             allowance -= size
@@ -161,6 +163,10 @@ class Pipeline:
         batch = self.config.coordinator.samples_per_step
         position = (self.buffer.accepted + self.buffer.running) % batch
         return min(self.config.generator.chunk, batch - position), position
+
+    def _texts(self, position: int, size: int) -> int:
+        """How many samples of a chunk at this position of its batch are among the first `logging.samples_per_step`."""
+        return min(size, max(0, self.config.logging.samples_per_step - position))
 
     def _next_keys(self, samples: int) -> list[SampleKey]:
         """Samples to admit: first those that lost their place, then the cursor's next."""
@@ -257,9 +263,7 @@ class Pipeline:
             self._enter(item.chunk, Phase.ASSEMBLE)
         logprobs, values = await self._calls.learner_passes(scored)
         terms = self.state.reward_terms(self.config.algorithm.reward_normalisation)  # as of now: all scores are there
-        rows = self.config.logging.samples_per_step
-        return await self._calls.assemble(
-            scored, logprobs, values, terms, [rows if item.chunk.returns_texts else 0 for item in items])
+        return await self._calls.assemble(scored, logprobs, values, terms, [item.chunk.texts for item in items])
 
     def _commit(self, chunk: Chunk, ref: Any, summary: ExperienceSummary) -> None:
         """Put a chunk's experience into its place, if it is fresh enough."""

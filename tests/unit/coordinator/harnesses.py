@@ -84,7 +84,7 @@ class PipelineHarness:
         count = len(keep_texts)
         rollouts, (reward, reference, *parts) = records[:count], records[count:]
         self.parts = (terms, ranks, reward, reference, tuple(parts))
-        self.texts_asked += keep_texts
+        self.texts_asked += [(rollout["keys"][0], texts) for rollout, texts in zip(rollouts, keep_texts, strict=True)]
         experience = [f"experience {rollout['keys'][0].row}" for rollout in rollouts]
         return *experience, [self._summary(rollout["keys"], rollout["version"]) for rollout in rollouts]
 
