@@ -43,6 +43,8 @@ class RunSettings:
     max_staleness: int = 0
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Sections that differ from those of the other runs."""
+    uploads: bool = False
+    """Whether it is copied to `run.upload`. Others are not: a copy replaces a damaged checkpoint."""
 
 
 SAVED_EVERY = 3
@@ -69,12 +71,14 @@ RUNS = {
         **generator_node_sections(RANKS["generator"], "scarce"),
         "cluster": {"allow_open": True, "start_timeout_s": 60, "max_restarts": 1}}),
     "async_engine": RunSettings(sections={"generator": {"engine": "async"}}),
+    "uploaded": RunSettings(uploads=True),
     "overlapped": RunSettings(max_staleness=1),
     "synchronous": RunSettings(),
 }
 """The runs of a round, short ones first: on a node for each generator, with the learners on a node of their own,
-without a spare node, with vLLM's engine in processes of its own, at `max_staleness` 1 (checked by its ledger, not bit
-for bit), and one with the faults of most kinds. A kind says in which of them it is, and how often (`Kind.runs`)."""
+without a spare node, with vLLM's engine in processes of its own, copied to `run.upload`, at `max_staleness` 1 (checked
+by its ledger, not bit for bit), and one with the faults of most kinds. A kind says in which of them it is, and how
+often (`Kind.runs`)."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,7 @@ def _run_trial(workspace: Workspace, trial: Trial, undisturbed: Path, number: in
     _log(f"{trial.name}, round {number}: {trial.steps} updates with {len(faults)} faults of "
          f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
     config, directory = workspace.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness,
-                                            RUNS[trial.run].sections, any(KINDS[kind].uploads for kind in trial.kinds))
+                                            RUNS[trial.run].sections, RUNS[trial.run].uploads)
     if any(KINDS[kind].own_disk for kind in trial.kinds):
         mounted.enter_context(own_disk(directory))
     return evaluate(run(config, directory, faults, workspace.service, _log), undisturbed, trial.reproducible)

@@ -18,8 +18,6 @@ from chaos.run_record import RunRecord, Start
 from chaos.scene import Scene
 
 DEFAULT_MOST_SIGHTINGS = 4
-ON_REQUEST: Mapping[str, int] = {"synchronous": 0}
-"""`Kind.runs` of kinds that are injected only with --only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +64,6 @@ class Kind:
     """Whether its victim is replaced while the run goes on: another fault may be injected meanwhile."""
     own_disk: ClassVar[bool] = False
     """Whether the run's directory must be a file system of its own."""
-    uploads: ClassVar[bool] = False
-    """Whether the run must be copied to `run.upload`. Other runs are not: a copy replaces a damaged checkpoint."""
     at_the_end: ClassVar[bool] = False
     """Whether it hits what a run does after its last update."""
     checkpoints: ClassVar[int] = 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import STOP, Fault
-from chaos.kind import ON_REQUEST, Kind, judged
+from chaos.kind import Kind, judged
 from chaos.kinds.workers import WorkerFault
 from chaos.scene import POLL_S, Scene
 
@@ -27,7 +27,6 @@ class RepeatedCall(Kind):
     whole_group: bool = False
     """Whether every worker of the group gets its call twice, for calls that all make together."""
     mechanism: str = "called twice"
-    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
 
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Repeat the next call of the method, and wait until it has been answered twice."""
@@ -72,7 +71,6 @@ class LateReply(WorkerFault):
 
     method: str
     mechanism: str = "reply late"
-    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
     signal: int = STOP
 
     async def inject(self, scene: Scene, fault: Fault) -> None:

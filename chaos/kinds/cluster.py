@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import Fault
-from chaos.kind import ON_REQUEST, Kind, judged
+from chaos.kind import Kind, judged
 from chaos.kinds.drivers import DriverEnd
 from chaos.nodes import Nodes
 from chaos.scene import POLL_S, Scene
@@ -114,7 +114,7 @@ class LinkDisturbed(Kind):
     seconds: float
 
     victim: str = "link of the driver to the control store"
-    runs: Mapping[str, int] = field(default_factory=lambda: {"learner_node": 0})
+    runs: Mapping[str, int] = field(default_factory=lambda: {"learner_node": 1})
 
     colour: ClassVar[str] = "network"
 
@@ -165,7 +165,7 @@ class LinkCut(DriverEnd):
     victim: str = "link of the driver to the control store"
     mechanism: str = "cut"
     state: str = "for good"
-    runs: Mapping[str, int] = field(default_factory=lambda: {"learner_node": 0})
+    runs: Mapping[str, int] = field(default_factory=lambda: {"learner_node": 1})
 
     exit_code: ClassVar[int] = ClusterUnavailable.exit_code
 
@@ -180,8 +180,8 @@ class LinkCut(DriverEnd):
 
 KINDS = (
     HeadKilled(name="control_store_kill", victim="Ray's control store", processes=(CONTROL_STORE,),
-               words="Ray's control store is killed; --resume", runs=ON_REQUEST),
-    HeadKilled(name="head_kill", victim="head node", processes=(RAYLET, CONTROL_STORE), runs={"learner_node": 0},
+               words="Ray's control store is killed; --resume"),
+    HeadKilled(name="head_kill", victim="head node", processes=(RAYLET, CONTROL_STORE), runs={"learner_node": 1},
                words="Ray's processes on the head node are killed; --resume"),
     LinkDisturbed(name="control_link_slow", mechanism="slow", state="for 20 s", command="slow 0.3", seconds=20.0,
                   words="messages between the driver and Ray's control store take 0.3 s longer for 20 s"),
@@ -189,6 +189,6 @@ KINDS = (
                   words="the driver is cut off from Ray's control store for 20 s"),
     LinkCut(name="control_link_cut", words="the driver is cut off from Ray's control store for good; --resume"),
     *(ControlStoreStopped(name=f"control_store_stop_{seconds}", words=f"Ray's control store is stopped for {seconds} s",
-                          state=f"for {seconds} s", seconds=seconds, runs=ON_REQUEST) for seconds in (30, 90)),
+                          state=f"for {seconds} s", seconds=seconds) for seconds in (30, 90)),
 )
 """Kinds of this module."""

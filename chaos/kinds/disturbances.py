@@ -7,16 +7,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from chaos import preload
 from chaos.evidence import EARLY_S, Evidence, Outcome
 from chaos.faults import Fault
-from chaos.kind import ON_REQUEST, Kind, judged
+from chaos.kind import Kind, judged
 from chaos.requirements import COMPILER
 from chaos.run_record import RunRecord
 from chaos.scene import POLL_S, Scene
@@ -42,7 +42,6 @@ class Disturbance(Kind):
     """Lasts until so many updates were made, and it was seen to have had its effect."""
 
     updates: int = 2
-    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
     shift_s: int = 0
     """How far the driver's clock is off meanwhile."""
 
@@ -150,17 +149,12 @@ class SlowWrites(Preloaded):
 
     mechanism: str = "slow"
     delay_s: float
+    directory: str = "dir"
+    """Field of the section `run` that names the directory."""
 
     def begin(self, library: preload.Preload, config: PPOConfig) -> None:
         """Delay them."""
-        library.slow_disk(_pattern(config.run.upload if self.uploads else config.run.dir), self.delay_s, LONGEST_S)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlowUpload(SlowWrites):
-    """The same below `run.upload`."""
-
-    uploads: ClassVar[bool] = True
+        library.slow_disk(_pattern(getattr(config.run, self.directory)), self.delay_s, LONGEST_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +165,6 @@ class UploadFails(Preloaded):
     mechanism: str = "full"
     state: str = "copying"
     updates: int = 3
-
-    uploads: ClassVar[bool] = True
 
     def begin(self, library: preload.Preload, config: PPOConfig) -> None:
         """Let every write fail."""
@@ -267,14 +259,14 @@ def upload_directory(directory: Path) -> Path:
 
 KINDS = (
     ClockJump(name="clock_forward", words="the driver's clock jumps an hour ahead, and back", mechanism="jump ahead",
-              shift_s=HOUR_S, runs={"synchronous": 1}),
+              shift_s=HOUR_S),
     ClockJump(name="clock_back", words="the driver's clock jumps an hour back, and ahead again", mechanism="jump back",
-              shift_s=-HOUR_S, runs={"synchronous": 1}),
+              shift_s=-HOUR_S),
     SlowWrites(name="disk_slow", words="every write to the run's directory takes 50 ms longer",
                victim="disk of the run", state="training", delay_s=0.05, updates=3),
-    SlowUpload(name="upload_slow", words="every write to run.upload takes half a second longer", victim="run.upload",
-               state="copying", delay_s=0.5, updates=3),
-    UploadFails(name="upload_full", words="nothing can be copied to run.upload, which is full"),
+    SlowWrites(name="upload_slow", words="every write to run.upload takes half a second longer", victim="run.upload",
+               state="copying", delay_s=0.5, updates=3, directory="upload", runs={"uploaded": 1}),
+    UploadFails(name="upload_full", words="nothing can be copied to run.upload, which is full", runs={"uploaded": 1}),
     StoreFull(name="store_full", words="the object store gets three times what it can hold"),
     SecondDriver(name="second_driver", words="another driver is started on the same run directory"),
 )

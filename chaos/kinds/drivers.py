@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import KILL, STOP, TERM, Fault
-from chaos.kind import ON_REQUEST, Kind, judged
+from chaos.kind import Kind, judged
 from chaos.mounts import fill_disk, free_disk
 from chaos.nodes import HEARTBEAT_TIMEOUT_S
 from chaos.requirements import MOUNTS
@@ -177,17 +177,15 @@ KINDS = (
                  signal=KILL, runs={"synchronous": 1, "overlapped": 1}),
     DriverSignal(name="driver_term", words="the driver gets SIGTERM; --resume", mechanism="SIGTERM", signal=TERM),
     DriverSignalInEvaluation(name="driver_kill_in_evaluation", words="the driver is killed in an evaluation; --resume",
-                             mechanism="SIGKILL", signal=KILL, state="evaluation", most_delay_s=0.0,
-                             runs=ON_REQUEST),
+                             mechanism="SIGKILL", signal=KILL, state="evaluation", most_delay_s=0.0),
     DriverSignal(name="driver_kill_in_learner_restart", mechanism="SIGKILL", signal=KILL, state=LEARNER_RESTART,
                  words="the driver is killed while learners are restarted; --resume", moment=LEARNER_RESTART,
-                 preceded_by="policy_kill", most_delay_s=5.0, runs=ON_REQUEST),
+                 preceded_by="policy_kill", most_delay_s=5.0),
     DriverSignal(name="driver_kill_in_resume", words="the driver is killed while it resumes a run; --resume",
                  mechanism="SIGKILL", signal=KILL, state=RESUME, moment=RESUME, preceded_by="driver_term",
-                 most_delay_s=0.3, runs=ON_REQUEST),
+                 most_delay_s=0.3),
     DriverStopped(name="driver_stop", words="the driver is stopped for twice the heartbeat timeout", victim="driver",
-                  mechanism="SIGSTOP", state="waiting for workers", seconds=2 * HEARTBEAT_TIMEOUT_S,
-                  runs=ON_REQUEST),
+                  mechanism="SIGSTOP", state="waiting for workers", seconds=2 * HEARTBEAT_TIMEOUT_S),
     *(FailpointExit(name=f"exit_at_{name}", words=f"the driver ends where {words}; --resume", failpoint=name,
                     state=name, runs={"synchronous": 1} | ({"overlapped": 1} if name == "checkpoint_copied" else {}))
       for name, words in POINTS.items()),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from chaos import reward_function
 from chaos.faults import Fault
-from chaos.kind import ON_REQUEST
 from chaos.kinds.failures import FailureOnOrder
 from chaos.scene import Scene
 
@@ -20,7 +18,6 @@ class FunctionFailure(FailureOnOrder):
     failure: str
     victim: str = "reward function"
     state: str = "a call"
-    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
 
     colour: ClassVar[str] = "service"
     what: ClassVar[str] = "call"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import KILL, Fault
 from chaos.injection_log import InjectionLog
-from chaos.kind import ON_REQUEST, Kind, judged
+from chaos.kind import Kind, judged
 from chaos.kinds.workers import LONG_CALL, LearnerFault, WorkerFault
 from chaos.memory_groups import MemoryGroup, probe
 from chaos.mounts import (
@@ -46,7 +45,6 @@ class MemoryLimit(WorkerFault):
 
     mechanism: str = "memory limit"
     signal: int = KILL
-    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
     requires: tuple[Any, ...] = (MEMORY_GROUPS,)
 
     async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
@@ -77,7 +75,6 @@ class SmallSharedMemory(Kind):
     victim: str = "shared memory"
     mechanism: str = "small"
     state: str = "when a driver starts"
-    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
     requires: tuple[Any, ...] = (PRIVATE_SHARED_MEMORY,)
 
     colour: ClassVar[str] = "disturbance"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from chaos.faults import Fault
-from chaos.kind import ON_REQUEST
 from chaos.kinds.drivers import DriverEnd
 from chaos.lost_output import break_output
 from chaos.scene import POLL_S, Scene
@@ -27,7 +25,6 @@ class OutputLost(DriverEnd):
     victim: str = "driver's output"
     mechanism: str = "pipe closed"
     state: str = "training"
-    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
 
     exit_code: ClassVar[int] = RunInterrupted.exit_code
     without_effect: ClassVar[str] = "the output was not lost, or no update was made without it"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import KILL, STOP, Fault
-from chaos.kind import ON_REQUEST, Kind, judged
+from chaos.kind import Kind, judged
 from chaos.kinds.workers import MECHANISMS, LearnerFault
 from chaos.scene import LEARNER_RESTART, POLL_S, Scene
 
@@ -124,18 +124,14 @@ class InLearnerRestart(Kind):
 
 KINDS = (
     *(InCatchUp(name=f"generator_{name}_in_catch_up", victim="generator", mechanism=MECHANISMS[signal], signal=signal,
-                words=f"a generator that has been replaced is {done} while it receives the current weights",
-                runs=ON_REQUEST)
+                words=f"a generator that has been replaced is {done} while it receives the current weights")
       for name, done, signal in (("kill", "killed", KILL), ("stop", "stopped", STOP))),
     LearnerInCatchUp(name="policy_kill_in_catch_up", victim="policy_learner", mechanism="SIGKILL", state="catch-up",
                      words="a policy's rank is killed while a replaced generator receives its weights",
-                     role="policy_learner", phase="", signal=KILL, preceded_by="generator_kill",
-                     runs=ON_REQUEST),
+                     role="policy_learner", phase="", signal=KILL, preceded_by="generator_kill"),
     InLearnerRestart(name="policy_kill_in_restart", victim="policy_learner", mechanism="SIGKILL", signal=KILL,
-                     role="policy_learner", words="a policy's rank is killed while all learners are restarted",
-                     runs=ON_REQUEST),
+                     role="policy_learner", words="a policy's rank is killed while all learners are restarted"),
     InLearnerRestart(name="critic_stop_in_restart", victim="critic_learner", mechanism="SIGSTOP", signal=STOP,
-                     role="critic_learner", words="a critic's rank is stopped while all learners are restarted",
-                     runs=ON_REQUEST),
+                     role="critic_learner", words="a critic's rank is stopped while all learners are restarted"),
 )
 """Kinds of this module."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from chaos.evidence import EARLY_S, Evidence, Outcome
 from chaos.faults import Fault
-from chaos.kind import ON_REQUEST, judged
+from chaos.kind import judged
 from chaos.kinds.drivers import DriverEnd
 from chaos.kinds.failures import FailureOnOrder
 from chaos.scene import Scene
@@ -22,7 +21,6 @@ class WeightsNaN(DriverEnd):
 
     victim: str = "policy's weights"
     mechanism: str = "NaN"
-    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
     state: str = "publication"
 
     exit_code: ClassVar[int] = TrainingError.exit_code
@@ -46,7 +44,6 @@ class BucketFlip(FailureOnOrder):
 
     victim: str = "policy's weights"
     mechanism: str = "bit flipped"
-    runs: Mapping[str, int] = field(default_factory=lambda: ON_REQUEST)
     state: str = "publication"
 
     colour: ClassVar[str] = "numbers"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from chaos.evidence import EARLY_S, Evidence, Outcome
 from chaos.faults import KILL, STOP, Fault
-from chaos.kind import ON_REQUEST, Kind, judged
+from chaos.kind import Kind, judged
 from chaos.scene import Scene
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _worker(name: str, words: str, role: str, phase: str, signal: int, state: st
             **more: Any) -> WorkerFault:
     runs = {"synchronous": synchronous, "overlapped": overlapped, "generator_nodes": on_nodes}
     family = family or (LearnerFault if role.endswith("_learner") else WorkerFault)
-    runs = {run: number for run, number in runs.items() if number} or dict(ON_REQUEST)
+    runs = {run: number for run, number in runs.items() if number}
     return family(name=name, words=words, victim=role, mechanism=MECHANISMS[signal], state=state, role=role,
                   phase=phase, signal=signal, runs=runs, **more)
 
@@ -168,18 +168,18 @@ KINDS = (
             "at work"),
     _worker("assembler_kill", "an assembler at work is killed", "assembler", "assemble", KILL, "at work", 1, 1),
     _worker("prompt_reader_kill", "the prompt reader is killed while it reads", "prompt_reader", "read", KILL,
-            "at work", 0, most_sightings=1),
+            "at work", most_sightings=1),
     _worker("prompt_reader_stop", "the prompt reader is stopped while it reads", "prompt_reader", "read", STOP,
-            "at work", 0, most_sightings=1),
+            "at work", most_sightings=1),
     _worker("generator_kill_in_evaluation", "a generator is killed in an evaluation", "generator", "generate", KILL,
-            "evaluation", 0, family=FaultInEvaluation, most_sightings=1),
+            "evaluation", family=FaultInEvaluation, most_sightings=1),
     _worker("generator_stop_in_evaluation", "a generator is stopped in an evaluation", "generator", "generate", STOP,
-            "evaluation", 0, family=FaultInEvaluation, most_sightings=1),
+            "evaluation", family=FaultInEvaluation, most_sightings=1),
     _worker("assembler_kill_in_evaluation", "an assembler is killed in an evaluation", "assembler", "evaluate", KILL,
-            "evaluation", 0, family=FaultInEvaluation, most_sightings=1),
+            "evaluation", family=FaultInEvaluation, most_sightings=1),
     *(EngineFault(name=f"engine_{name}", words=f"vLLM's engine process of a generator at work is {done}",
                   victim="vLLM's EngineCore", mechanism=MECHANISMS[signal], state="requests in flight",
-                  role="generator", phase="generate", signal=signal, runs={"async_engine": 0})
+                  role="generator", phase="generate", signal=signal, runs={"async_engine": 1})
       for name, done, signal in (("kill", "killed", KILL), ("stop", "stopped", STOP))),
     _worker("policy_kill", "a policy's rank is killed in an update", "policy_learner", "policy_update", KILL, "update",
             1, 1, **LONG_CALL),

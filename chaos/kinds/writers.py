@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from chaos import preload
 from chaos.faults import Fault
-from chaos.kind import ON_REQUEST
 from chaos.kinds.drivers import DISK_FULL, DriverEnd
 from chaos.mounts import freeze, probe_freezing, thaw
 from chaos.requirements import COMPILER, Requirement
@@ -131,15 +130,15 @@ class FrozenDisk(DriverEnd):
 
 KINDS = (
     *(FullForWriter(name=f"full_at_{name}", words=f"the disk is full where {words} is written; --resume",
-                    victim=words, files=files, runs={"synchronous": 1} if name == "shard" else ON_REQUEST)
+                    victim=words, files=files)
       for name, (files, words) in WRITERS.items()),
     FullForExport(name="full_at_export", words="the disk is full where the trained model is written; --resume",
-                  victim="trained model", files="*model/*", runs=ON_REQUEST),
+                  victim="trained model", files="*model/*"),
     *(HungFile(name=f"hang_at_{name}", words=f"the disk hangs where {words} is flushed; --resume", victim=words,
-               file=file, runs=ON_REQUEST) for name, file, words in (
+               file=file) for name, file, words in (
         ("manifest", "manifest.json", "the manifest of a checkpoint"), ("metrics", "metrics.jsonl", "a row of metrics"),
         ("ledger", "ledger.sqlite", "the ledger"))),
     FrozenDisk(name="disk_frozen", words="the file system of the run is frozen for a time; --resume",
-               runs={"overlapped": 0}),
+               runs={"overlapped": 1}),
 )
 """Kinds of this module."""
