@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from rlhf_ray.errors import ClusterError, ClusterUnavailable
 from rlhf_ray.internals.ray import (
     CHECK_ALIVE,
     NO_PRESTART,
+    SLOW_START,
     dashboard_and_logs,
     hidden_death_messages,
     own_process_groups,
@@ -59,7 +61,7 @@ def ray_session(
         metadata: what Ray's dashboard shows about this job.
 
     Raises:
-        ClusterUnavailable: the address takes no connections.
+        ClusterUnavailable: the address takes no connections, or a local cluster was not ready in time.
         ClusterError: the cluster cannot be joined or started, or others can reach it and it has no authentication.
     """
     if ray.is_initialized():
@@ -79,8 +81,8 @@ def ray_session(
             _start_local(config, pools, namespace, job)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"reach the Ray cluster at {config.address!r}" if config.address else "start a local Ray cluster"
-        lost = config.address and (isinstance(error, ConnectionError | TimeoutError)
-                                   or not is_listening(config.address))
+        lost = isinstance(error, ConnectionError | TimeoutError) or (
+            config.address and not is_listening(config.address))
         raise (ClusterUnavailable if lost else ClusterError)(f"cannot {where}: {error}") from error
     address, started = ray.get_runtime_context().gcs_address, set(psutil.Process().children()) - before
     with head_watched(address):  # until after the shutdown, which waits for the head
@@ -113,26 +115,44 @@ def ended_with(processes: Iterable[psutil.Process]) -> Iterator[None]:
 
 
 def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: JobConfig) -> None:
+    """Start a local cluster; again if it takes longer than Ray waits, which happens on a busy machine.
+
+    Raises:
+        TimeoutError: it was not ready after `cluster.start_timeout_s`.
+    """
     # Logical CPUs are those that the pools request: on a laptop many light workers share few cores. The same holds for
     # custom resources.
     cpus = max(1, int(sum(p.cpus * p.bundles for p in pools.values()) + 0.999))
     custom: Counter[str] = Counter()
     for pool in pools.values():
         custom.update({kind: amount * pool.bundles for kind, amount in pool.resources.items()})
-    with own_process_groups():
-        ray.init(
-            address="local",  # otherwise RAY_ADDRESS, or a cluster that runs on this machine, would be joined
-            num_cpus=max(cpus, os.cpu_count() or 1),
-            resources=dict(custom),
-            object_store_memory=config.object_store_mb * 2**20,
-            include_dashboard=config.dashboard,
-            dashboard_host="127.0.0.1",
-            namespace=name,
-            job_config=job,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **start_options(config.metrics_port, INLINE_BYTES),
-        )
+    until = time.monotonic() + config.start_timeout_s
+    while True:
+        before = set(psutil.Process().children())
+        try:
+            with own_process_groups():
+                ray.init(
+                    address="local",  # otherwise RAY_ADDRESS, or a cluster that runs on this machine, would be joined
+                    num_cpus=max(cpus, os.cpu_count() or 1),
+                    resources=dict(custom),
+                    object_store_memory=config.object_store_mb * 2**20,
+                    include_dashboard=config.dashboard,
+                    dashboard_host="127.0.0.1",
+                    namespace=name,
+                    job_config=job,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    **start_options(config.metrics_port, INLINE_BYTES),
+                )
+            return
+        except Exception as error:
+            if SLOW_START not in str(error):
+                raise
+            with ended_with(set(psutil.Process().children()) - before):
+                ray.shutdown()
+            if time.monotonic() > until:
+                raise TimeoutError("its processes were not ready within cluster.start_timeout_s="
+                                   f"{config.start_timeout_s:g}. End other programs, or raise it") from error
 
 
 def _describe() -> Session:

@@ -54,6 +54,13 @@ Source: 2.60.0, the text in the program `raylet`.
 Missing: as in `hidden_death_messages`.
 Otherwise: the paragraph is printed.
 """
+SLOW_START = "The current node timed out during startup"
+"""Beginning of the message of the plain `Exception` when a node's processes have not registered after 30 s.
+
+Source: 2.60.0, _private/node.py (`Node.__init__`).
+Missing: a setting for that time, and a type for the exception.
+Otherwise: on a machine that is busy a local cluster is not started again.
+"""
 PACKAGING_LOGGER = "ray._private.runtime_env.packaging"
 """Logger of the code that packs a job's directory.
 

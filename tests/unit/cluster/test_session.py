@@ -3,6 +3,7 @@
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -71,6 +72,40 @@ def test_the_head_is_watched_to_the_end_of_the_shutdown_and_blamed_for_lost_work
             server.close()
             raise error
     assert ray.events.count("shutdown") == 3
+
+
+SLOW = Exception("The current node timed out during startup. This could happen because ...")
+
+
+def test_a_local_cluster_that_starts_too_slowly_for_ray_is_started_again(monkeypatch):
+    ray, attempts = Ray(monkeypatch, "127.0.0.1:1"), [SLOW, SLOW, None]
+
+    def init(**_):
+        ray.events.append("init")
+        if (error := attempts.pop(0)) is not None:
+            raise error
+
+    monkeypatch.setattr(session.ray, "init", init)
+    with ray_session(ClusterConfig(), {}, "x"):
+        ray.events.append("run")
+    assert ray.events == ["init", "shutdown", "init", "shutdown", "init", "watch 127.0.0.1:1", "run", "shutdown",
+                          "watch over"]
+
+
+@pytest.mark.parametrize(("error", "wanted", "words"), [
+    (SLOW, ClusterUnavailable, "cannot start a local Ray cluster: .*cluster.start_timeout_s=0.01"),
+    (ValueError("no such resource"), ClusterError, "cannot start a local Ray cluster: no such resource")])
+def test_a_local_cluster_that_cannot_be_started_is_an_error_in_words(monkeypatch, error, wanted, words):
+    Ray(monkeypatch, "127.0.0.1:1")
+
+    def init(**_):
+        time.sleep(0.02)
+        raise error
+
+    monkeypatch.setattr(session.ray, "init", init)
+    with pytest.raises(wanted, match=words) as raised, ray_session(ClusterConfig(start_timeout_s=0.01), {}, "x"):
+        pass
+    assert type(raised.value) is wanted
 
 
 def test_processes_that_outlive_the_one_that_started_them_end_with_the_session(monkeypatch):

@@ -41,6 +41,11 @@ def test_names_of_constants():
     assert packaging.default_logger.name == internals.PACKAGING_LOGGER
 
 
+def test_the_message_of_a_slow_start():
+    texts = "".join(re.findall(r'"([^"]*)"', inspect.getsource(node.Node.__init__)))
+    assert internals.SLOW_START in texts, READ_AGAIN
+
+
 def test_values_are_written_read_and_deleted_by_their_beginning(monkeypatch):
     class Service:
         """Stands in for the client of the control service."""
