@@ -92,8 +92,8 @@ class ClusterConfig(Section):
     metrics_port: int | None = Field(None, ge=1024, le=65535)
     """Port of a local cluster's Prometheus endpoint; chosen by Ray if empty."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Timeout for starting a local cluster, placing pools and for workers to become ready; with `run.auto_resume` also for a lost cluster to
-    respond again."""
+    """Timeout for starting a local cluster, placing pools and for workers to become ready; with `run.auto_resume` also
+    for a lost cluster to respond again."""
     nodes_may_join: bool = False
     """Wait up to `start_timeout_s` for pools that the present nodes cannot hold, because an autoscaler or a scheduler
     may add nodes. If false, such pools are refused at once."""

@@ -1,5 +1,5 @@
-"""A few faults of `make chaos`, always the same, which need no privilege: a generator and a rank of the policy are killed
-at work, and, in a slow variant, the driver ends at every failpoint. More victims, and workers that hang, are in
+"""A few faults of `make chaos`, always the same, which need no privilege: a generator and a rank of the policy are
+killed at work, and, in a slow variant, the driver ends at every failpoint. More victims, and workers that hang, are in
 test_worker_losses.py and test_lost_learners.py."""
 
 import shutil
