@@ -6,7 +6,7 @@ import signal
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-KILL, STOP, TERM = int(signal.SIGKILL), int(signal.SIGSTOP), int(signal.SIGTERM)
+KILL, STOP, TERM, HUP = map(int, (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP))
 
 
 @dataclass(frozen=True)

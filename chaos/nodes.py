@@ -15,12 +15,12 @@ import psutil
 from chaos.networks import HEAD_ADDRESS, NodeNetwork, has_private_network
 from chaos.relay import Relay
 
-AWAY = {"where": "away"}
-"""Label of the nodes that may be lost; the driver runs on another node."""
+HEAD, AWAY = {"where": "head"}, {"where": "away"}
+"""Labels of the driver's node and of the nodes that may be lost. The reward service can be reached from the former."""
 SPARE = 2
 SPARE_NODES = {"away": SPARE, "scarce": 0}
 """By the name of their pool, number of these nodes beyond one for each bundle, so that a replacement has a node."""
-JOINED_S = 120.0
+JOINED_S = 200.0
 """Within this time all nodes must have joined the cluster."""
 STORE_BYTES = 100 * 2**20
 NODE_PORT = 7000
@@ -155,14 +155,14 @@ class Nodes:
 
 def generator_node_sections(generators: int, pool: str = "away") -> Mapping[str, Mapping[str, Any]]:
     """The configuration sections of a run with a node for each generator, in the pool "away" or "scarce"."""
-    return {"pools": {"default": {"cpus": 4}, pool: {
+    return {"pools": {"default": {"cpus": 4, "labels": HEAD}, pool: {
                 "bundles": generators, "cpus": 1, "strategy": "STRICT_SPREAD", "labels": AWAY}},
             "generator": {"pool": pool, "cpus": 1}, "cluster": {"allow_open": True}}
 
 
 def learner_node_sections() -> Mapping[str, Mapping[str, Any]]:
     """The configuration sections of a run with all learners on one node."""
-    return {"pools": {"default": {"cpus": 4}, "away": {"bundles": 1, "cpus": 4, "labels": AWAY}},
+    return {"pools": {"default": {"cpus": 4, "labels": HEAD}, "away": {"bundles": 1, "cpus": 4, "labels": AWAY}},
             "policy": {"pool": "away"}, "critic": {"pool": "away"}, "cluster": {"allow_open": True}}
 
 
@@ -179,7 +179,7 @@ def several_nodes(pools: Mapping[str, Any]) -> Iterator[Nodes | None]:
     distant = has_private_network()
     cluster = Cluster(initialize_head=True, head_node_args={
         "num_cpus": pools["default"]["cpus"], "object_store_memory": STORE_BYTES, "include_dashboard": False,
-        "labels": {"where": "head"}, "_system_config": HEALTH,
+        "labels": HEAD, "_system_config": HEALTH,
         **({"node_ip_address": HEAD_ADDRESS} if distant else {})})
     away: list[Node] = []
     link = Relay(cluster.address)

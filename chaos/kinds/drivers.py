@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from chaos.evidence import Evidence, Outcome
-from chaos.faults import KILL, STOP, TERM, Fault
+from chaos.faults import HUP, KILL, STOP, TERM, Fault
 from chaos.kind import Kind, judged
 from chaos.mounts import fill_disk, free_disk
 from chaos.nodes import HEARTBEAT_TIMEOUT_S
@@ -176,6 +176,7 @@ KINDS = (
     DriverSignal(name="driver_kill", words="the driver is killed at a random moment; --resume", mechanism="SIGKILL",
                  signal=KILL, runs={"synchronous": 1, "overlapped": 1}),
     DriverSignal(name="driver_term", words="the driver gets SIGTERM; --resume", mechanism="SIGTERM", signal=TERM),
+    DriverSignal(name="driver_hup", words="the driver's terminal is closed; --resume", mechanism="SIGHUP", signal=HUP),
     DriverSignalInEvaluation(name="driver_kill_in_evaluation", words="the driver is killed in an evaluation; --resume",
                              mechanism="SIGKILL", signal=KILL, state="evaluation", most_delay_s=0.0),
     DriverSignal(name="driver_kill_in_learner_restart", mechanism="SIGKILL", signal=KILL, state=LEARNER_RESTART,
