@@ -133,7 +133,7 @@ KINDS = (
                     victim=words, files=files)
       for name, (files, words) in WRITERS.items()),
     FullForExport(name="full_at_export", words="the disk is full where the trained model is written; --resume",
-                  victim="trained model", files="*model/*"),
+                  victim="trained model", files=".tmp-model-*/*"),
     *(HungFile(name=f"hang_at_{name}", words=f"the disk hangs where {words} is flushed; --resume", victim=words,
                file=file) for name, file, words in (
         ("manifest", "manifest.json", "the manifest of a checkpoint"), ("metrics", "metrics.jsonl", "a row of metrics"),
