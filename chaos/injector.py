@@ -97,8 +97,6 @@ class Injector:
         if self.scene.held:
             return True
         down = {worker for worker, loss in coordinator.roles.health.down.items() if not loss.recorded}
-        if self.scene.last_step_waits and coordinator.state.step >= coordinator.config.run.steps - 1:
-            return True
         if not self.scene.left:
             return bool(down or self.scene.confirming)
         fault = self.scene.left[0]

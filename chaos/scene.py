@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ LEARNER_RESTART, RESUME = "while learners are restarted", "while a run is resume
 """Moments outside the training loop."""
 POLL_S = 0.002
 """Interval of polling for calls and processes."""
+UPDATES_MEANWHILE = 3
+"""So many updates are made during a fault that lasts (`Scene.hold_until`)."""
 
 
 class Scene:
@@ -35,8 +37,6 @@ class Scene:
         self.confirming: set[asyncio.Task[None]] = set()
         self.moment = ""
         """Outside the training loop: LEARNER_RESTART, RESUME, or neither."""
-        self.last_step_waits = False
-        """Whether the last update waits, because a fault ends the driver only some time after it was injected."""
         self._coordinator: Coordinator | None = None
 
     @property
@@ -73,6 +73,16 @@ class Scene:
             yield
         finally:
             self.held = False
+
+    async def hold_until(self, over: Awaitable[Any]) -> None:
+        """Wait for something slow that a fault caused. Training waits for it too after UPDATES_MEANWHILE updates, and
+        before the last one, so that later faults come at their updates."""
+        future, coordinator = asyncio.ensure_future(over), self.coordinator
+        last = min(coordinator.state.step + UPDATES_MEANWHILE, coordinator.config.run.steps - 1)
+        while not future.done() and coordinator.state.step < last:
+            await asyncio.sleep(POLL_S)
+        with self.holding():
+            await asyncio.shield(future)
 
     def in_thread(self, confirm: Callable[..., None], *arguments: Any) -> asyncio.Task[None]:
         """Confirm the effect of a fault in a separate thread. The run does not end before."""

@@ -57,11 +57,11 @@ class HeadKilled(DriverEnd):
     async def inject(self, scene: Scene, fault: Fault) -> None:
         """Kill them."""
         state = await while_busy(scene)
-        scene.last_step_waits = True
         victims = [next(iter(ray_processes(name))) for name in self.processes]
         scene.injected(fault, pids=[victim.pid for victim in victims], in_state=True, state=state)
         for victim in victims:
             victim.kill()
+        await scene.hold_until(asyncio.Event().wait())  # the driver ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class ControlStoreStopped(Kind):
         (store,) = ray_processes(CONTROL_STORE)
         scene.injected(fault, pid=store.pid, in_state=True, state=state)
         store.suspend()
-        await asyncio.shield(scene.in_thread(self._continue, scene, fault, store))
+        await scene.hold_until(scene.in_thread(self._continue, scene, fault, store))
 
     def _continue(self, scene: Scene, fault: Fault, store: psutil.Process) -> None:
         import psutil
@@ -123,7 +123,7 @@ class LinkDisturbed(Kind):
         state = await while_busy(scene)
         assert scene.nodes is not None, "this run has a relay"
         scene.injected(fault, in_state=True, state=state)
-        await asyncio.shield(scene.in_thread(self._disturb, scene, fault, scene.nodes))
+        await scene.hold_until(scene.in_thread(self._disturb, scene, fault, scene.nodes))
 
     def _disturb(self, scene: Scene, fault: Fault, nodes: Nodes) -> None:
         import ray
@@ -173,9 +173,9 @@ class LinkCut(DriverEnd):
         """Cut the link."""
         state = await while_busy(scene)
         assert scene.nodes is not None, "this run has a relay"
-        scene.last_step_waits = True
         scene.injected(fault, in_state=True, state=state)
         scene.nodes.link.command("cut")
+        await scene.hold_until(asyncio.Event().wait())  # the driver ends
 
 
 KINDS = (

@@ -61,13 +61,23 @@ def test_what_was_under_repair_is_logged_and_a_fault_is_injected_once(tmp_path):
     assert line["repairing"] == ["reward_scorer/0"] and scene.left == []
 
 
-def test_the_last_update_waits_for_a_driver_that_is_about_to_end(injector):
-    injector.scene.last_step_waits = True
-    last = coordinator(9)
-    last.config = SimpleNamespace(run=SimpleNamespace(steps=10))
-    assert injector.must_wait(last)
-    last.state.step = 8
-    assert not injector.must_wait(last)
+@pytest.mark.parametrize(("began", "reached"), [(2, 5), (8, 9), (9, 9)], ids=["after three", "before the last", "last"])
+def test_training_waits_for_what_lasts_after_three_updates_and_before_the_last(injector, began, reached):
+    scene = injector.scene
+    scene.coordinator = running = coordinator(began)
+    running.config = SimpleNamespace(run=SimpleNamespace(steps=10))
+
+    async def updates():
+        over = asyncio.Event()
+        waiting = asyncio.create_task(scene.hold_until(over.wait()))
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            running.state.step += not injector.must_wait(running)
+        over.set()
+        await waiting
+
+    asyncio.run(updates())
+    assert running.state.step == reached and not injector.must_wait(running)
 
 
 def test_a_fault_of_another_moment_is_injected_only_then(tmp_path, monkeypatch):
