@@ -82,6 +82,7 @@ def test_an_ordinary_error_with_space_left_is_not_called_a_full_disk(small_disk)
         (OSError(errno.ENOSPC, "as the system says"), True),
         (OSError(errno.EDQUOT, "as the system says"), True),
         (ValueError("I/O error: No space left on device (os error 28)"), True),
+        (ValueError("I/O error: Disk quota exceeded (os error 122)"), True),
         (OSError(errno.EACCES, "Permission denied"), False),
         (RuntimeError("unexpected pos 576 vs 534"), False),
     ],

@@ -100,6 +100,11 @@ def test_a_link_to_a_directory_is_refused(checkpoint, tmp_path_factory):
         verify_manifest(checkpoint)
 
 
+def test_extras_may_have_any_order(tmp_path):
+    write_manifest(tmp_path, step=0, extra={"z": 1, "a": 2})
+    assert verify_manifest(tmp_path).extra == {"a": 2, "z": 1}
+
+
 def test_writing_refuses_links(tmp_path):
     (tmp_path / "link").symlink_to("/etc/hostname")
     with pytest.raises(CheckpointError, match="link is not a regular file"):

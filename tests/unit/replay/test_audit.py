@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.errors import LedgerError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
@@ -103,9 +104,9 @@ def test_a_prompt_dropped_for_ever_is_missed_although_another_epochs_is_trained_
     named = f"(epoch {drawn[2][0].epoch}, row {drawn[2][0].row}, sample 0, admitted)"
     assert [named in problem.violation for problem in problems(ledger.path)] == [True]
     change(ledger.path, "DELETE FROM samples WHERE state = 'admitted'")  # as if it had never been admitted
-    named = f"lacks row {drawn[2][0].row} of epoch {drawn[2][0].epoch}"
+    named = f"source 0, at 7 prompts, lacks row {drawn[2][0].row} of epoch {drawn[2][0].epoch}"
     for ended in (True, False):
-        assert [named in problem.violation for problem in problems(ledger.path, ended)] == [True]
+        assert [problem.violation for problem in problems(ledger.path, ended)] == [named]
 
 
 FACTS_OF_A_RUN = st.builds(
@@ -252,6 +253,14 @@ def test_what_the_cursor_hands_out_is_what_the_audit_enumerates(facts, drawn):
     assert sorted(out) == sorted(listed) and len(listed) == drawn
     assert all(source.count(epoch) == len(source.of(epoch)) for source in sources(facts, cursor.position)
                for epoch in range(-1, source.under_way + 2))
+
+
+def test_counting_in_a_damaged_ledger_is_an_error_that_names_its_file(tmp_path):
+    path = finished(tmp_path / "ledger.sqlite")
+    with closing(open_for_reading(path)) as db, closing(sqlite3.connect(path)) as other:
+        other.execute("DROP TABLE attempts")
+        with pytest.raises(LedgerError, match="ledger.sqlite cannot be read: no such table"):
+            counts(db)
 
 
 def test_the_audit_sees_one_moment_of_a_run_that_goes_on(tmp_path):

@@ -152,6 +152,13 @@ def test_the_text_s_loss_is_added_with_its_coefficient(modules):
     assert meter.means()["ptx_loss"] == pytest.approx(float(expected), abs=1e-9)
 
 
+def test_with_a_coefficient_of_zero_the_text_s_loss_is_only_measured(modules):
+    made, meter = learner(PolicyLearner, modules[PolicyLearner]), AverageMeter()
+    losses = [torch.ones(()), torch.ones(())]
+    made.take_pretraining_text(TEXT.model_copy(update={"coef": 0.0}), sequences())
+    assert list(made.ptx.join(made, losses, meter)) == losses and meter.means()["ptx_loss"] > 0
+
+
 @pytest.mark.parametrize("aggregate", ["token", "sequence"])
 def test_the_critic_s_loss_is_added_with_its_coefficient_and_averaged_as_the_policy_s_is(modules, aggregate):
     module, part, meter = modules[ActorCriticLearner], batch(), AverageMeter()

@@ -141,6 +141,11 @@ LEARNERS = {
 }
 
 
+def test_the_entropy_that_a_bonus_needs_is_reported():
+    _, stats = policy_learner(PolicyLearner, AlgorithmConfig(entropy_coef=0.2)).loss(batch())
+    assert float(stats["entropy"]) == pytest.approx(ENTROPY.mean(), abs=1e-9)
+
+
 @pytest.mark.parametrize(("name", "options"), [(n, options) for n, (*_, many) in LEARNERS.items() for options in many])
 def test_an_option_changes_the_loss_as_it_is_worked_out_by_hand(name, options):
     loss_of, oracle, _ = LEARNERS[name]
