@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections import Counter
@@ -23,7 +22,7 @@ from chaos.kinds.disturbances import upload_directory
 from chaos.mounts import own_disk, small_disk
 from chaos.nodes import HEARTBEAT_TIMEOUT_S, generator_node_sections, learner_node_sections
 from chaos.outcomes import outcomes
-from chaos.plan import fewest_steps, plan
+from chaos.plan import plan, steps_for
 from chaos.reward_service import RewardService, reward_service
 from chaos.run_record import RunRecord
 from chaos.summary import FinishedRun
@@ -33,7 +32,6 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from tests.cluster.tiny import Files, make_files, ppo_settings
 
 USUAL_MINUTES = 15.0
-STEPS_A_FAULT, FEWEST_STEPS = 1.5, 12
 FAULTS_OF_ONLY = 1
 """Faults of each kind of --only."""
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Trial:
     @property
     def steps(self) -> int:
         """Number of updates."""
-        return max(FEWEST_STEPS, math.ceil(STEPS_A_FAULT * len(self.kinds)), fewest_steps(self.kinds, SAVED_EVERY))
+        return steps_for(self.kinds, SAVED_EVERY)
 
 
 def trials(seed: int, minutes: float, only: Sequence[str] = (), not_tried: Container[str] = ()) -> list[Trial]:
@@ -185,7 +183,7 @@ def rounds(seed: int, minutes: float, only: Sequence[str], directory: Path,
     """
     began, longest, number = time.monotonic(), 0.0, 0
     undisturbed: dict[tuple[int, int], Path] = {}
-    with ExitStack() as mounted, small_disk(directory), reward_service() as service:
+    with small_disk(directory), reward_service() as service, ExitStack() as mounted:
         workspace = Workspace.make(directory, service)
         while not number or time.monotonic() - began + longest < 60 * minutes:
             start = time.monotonic()

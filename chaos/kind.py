@@ -44,6 +44,8 @@ class Kind:
     """The fault is injected into one of so many calls in the required state."""
     most_delay_s: float = 0.0
     """Longest delay within that call, or before the fault."""
+    updates: int = 0
+    """Number of updates that are made during the fault, of a fault that lasts."""
     preceded_by: str = ""
     """Name of the kind whose fault leads to the required state: the plan puts one immediately before."""
     moment: str = ""

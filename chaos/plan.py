@@ -7,13 +7,16 @@ repair of the fault before them.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from chaos.faults import Fault
 from chaos.kinds import KINDS, kind_of
 
+UPDATES_A_FAULT, FEWEST_STEPS = 1.5, 12
 DURING_REPAIR = 0.5
 """Share of the faults that are injected while the victim of the fault before is being replaced, of those that can
 be."""
@@ -23,7 +26,7 @@ def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], 
     """A fault of each of `kinds` (which may repeat), in random order at random moments.
 
     Args:
-        steps: number of updates; the last faults are due early enough to be over at the end. See `fewest_steps`.
+        steps: number of updates; the last faults are due early enough to be over at the end. See `steps_for`.
         ranks: number of workers of each role that has several.
         saved_every: steps between checkpoints. Before a damaged checkpoint there must be another one.
     """
@@ -37,8 +40,9 @@ def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], 
         draw.shuffle(group)
     span, before = max(1, steps - saved_every - 1), ends[: len(after)]
     order = _mixed(draw, others, ends[len(after) :])
+    *starts, end = accumulate((_updates(kind) for kind in order), initial=0.0)
     due: list[tuple[int, tuple[str, ...]]] = [
-        (1 + index * span // len(order), _with_predecessor(kind)) for index, kind in enumerate(order)]
+        (1 + int(start * span / end), _with_predecessor(kind)) for start, kind in zip(starts, order, strict=True)]
     moments = _spread(draw, len(after), span, saved_every)
     due += [(step, pair) for step, pair in zip(moments, zip(before, after, strict=True), strict=True)]
     due = sorted(due, key=lambda one: one[0]) + [(steps - 1, (kind,)) for kind in last]
@@ -73,10 +77,16 @@ def _with_second_faults(draw: random.Random, faults: Sequence[Fault], ranks: Map
     return planned
 
 
-def fewest_steps(kinds: Sequence[str], saved_every: int) -> int:
-    """How many steps a run needs for all its faults that follow an end of the driver."""
+def steps_for(kinds: Sequence[str], saved_every: int) -> int:
+    """How many updates a run with these faults makes."""
     after = sum(KINDS[kind].follows_an_end for kind in kinds)
-    return 2 * saved_every * (after + 1) + saved_every + 2 if after else 0
+    return max(FEWEST_STEPS, math.ceil(sum(map(_updates, kinds))) + saved_every + 1,
+               2 * saved_every * (after + 1) + saved_every + 2 if after else 0)
+
+
+def _updates(kind: str) -> float:
+    """About how many updates are made between a fault and the next."""
+    return UPDATES_A_FAULT + KINDS[kind].updates
 
 
 def _spread(draw: random.Random, number: int, span: int, saved_every: int) -> list[int]:

@@ -14,7 +14,7 @@ from chaos.faults import Fault
 from chaos.kind import Kind, judged
 from chaos.kinds.drivers import DriverEnd
 from chaos.nodes import Nodes
-from chaos.scene import POLL_S, Scene
+from chaos.scene import POLL_S, UPDATES_MEANWHILE, Scene
 from rlhf_ray.errors import ClusterUnavailable
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class HeadKilled(DriverEnd):
 
     mechanism: str = "SIGKILL"
     state: str = "workers at work"
+    updates: int = UPDATES_MEANWHILE
 
     exit_code: ClassVar[int] = ClusterUnavailable.exit_code
 
@@ -72,6 +73,7 @@ class ControlStoreStopped(Kind):
 
     victim: str = "Ray's control store"
     mechanism: str = "SIGSTOP"
+    updates: int = UPDATES_MEANWHILE
 
     colour: ClassVar[str] = "driver"
 
@@ -114,6 +116,7 @@ class LinkDisturbed(Kind):
     seconds: float
 
     victim: str = "link of the driver to the control store"
+    updates: int = UPDATES_MEANWHILE
     runs: Mapping[str, int] = field(default_factory=lambda: {"learner_node": 1})
 
     colour: ClassVar[str] = "network"
@@ -165,6 +168,7 @@ class LinkCut(DriverEnd):
     victim: str = "link of the driver to the control store"
     mechanism: str = "cut"
     state: str = "for good"
+    updates: int = UPDATES_MEANWHILE
     runs: Mapping[str, int] = field(default_factory=lambda: {"learner_node": 1})
 
     exit_code: ClassVar[int] = ClusterUnavailable.exit_code

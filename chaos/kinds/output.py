@@ -14,9 +14,6 @@ from chaos.lost_output import break_output
 from chaos.scene import POLL_S, Scene
 from rlhf_ray.errors import RunInterrupted
 
-UPDATES = 3
-"""So many updates must be made without output, before the run is asked to stop."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class OutputLost(DriverEnd):
@@ -25,6 +22,7 @@ class OutputLost(DriverEnd):
     victim: str = "driver's output"
     mechanism: str = "pipe closed"
     state: str = "training"
+    updates: int = 3
 
     exit_code: ClassVar[int] = RunInterrupted.exit_code
     without_effect: ClassVar[str] = "the output was not lost, or no update was made without it"
@@ -34,7 +32,7 @@ class OutputLost(DriverEnd):
         step = scene.coordinator.state.step
         scene.injected(fault, pid=os.getpid(), state="training")
         break_output()
-        while scene.coordinator.state.step < step + UPDATES:
+        while scene.coordinator.state.step < step + self.updates:
             await asyncio.sleep(POLL_S)
         try:
             os.write(1, b"\n")

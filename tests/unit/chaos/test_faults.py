@@ -10,7 +10,7 @@ from chaos.faults import Fault
 from chaos.kinds import KINDS, kind_of, triples
 from chaos.kinds.nodes import NodeFault
 from chaos.nodes import SPARE_NODES
-from chaos.plan import fewest_steps, plan
+from chaos.plan import plan, steps_for
 
 RANKS = {"generator": 2, "policy_learner": 2}
 ALL = tuple(KINDS)
@@ -25,7 +25,7 @@ def test_a_plan_is_determined_by_its_seed():
 def test_every_plan_is_complete_and_possible(kinds):
     """Whatever the seed: every kind is planned, and a checkpoint is damaged only after an end of the driver, when there
     are two new checkpoints."""
-    steps = 60 if kinds == ALL else fewest_steps(kinds, 3)
+    steps = 60 if kinds == ALL else steps_for(kinds, 3)
     for seed in range(200):
         faults = plan(seed, kinds, steps, RANKS, 3)
         planned = Counter(fault.kind for fault in faults)
@@ -42,6 +42,13 @@ def test_every_plan_is_complete_and_possible(kinds):
             assert kind_of(before).ends_the_driver and before.step > 6 and fault.valid_checkpoints == 2, seed
         if kinds != ALL:
             assert all(later.step - earlier.step >= 6 for (_, earlier), (_, later) in pairwise(damages)), seed
+
+
+def test_a_fault_that_lasts_has_its_updates_before_the_next():
+    kinds = ("disk_slow", "http_500", "clock_back", "reward_stop", "disk_slow")
+    for seed in range(50):
+        for fault, later in pairwise(plan(seed, kinds, steps_for(kinds, 3), {}, 3)):
+            assert later.during_repair or later.step - fault.step >= kind_of(fault).updates, seed
 
 
 def test_damage_alone_adds_the_ends_of_the_driver_that_it_needs():
