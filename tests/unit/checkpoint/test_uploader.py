@@ -7,6 +7,7 @@ from functools import partial
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from rlhf_ray.checkpoint.remote import RemoteDirectory
 from rlhf_ray.checkpoint.store import CheckpointStore
@@ -152,6 +153,17 @@ def test_a_copy_that_is_damaged_too_or_away_is_passed_over_loudly_and_the_one_he
     said.clear()
     assert store.latest().step == 3 and "has no complete checkpoint of step 4" in said[1]
     assert sorted(path.name for path in store.root.iterdir()) == ["step_3", "step_4"]
+
+
+def test_storage_other_than_a_directory_gets_no_option_of_directories():
+    class Bucket(MemoryFileSystem):
+        protocol = "bucket"
+
+        def __init__(self, use_listings_cache):
+            super().__init__(use_listings_cache=use_listings_cache)
+
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    assert RemoteDirectory("bucket://runs/mine").steps() == []
 
 
 def test_bytes_that_change_on_the_way_make_no_checkpoint(run, url, quick, monkeypatch):

@@ -77,6 +77,13 @@ def test_each_invariant_is_found_broken_and_names_samples(tmp_path, harm):
     assert BROKEN[harm] in " ".join(problem.invariant for problem in problems(path))
 
 
+def test_a_prompt_that_several_updates_consumed_is_named(tmp_path):
+    path = finished(tmp_path / "ledger.sqlite")
+    change(path, "UPDATE samples SET step = 2 WHERE epoch = 0 AND row = 0 AND sample = 0",
+           "UPDATE samples SET step = 1 WHERE epoch = 0 AND row = 0 AND sample = 1")
+    assert "several did of row 0 in epoch 0 (updates 1 to 2)" in [problem.violation for problem in problems(path)]
+
+
 def test_a_run_under_way_may_have_samples_under_way(tmp_path):
     path = finished(tmp_path / "ledger.sqlite")
     ledger, cursor = Ledger(path), PromptCursor(3, 0, shuffle=True)

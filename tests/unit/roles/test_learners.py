@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
@@ -177,6 +178,8 @@ def test_adapters_leave_the_reference_as_it_was_and_are_exported_alone_and_merge
     assert changed == [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)]
     assert result["unchanged"] == sorted(set(base) - set(changed))
     adapter = load_file(folder / "adapter" / "adapter_model.safetensors")
+    with safe_open(folder / "adapter" / "adapter_model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}, "PEFT and transformers ask for it"
     assert len(adapter) == 4 and json.loads((folder / "adapter" / "adapter_config.json").read_text())["r"] == 2
     assert result["files"] == sorted(["adapters.json", "rank_0.safetensors", "rng_0.pt"])
 

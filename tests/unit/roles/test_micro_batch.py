@@ -24,6 +24,7 @@ def test_response_tokens_by_hand(rollout):
 
 @pytest.mark.parametrize(("sizes", "listed", "only"), [
     ([1, 2, 1, 1, 1, 1, 2, 1], [[0, -1], [1, 2], [3, -1], [4, -1], [5, -1], [6, -1], [7, 8], [9, -1]], True),
+    ([1] * 8, [[token] for token in range(8)], True),
     ([-2, 0, 0, -2, 0, -2, 0, 0], [[0, 1], [-1, -1], [-1, -1], [2, 3], [-1, -1], [4, 5], [-1, -1], [-1, -1]], False),
 ])
 def test_sampling_masks_by_hand(rollout, sizes, listed, only):
