@@ -57,6 +57,7 @@ class NodeNetwork:
         assert self._holder.stdout is not None
         self._holder.stdout.readline()
         outside = f"chaos{10 + number}"
+        _remove(outside)  # of a driver that was killed
         _ip(["link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", str(self._holder.pid)])
         _ip(["link", "set", outside, "master", BRIDGE, "up"])
         for command in (["addr", "add", f"{self.address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"],
@@ -98,6 +99,11 @@ class NodeNetwork:
 def end_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, however it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _remove(link: str) -> None:
+    """Remove one end of a pair of interfaces, and so the other, if it is there."""
+    subprocess.run(["ip", "link", "delete", link], check=False, capture_output=True)
 
 
 def _ip(command: Sequence[str], before: Sequence[str] = ()) -> None:

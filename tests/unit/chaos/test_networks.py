@@ -20,6 +20,7 @@ node.cut()
 found.append(node.is_reachable(7000))
 node.heal()
 found.append(node.is_reachable(7000))
+NodeNetwork(1).close()  # the interfaces of a driver that was killed are still there
 node.close()
 print(found, server.wait(5) if server.poll() is None and server.kill() is None else None)
 """
