@@ -220,6 +220,19 @@ def test_without_staleness_prompts_that_change_places_are_named(tmp_path, facts)
     assert f"row {first[0][1]} of epoch {first[0][0]}" in problem.violation
 
 
+def test_without_staleness_the_last_row_of_a_source_has_its_place_too(tmp_path):
+    run = SimulatedRun(tmp_path, LedgerFacts(2, 1, 0, (3,), 0, False, (1.0,)))
+    for _ in live(run, ["train"] * 3):  # rows 0 and 1, 2 and 0, 1 and 2
+        pass
+    run.end()
+    change(run.path, "UPDATE samples SET step = 9 WHERE epoch = 0 AND row = 2",
+           "UPDATE samples SET step = 2, version = 1 WHERE epoch = 1 AND row = 2",
+           "UPDATE samples SET step = 3, version = 2 WHERE step = 9")
+    (told,) = [p.violation for p in problems(run.path) if "in the order" in p.invariant]
+    assert told == ("update 2 consumed row 0 of epoch 1, and row 2 of epoch 0, which comes before it, was left for "
+                    "update 3")
+
+
 def test_without_staleness_a_prompt_that_waits_while_later_ones_are_trained_on_is_named(tmp_path):
     run = SimulatedRun(tmp_path, LedgerFacts(2, 1, 0, (50,), 3, True, (1.0,)))
     for _ in live(run, ["train"] * 2):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhf_ray.data.batching import inference_plan
 from rlhf_ray.records import Ragged, TokenScores, offsets_of
-from rlhf_ray.roles.micro_batch import MicroBatch, score_columns, share_of
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, score_columns, share_of
 
 
 def test_response_tokens_by_hand(rollout):
@@ -137,3 +137,11 @@ def test_passes_are_computed_on_the_device_asked_for(rollout):
 
     score_columns(rollout, [np.arange(3)], "meta", forward)
     assert devices == ["meta"]
+
+
+def test_a_merged_mean_is_that_of_everything_added():
+    one, two = AverageMeter(), AverageMeter()
+    one.add(3, {"loss": 2.0})
+    two.add(1, {"loss": 4.0, "kl": 0.5})
+    one.merge(two)
+    assert one.means() == {"loss": 2.5, "kl": 0.5}

@@ -104,21 +104,29 @@ def test_a_reward_models_loss_counts_pairs():
     assert made.count(pairs) == 2
 
 
-def test_steps_with_three_labels_have_the_cross_entropy_among_them(monkeypatch):
+@pytest.fixture
+def step_learner(monkeypatch):
+    """A learner of step rewards with some labels, whose model answers with some logits."""
+    def made(steps, ids, logits):
+        learner = ProcessRewardLearner(steps, config=LearnerConfig(), model=ModelConfig(path="m"), rank=0, world=1,
+                                       seed=0, total_steps=1, batch_size=1)
+        learner.engine = SimpleNamespace(device="cpu", forward=lambda *_: logits)
+        monkeypatch.setattr(supervised_learner, "load_causal_lm", lambda *_: None)
+        monkeypatch.setattr(supervised_learner, "PackedStepModel", lambda *_: None)
+        monkeypatch.setattr(supervised_learner, "load_tokenizer", lambda _: None)
+        monkeypatch.setattr(supervised_learner.StepTokens, "of", lambda *_: ids)
+        learner.build()
+        return learner
+
+    return made
+
+
+def test_steps_with_three_labels_have_the_cross_entropy_among_them(step_learner):
     """Labels are tokens 2, 3 and 5 of a vocabulary of 6; other tokens' logits have no part."""
     logits = torch.full((3, 6), 9.0)
     logits[:, [2, 3, 5]] = torch.tensor([[1.0, 0.0, 0.5], [0.2, 0.1, 0.9], [0.3, 0.8, 0.1]])
-    steps = StepsConfig(placeholder="?", others={"=": 0.5})
-    learner = ProcessRewardLearner(steps, config=LearnerConfig(), model=ModelConfig(path="m"), rank=0, world=1, seed=0,
-                                   total_steps=1, batch_size=1)
-    learner.engine = SimpleNamespace(device="cpu", forward=lambda *_: logits)
-    tokenizer = {"?": 0, "+": 2, "-": 3, "=": 5}
-    monkeypatch.setattr(supervised_learner, "load_causal_lm", lambda *_: None)
-    monkeypatch.setattr(supervised_learner, "PackedStepModel", lambda *_: None)
-    monkeypatch.setattr(supervised_learner, "load_tokenizer", lambda _: None)
-    monkeypatch.setattr(supervised_learner.StepTokens, "of", lambda *_: StepTokens(
-        tokenizer["?"], tokenizer["+"], tokenizer["-"], [], (tokenizer["="],), (1.0, 0.0, 0.5)))
-    learner.build()
+    learner = step_learner(StepsConfig(placeholder="?", others={"=": 0.5}),
+                           StepTokens(0, 2, 3, [], (5,), (1.0, 0.0, 0.5)), logits)
     part = StepRows(offsets=offsets_of([4]), tokens=np.array([1, 0, 0, 0], np.int32),
                     placeholders=np.array([False, True, True, True]), labels=np.array([-100, 2, 5, 5]))
     loss, stats = learner.loss(part)
@@ -127,3 +135,12 @@ def test_steps_with_three_labels_have_the_cross_entropy_among_them(monkeypatch):
     assert float(loss) == pytest.approx(-np.log(shares[[0, 1, 2], [0, 2, 2]]).mean(), rel=1e-5)
     assert float(stats["accuracy"]) == pytest.approx(2 / 3), "the third is taken for a bad one"
     assert float(stats["probability"]) == pytest.approx((shares @ [1, 0, 0.5]).mean(), rel=1e-5)
+
+
+def test_a_soft_label_of_one_half_counts_as_a_good_step(step_learner):
+    logits = torch.zeros(2, 4)
+    logits[:, 2] = 1.0  # both are probably good
+    learner = step_learner(StepsConfig(placeholder="?"), StepTokens(0, 2, 3, [], (), (1.0, 0.0)), logits)
+    part = StepRows(offsets=offsets_of([3]), tokens=np.array([1, 0, 0], np.int32),
+                    placeholders=np.array([False, True, True]), labels=np.array([np.nan, 0.5, 0.5]))
+    assert float(learner.loss(part)[1]["accuracy"]) == 1
