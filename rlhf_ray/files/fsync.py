@@ -74,13 +74,17 @@ def moved() -> None:
 
 @contextmanager
 def operation(what: str, path: Path | str) -> Iterator[None]:
-    """Record the operation of the calling thread in the block, such as "flush" or "hash", and its file."""
+    """Record the operation of the calling thread in the block, such as "flush" or "hash", and its file. An OSError in
+    the block names the file, which one about an open file does not by itself."""
     own = progress()
     before = own.doing
     own.move()
     own.doing = f"{what} {path}"
     try:
         yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         own.doing, own.moved = before, own.moved + 1
 

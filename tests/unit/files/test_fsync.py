@@ -1,5 +1,6 @@
 """Flushing: every kind of writer comes through one place, and large files are flushed piece by piece."""
 
+import errno
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.failpoints import VARIABLE, hanging
 from rlhf_ray.files import fsync
-from rlhf_ray.files.fsync import Progress, fsync_path, progress, work_for
+from rlhf_ray.files.fsync import Progress, fsync_path, operation, progress, work_for
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sample_texts import SampleWriter
@@ -84,3 +85,10 @@ def test_a_large_file_is_flushed_piece_by_piece(tmp_path, monkeypatch):
     before = progress().moved
     fsync_path(file)
     assert progress().moved - before >= 10
+
+
+def test_an_error_of_an_operation_names_its_file(tmp_path):
+    with (pytest.raises(OSError, match="metrics.jsonl") as raised, operation("write", tmp_path / "metrics.jsonl"),
+          open("/dev/full", "w") as full):
+        full.write("a row")
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(tmp_path / "metrics.jsonl"))

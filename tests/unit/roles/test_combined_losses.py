@@ -184,9 +184,12 @@ def test_ranks_and_cuts_change_nothing(modules, seed, rows, world, budget, aggre
     """More ranks than rows of text, even: some ranks then only keep the others company."""
     changes = {**EVERYTHING, "aggregate": aggregate}
     part, text, module = batch(seed, rows), sequences(seed, rows=2), modules[cls]
-    whole = total(learner(cls, module, text, **changes), part)
-    shares = [total(learner(cls, module, text, rank, world, budget, **changes), part) for rank in range(world)]
+    one, all_ranks = AverageMeter(), AverageMeter()
+    whole = total(learner(cls, module, text, **changes), part, one)
+    shares = [total(learner(cls, module, text, rank, world, budget, **changes), part, all_ranks)
+              for rank in range(world)]
     assert float(sum(shares).detach()) == pytest.approx(float(whole.detach()), rel=1e-9, abs=1e-12)
+    assert all_ranks.means() == pytest.approx(one.means(), rel=1e-6, abs=1e-9)  # some are float32
 
 
 @pytest.mark.parametrize("cls", [PolicyLearner, ActorCriticLearner])
