@@ -209,7 +209,7 @@ def test_a_failed_copy_of_the_same_checkpoint_is_not_tried_at_every_look(run, ur
     assert len(warnings) == 1 and "is tried again" in warnings[0]
     save(run, 2)
     wait_until(lambda: len(warnings) == 2)
-    with pytest.raises(UploadError):
+    with pytest.raises(UploadError, match="it has no checkpoint"):
         uploader.finish()
 
 

@@ -13,7 +13,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import BLOCK_SAMPLES, LedgerFacts
-from rlhf_ray.replay.prompt_order import sources
+from rlhf_ray.replay.prompt_order import PromptPlaces, sources
 from tests.unit.replay.ledgers import FACTS, begin
 from tests.unit.replay.simulated_run import SimulatedRun
 
@@ -281,6 +281,13 @@ def test_counting_in_a_damaged_ledger_is_an_error_that_names_its_file(tmp_path):
         other.execute("DROP TABLE attempts")
         with pytest.raises(LedgerError, match="ledger.sqlite cannot be read: no such table"):
             counts(db)
+
+
+def test_a_row_that_the_data_do_not_have_has_no_place():
+    places = PromptPlaces(LedgerFacts(2, 1, 0, (3, 2), 0, False, (1.0, 1.0)))
+    assert places.of(0, 4) == (1, 1)
+    with pytest.raises(IndexError, match="row 5 of 5"):
+        places.of(0, 5)
 
 
 def test_the_audit_sees_one_moment_of_a_run_that_goes_on(tmp_path):

@@ -189,6 +189,11 @@ def test_a_process_killed_while_it_writes_leaves_whole_transactions(ledger):
                                                                      "batches"], "the position is as far as the samples"
 
 
+def test_a_copy_that_cannot_be_made_is_said_as_such(ledger, tmp_path):
+    with pytest.raises(LedgerError, match="cannot be copied: unable to open database file"):
+        ledger.save(tmp_path / "missing" / "copy.sqlite")
+
+
 def test_a_full_disk_is_said_as_such(ledger):
     ledger._db.execute("PRAGMA max_page_count=8")
     with pytest.raises(LedgerError, match="cannot be written: database or disk is full"):

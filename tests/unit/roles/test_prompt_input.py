@@ -44,7 +44,7 @@ def test_files_of_rows_and_of_lines(tmp_path):
 
 def test_texts_go_through_the_template_where_there_is_one_unless_told_not_to(tokenizer):
     prompts = [PromptInput("w2 w3", "here"), PromptInput([{"role": "w4", "content": "w5"}], "there")]
-    with pytest.raises(ModelError, match="no chat template"):
+    with pytest.raises(ModelError, match="there: column 'prompt' holds chat messages.*no chat template"):
         encode_prompt_inputs(prompts, tokenizer, chat=True)
     assert encode_prompt_inputs(prompts[:1], tokenizer, chat=True) == (["w2 w3"], [[2, 3]], None)
     tokenizer.chat_template = TEMPLATE

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.roles import publication
-from rlhf_ray.roles.publication import PublishedAdapters, PublishedModel
+from rlhf_ray.roles.publication import Publication, PublishedAdapters, PublishedModel
 
 CARD = SimpleNamespace()
 
@@ -64,3 +65,9 @@ def test_rank_0_returns_the_adapters_and_all_ranks_gather_sharded_ones(rank, loc
     tensors = PublishedAdapters(engine, adapters, "bfloat16", rank, lockstep).gather(["a"])
     assert gathered == [["a.default"]] * gathers
     assert tensors == (None if rank else ("scaled", ["a"], {"a.default": 0}))
+
+
+def test_only_rank_0_needs_a_plan_to_say_what_training_does_not_change():
+    assert Publication(1, lockstep=False).unchanged() is None
+    with pytest.raises(NoWeightsPlan, match="plan_weights"):
+        Publication(0, lockstep=False).unchanged()
