@@ -79,7 +79,9 @@ def test_an_export_generates_and_tokenises_like_the_original(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = tiny(tmp_path)
+    own = model.generation_config
     directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card())
+    assert model.generation_config is own, "it is only left out while transformers writes the model"
     loaded, words = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     inputs = words("w5 w9 w7", return_tensors="pt")
     assert inputs["input_ids"].tolist() == [[5, 9, 7]] and words.eos_token_id == 1 and words.pad_token_id == 0
@@ -170,7 +172,7 @@ def test_wrong_weights_are_named(tmp_path):
         change(weights)
         export_model(model, weights, tokenizer, tmp_path / "model", card())
 
-    with pytest.raises(CheckpointError, match=rf"missing \['{norm}'\]"):
+    with pytest.raises(CheckpointError, match=rf"those of LlamaForCausalLM: missing \['{norm}'\]"):
         export(lambda w: w.pop(norm))
     with pytest.raises(CheckpointError, match=r"unknown \['value_head'\]"):
         export(lambda w: w.update(value_head=torch.zeros(1)))
