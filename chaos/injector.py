@@ -14,11 +14,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from chaos.checkpoint_damage import valid_checkpoints
+from chaos.driver_under_test import LEARNER_RESTART, POLL_S, RESUME, DriverUnderTest
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.kinds import kind_of
 from chaos.nodes import Nodes
-from chaos.scene import LEARNER_RESTART, POLL_S, RESUME, Scene
 from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.stages import ppo, ppo_attempts
@@ -31,8 +31,9 @@ class Injector:
 
     def __init__(self, faults: Sequence[Fault], injections: InjectionLog, nodes: Nodes | None = None) -> None:
         """`nodes`: the nodes that may be lost, if the run has several."""
-        self.scene = Scene([fault for fault in faults if not kind_of(fault).follows_an_end], injections, nodes)
-        self._planned = bool(self.scene.left)
+        mine = [fault for fault in faults if not kind_of(fault).follows_an_end]
+        self.driver = DriverUnderTest(mine, injections, nodes)
+        self._planned = bool(self.driver.left)
 
     def install(self) -> None:
         """Inject the remaining faults into every training loop of this process, and between two of them."""
@@ -44,7 +45,7 @@ class Injector:
                 await restart_learners(*arguments)
 
         async def restore(coordinator: Coordinator, start: Checkpoint | None, again: bool) -> None:
-            self.scene.coordinator = coordinator
+            self.driver.coordinator = coordinator
             async with self.at(RESUME if start is not None and not again else ""):
                 await restore_checkpoint(coordinator, start, again)
 
@@ -54,8 +55,8 @@ class Injector:
             await step(coordinator)
 
         async def run_with_faults(coordinator: Coordinator) -> None:
-            self.scene.coordinator = coordinator
-            self.scene.injections.add("loop", pid=os.getpid())
+            self.driver.coordinator = coordinator
+            self.driver.injections.add("loop", pid=os.getpid())
             injecting = asyncio.create_task(self._inject(), name="chaos")
             try:
                 await run(coordinator)
@@ -72,18 +73,18 @@ class Injector:
     @asynccontextmanager
     async def at(self, moment: str) -> AsyncIterator[None]:
         """Inject the next fault during the block, if this is its moment; the block does not end before."""
-        scene = self.scene
-        fault = scene.left[0] if moment and scene.left and kind_of(scene.left[0]).moment == moment else None
+        driver = self.driver
+        fault = driver.left[0] if moment and driver.left and kind_of(driver.left[0]).moment == moment else None
         if fault is None:
             yield
             return
-        scene.moment = moment
-        injecting = asyncio.create_task(kind_of(fault).inject(scene, fault), name=f"chaos {moment}")
+        driver.moment = moment
+        injecting = asyncio.create_task(kind_of(fault).inject(driver, fault), name=f"chaos {moment}")
         try:
             yield
             await injecting
         finally:
-            scene.moment = ""
+            driver.moment = ""
             injecting.cancel()
             with suppress(asyncio.CancelledError):
                 await injecting
@@ -94,35 +95,35 @@ class Injector:
         before they are back."""
         if not self._planned:
             return False
-        if self.scene.held:
+        if self.driver.held:
             return True
         down = {worker for worker, loss in coordinator.roles.health.down.items() if not loss.recorded}
-        if not self.scene.left:
-            return bool(down or self.scene.confirming)
-        fault = self.scene.left[0]
+        if not self.driver.left:
+            return bool(down or self.driver.confirming)
+        fault = self.driver.left[0]
         kind = kind_of(fault)
         if coordinator.state.step < fault.step:
             return False
         return bool(down) if kind.preceded_by else (kind.role, fault.rank) in down  # inside the repair of another one
 
     async def _inject(self) -> None:
-        while self.scene.left and not kind_of(self.scene.left[0]).moment:
-            fault = self.scene.left[0]
+        while self.driver.left and not kind_of(self.driver.left[0]).moment:
+            fault = self.driver.left[0]
             while not self.is_due(fault):
                 await asyncio.sleep(POLL_S)
             await self._wait_for_checkpoints(fault)
-            await kind_of(fault).inject(self.scene, fault)
+            await kind_of(fault).inject(self.driver, fault)
 
     def is_due(self, fault: Fault) -> bool:
         """Whether training has come so far; a fault during a repair waits for it, but not longer than an update."""
-        step = self.scene.coordinator.state.step
+        step = self.driver.coordinator.state.step
         if fault.during_repair and step <= fault.step + 1:
-            return bool(self.scene.repairing())
+            return bool(self.driver.repairing())
         return step >= fault.step
 
     async def _wait_for_checkpoints(self, fault: Fault) -> None:
         """Wait for the valid checkpoints that the fault needs; the newest may have been damaged before."""
-        root = self.scene.coordinator.recovery.store.root
+        root = self.driver.coordinator.recovery.store.root
         while fault.valid_checkpoints and len(await asyncio.to_thread(valid_checkpoints, root)) < \
                 fault.valid_checkpoints:
             await asyncio.sleep(CHECKPOINT_POLL_S)

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from chaos.driver_under_test import DriverUnderTest
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import Fault
 from chaos.requirements import Requirement, first_missing
 from chaos.run_record import RunRecord, Start
-from chaos.scene import Scene
 
 DEFAULT_MOST_SIGHTINGS = 4
 
@@ -49,7 +49,7 @@ class Kind:
     preceded_by: str = ""
     """Name of the kind whose fault leads to the required state: the plan puts one immediately before."""
     moment: str = ""
-    """A time outside the training loop at which it is injected (`Scene.moment`)."""
+    """A time outside the training loop at which it is injected (`DriverUnderTest.moment`)."""
     changes_results: bool = False
     """Whether a run that survives it ends with other weights."""
 
@@ -100,8 +100,8 @@ class Kind:
         """
         return None
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
-        """Wait for the required state, call `scene.injected`, and act."""
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
+        """Wait for the required state, call `driver.injected`, and act."""
         raise NotImplementedError(f"{self.name} is not injected from inside the driver")
 
     def inject_between(self, record: RunRecord, fault: Fault) -> str | None:

@@ -9,10 +9,10 @@ from contextlib import suppress
 
 import psutil
 
+from chaos.driver_under_test import POLL_S
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.nodes import HEARTBEAT_TIMEOUT_S, Node
-from chaos.scene import POLL_S
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.spans import Task

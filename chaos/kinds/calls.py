@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from chaos.driver_under_test import POLL_S, DriverUnderTest
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import STOP, Fault
 from chaos.kind import Kind, judged
 from chaos.kinds.workers import WorkerFault
-from chaos.scene import POLL_S, Scene
 
 if TYPE_CHECKING:
     from rlhf_ray.cluster.calls import Call
@@ -28,9 +28,9 @@ class RepeatedCall(Kind):
     """Whether every worker of the group gets its call twice, for calls that all make together."""
     mechanism: str = "called twice"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Repeat the next call of the method, and wait until it has been answered twice."""
-        group = _group(scene, self.role)
+        group = _group(driver, self.role)
         wanted = set(group.ranks) if self.whole_group else {fault.rank}
         calls: dict[int, tuple[Call, Call]] = {}
         original = group.call
@@ -39,7 +39,7 @@ class RepeatedCall(Kind):
             call = original(rank, method, *arguments, **settings)
             if method == self.method and rank in wanted - calls.keys():
                 if not calls:
-                    scene.injected(fault, role=self.role, rank=rank, in_state=True, state=f"{method} was called")
+                    driver.injected(fault, role=self.role, rank=rank, in_state=True, state=f"{method} was called")
                 calls[rank] = call, original(rank, method, *arguments, **settings)
             return call
 
@@ -51,11 +51,11 @@ class RepeatedCall(Kind):
             del group.call
         for _, second in calls.values():
             await second.done()
-        step = scene.coordinator.state.step
-        scene.injections.add("confirmed", fault=fault.number, state=f"{len(calls)} calls made twice", seconds=0.0)
-        while scene.coordinator.state.step == step:
+        step = driver.coordinator.state.step
+        driver.injections.add("confirmed", fault=fault.number, state=f"{len(calls)} calls made twice", seconds=0.0)
+        while driver.coordinator.state.step == step:
             await asyncio.sleep(POLL_S)
-        scene.injections.add("recovered", fault=fault.number)
+        driver.injections.add("recovered", fault=fault.number)
 
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
         """Both calls must have been answered, and training have gone on. That nothing was trained on twice is checked
@@ -73,19 +73,19 @@ class LateReply(WorkerFault):
     mechanism: str = "reply late"
     signal: int = STOP
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Hold the reply to the next call back, and stop the worker; release the reply when it has been given up."""
         import psutil
 
-        group = _group(scene, self.role)
+        group = _group(driver, self.role)
         while (processes := group.processes(fault.rank)) is None or (self.role, fault.rank) in \
-                scene.coordinator.roles.health.down:
+                driver.coordinator.roles.health.down:
             await asyncio.sleep(POLL_S)
         process, original = psutil.Process(processes.pid), group.call
         held: list[Call] = []
 
         def stop(call: Call) -> None:
-            scene.injected(fault, role=self.role, rank=fault.rank, pid=process.pid, in_state=True,
+            driver.injected(fault, role=self.role, rank=fault.rank, pid=process.pid, in_state=True,
                            incarnation=group.incarnation(fault.rank), state=f"{self.method} was answered")
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
@@ -104,7 +104,7 @@ class LateReply(WorkerFault):
         finally:
             del group.call
         value = await held[0].timing
-        scene.injections.add("confirmed", fault=fault.number, state=f"given up, its reply says {value:.3f} s",
+        driver.injections.add("confirmed", fault=fault.number, state=f"given up, its reply says {value:.3f} s",
                              seconds=0.0)
 
 
@@ -125,8 +125,8 @@ class _Held:
         return value
 
 
-def _group(scene: Scene, role: str) -> WorkerGroup:
-    (group,) = (group for group in scene.coordinator.roles.all_groups() if group.role == role)
+def _group(driver: DriverUnderTest, role: str) -> WorkerGroup:
+    (group,) = (group for group in driver.coordinator.roles.all_groups() if group.role == role)
     return group
 
 

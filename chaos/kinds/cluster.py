@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from chaos.driver_under_test import POLL_S, UPDATES_MEANWHILE, DriverUnderTest
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import Fault
 from chaos.kind import Kind, judged
 from chaos.kinds.drivers import DriverEnd
 from chaos.nodes import Nodes
-from chaos.scene import POLL_S, UPDATES_MEANWHILE, Scene
 from rlhf_ray.errors import ClusterUnavailable
 
 if TYPE_CHECKING:
@@ -34,9 +34,9 @@ def ray_processes(*names: str) -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.create_time())
 
 
-async def while_busy(scene: Scene) -> str:
+async def while_busy(driver: DriverUnderTest) -> str:
     """Wait until workers are at work; returns what they do, in words."""
-    clock = scene.coordinator.roles.clock
+    clock = driver.coordinator.roles.clock
     while not clock.under_way:
         await asyncio.sleep(POLL_S)
     return "waiting for " + ", ".join(sorted({f"{task.role} ({task.phase})" for task in clock.under_way}))
@@ -55,14 +55,14 @@ class HeadKilled(DriverEnd):
 
     exit_code: ClassVar[int] = ClusterUnavailable.exit_code
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Kill them."""
-        state = await while_busy(scene)
+        state = await while_busy(driver)
         victims = [next(iter(ray_processes(name))) for name in self.processes]
-        scene.injected(fault, pids=[victim.pid for victim in victims], in_state=True, state=state)
+        driver.injected(fault, pids=[victim.pid for victim in victims], in_state=True, state=state)
         for victim in victims:
             victim.kill()
-        await scene.hold_until(asyncio.Event().wait())  # the driver ends
+        await driver.hold_until(asyncio.Event().wait())  # the driver ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +77,15 @@ class ControlStoreStopped(Kind):
 
     colour: ClassVar[str] = "driver"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Stop it; a thread continues it."""
-        state = await while_busy(scene)
+        state = await while_busy(driver)
         (store,) = ray_processes(CONTROL_STORE)
-        scene.injected(fault, pid=store.pid, in_state=True, state=state)
+        driver.injected(fault, pid=store.pid, in_state=True, state=state)
         store.suspend()
-        await scene.hold_until(scene.in_thread(self._continue, scene, fault, store))
+        await driver.hold_until(driver.in_thread(self._continue, driver, fault, store))
 
-    def _continue(self, scene: Scene, fault: Fault, store: psutil.Process) -> None:
+    def _continue(self, driver: DriverUnderTest, fault: Fault, store: psutil.Process) -> None:
         import psutil
         import ray
 
@@ -93,10 +93,11 @@ class ControlStoreStopped(Kind):
         time.sleep(self.seconds)
         if store.status() == psutil.STATUS_STOPPED:
             stopped = time.monotonic() - began
-            scene.injections.add("confirmed", fault=fault.number, state=f"stopped for {stopped:.0f} s", seconds=stopped)
+            driver.injections.add("confirmed", fault=fault.number, seconds=stopped,
+                                  state=f"stopped for {stopped:.0f} s")
         store.resume()
         ray.nodes()  # it answers again
-        scene.injections.add("recovered", fault=fault.number)
+        driver.injections.add("recovered", fault=fault.number)
 
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
         """It must have been stopped, and the same driver must go on."""
@@ -121,14 +122,14 @@ class LinkDisturbed(Kind):
 
     colour: ClassVar[str] = "network"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Disturb the link; a thread ends that."""
-        state = await while_busy(scene)
-        assert scene.nodes is not None, "this run has a relay"
-        scene.injected(fault, in_state=True, state=state)
-        await scene.hold_until(scene.in_thread(self._disturb, scene, fault, scene.nodes))
+        state = await while_busy(driver)
+        assert driver.nodes is not None, "this run has a relay"
+        driver.injected(fault, in_state=True, state=state)
+        await driver.hold_until(driver.in_thread(self._disturb, driver, fault, driver.nodes))
 
-    def _disturb(self, scene: Scene, fault: Fault, nodes: Nodes) -> None:
+    def _disturb(self, driver: DriverUnderTest, fault: Fault, nodes: Nodes) -> None:
         import ray
 
         usual_s = _seconds_of(ray.nodes)
@@ -141,9 +142,9 @@ class LinkDisturbed(Kind):
             nodes.link.command("pass")
             answer.result()
         if disturbed_s > max(usual_s, LEAST_DELAY_S):
-            scene.injections.add("confirmed", fault=fault.number, seconds=time.monotonic() - began,
+            driver.injections.add("confirmed", fault=fault.number, seconds=time.monotonic() - began,
                                  state=f"an answer took {disturbed_s:.2f} s or more instead of {usual_s:.2f} s")
-        scene.injections.add("recovered", fault=fault.number)
+        driver.injections.add("recovered", fault=fault.number)
 
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
         """Answers must have been slower, and the same driver must go on."""
@@ -173,13 +174,13 @@ class LinkCut(DriverEnd):
 
     exit_code: ClassVar[int] = ClusterUnavailable.exit_code
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Cut the link."""
-        state = await while_busy(scene)
-        assert scene.nodes is not None, "this run has a relay"
-        scene.injected(fault, in_state=True, state=state)
-        scene.nodes.link.command("cut")
-        await scene.hold_until(asyncio.Event().wait())  # the driver ends
+        state = await while_busy(driver)
+        assert driver.nodes is not None, "this run has a relay"
+        driver.injected(fault, in_state=True, state=state)
+        driver.nodes.link.command("cut")
+        await driver.hold_until(asyncio.Event().wait())  # the driver ends
 
 
 KINDS = (

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from chaos import preload
+from chaos.driver_under_test import POLL_S, DriverUnderTest
 from chaos.evidence import EARLY_S, Evidence, Outcome
 from chaos.faults import Fault
 from chaos.kind import Kind, judged
 from chaos.requirements import COMPILER
 from chaos.run_record import RunRecord
-from chaos.scene import POLL_S, Scene
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -47,29 +47,29 @@ class Disturbance(Kind):
 
     colour: ClassVar[str] = "disturbance"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Begin once no worker is down, and hold training at the end until the effect was seen."""
-        while scene.repairing():
+        while driver.repairing():
             await asyncio.sleep(POLL_S)
-        coordinator = scene.coordinator
+        coordinator = driver.coordinator
         step = coordinator.state.step
-        scene.injected(fault, pid=os.getpid(), state=self.state, in_state=True)
-        with self.disturbing(scene) as effect:
+        driver.injected(fault, pid=os.getpid(), state=self.state, in_state=True)
+        with self.disturbing(driver) as effect:
             while coordinator.state.step < step + self.updates:
                 await asyncio.sleep(POLL_S)
-            with scene.holding():
+            with driver.holding():
                 until = time.monotonic() + LONGEST_S
                 while not (seen := await asyncio.to_thread(effect)) and time.monotonic() < until:
                     await asyncio.sleep(POLL_EFFECT_S)
         if seen:
-            scene.injections.add("confirmed", fault=fault.number, state=seen, seconds=0.0)
+            driver.injections.add("confirmed", fault=fault.number, state=seen, seconds=0.0)
         step = coordinator.state.step
         while coordinator.state.step == step:
             await asyncio.sleep(POLL_S)
-        scene.injections.add("recovered", fault=fault.number)
+        driver.injections.add("recovered", fault=fault.number)
 
     @contextmanager
-    def disturbing(self, scene: Scene) -> Iterator[Any]:
+    def disturbing(self, driver: DriverUnderTest) -> Iterator[Any]:
         """Disturb the run within the block. Yields a function that returns what has been seen of it, empty if nothing
         yet; it may take long."""
         yield lambda: ""
@@ -106,10 +106,10 @@ class Preloaded(Disturbance):
         return preload.environment()
 
     @contextmanager
-    def disturbing(self, scene: Scene) -> Iterator[Any]:
+    def disturbing(self, driver: DriverUnderTest) -> Iterator[Any]:
         """Control it."""
         library = preload.Preload.of_this_process()
-        self.begin(library, scene.coordinator.config)
+        self.begin(library, driver.coordinator.config)
         try:
             yield lambda: self.effect(library)
         finally:
@@ -186,12 +186,12 @@ class StoreFull(Disturbance):
     state: str = "training"
 
     @contextmanager
-    def disturbing(self, scene: Scene) -> Iterator[Any]:
+    def disturbing(self, driver: DriverUnderTest) -> Iterator[Any]:
         """Put objects, and keep them until the end of the block."""
         import numpy as np
         import ray
 
-        size = scene.coordinator.config.cluster.object_store_mb or 0
+        size = driver.coordinator.config.cluster.object_store_mb or 0
         kept: list[Any] = []
 
         def spilled() -> str:
@@ -215,9 +215,10 @@ class SecondDriver(Disturbance):
     state: str = "owned"
 
     @contextmanager
-    def disturbing(self, scene: Scene) -> Iterator[Any]:
+    def disturbing(self, driver: DriverUnderTest) -> Iterator[Any]:
         """Start it."""
-        config = scene.injections.path.with_name(scene.injections.path.name.removesuffix(".injections.jsonl") + ".yaml")
+        injections = driver.injections.path
+        config = injections.with_name(injections.name.removesuffix(".injections.jsonl") + ".yaml")
         second = subprocess.Popen([sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(config), "--resume"],
                                   stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

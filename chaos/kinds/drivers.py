@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from chaos.driver_under_test import LEARNER_RESTART, POLL_S, RESUME, DriverUnderTest
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import HUP, KILL, STOP, TERM, Fault
 from chaos.kind import Kind, judged
@@ -17,7 +18,6 @@ from chaos.mounts import fill_disk, free_disk
 from chaos.nodes import HEARTBEAT_TIMEOUT_S
 from chaos.requirements import MOUNTS
 from chaos.run_record import RunRecord, Start
-from chaos.scene import LEARNER_RESTART, POLL_S, RESUME, Scene
 from rlhf_ray.errors import CheckpointError, RunInterrupted
 from rlhf_ray.failpoints import EXIT_CODE, POINTS, VARIABLE
 
@@ -69,19 +69,19 @@ class DriverSignal(DriverEnd):
     state: str = "waiting for workers"
     most_delay_s: float = 1.0
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Send the signal."""
         await asyncio.sleep(fault.delay_s)
-        while not (state := self.reached_state(scene)):
+        while not (state := self.reached_state(driver)):
             await asyncio.sleep(POLL_S)
-        scene.injected(fault, pid=os.getpid(), state=state)
+        driver.injected(fault, pid=os.getpid(), state=state)
         os.kill(os.getpid(), self.signal)
 
-    def reached_state(self, scene: Scene) -> str:
+    def reached_state(self, driver: DriverUnderTest) -> str:
         """The required state in words; empty if it is not reached at present."""
         if self.moment:
             return self.moment
-        busy = sorted({f"{task.role} ({task.phase})" for task in scene.coordinator.roles.clock.under_way})
+        busy = sorted({f"{task.role} ({task.phase})" for task in driver.coordinator.roles.clock.under_way})
         return "waiting for " + ", ".join(busy) if busy else ""
 
     def expected_code(self, fault: Fault, code: int, log: str) -> int | None:
@@ -93,9 +93,9 @@ class DriverSignal(DriverEnd):
 class DriverSignalInEvaluation(DriverSignal):
     """The driver gets a signal while the policy is evaluated."""
 
-    def reached_state(self, scene: Scene) -> str:
+    def reached_state(self, driver: DriverUnderTest) -> str:
         """Calls of the evaluation under way."""
-        waiting = super().reached_state(scene) if scene.coordinator.state.unmeasured else ""
+        waiting = super().reached_state(driver) if driver.coordinator.state.unmeasured else ""
         return waiting and f"in an evaluation, {waiting}"
 
 
@@ -107,21 +107,22 @@ class DriverStopped(Kind):
 
     colour: ClassVar[str] = "driver"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Stop this process; a child continues it."""
-        while not scene.coordinator.roles.clock.under_way:
+        while not driver.coordinator.roles.clock.under_way:
             await asyncio.sleep(POLL_S)
-        busy = sorted({f"{task.role} ({task.phase})" for task in scene.coordinator.roles.clock.under_way})
+        busy = sorted({f"{task.role} ({task.phase})" for task in driver.coordinator.roles.clock.under_way})
         began = time.monotonic()
         pid = os.getpid()
         with subprocess.Popen(["sh", "-c", f"sleep {self.seconds:g}; kill -CONT {pid}"]):
-            scene.injected(fault, pid=pid, in_state=True, state="waiting for " + ", ".join(busy))
+            driver.injected(fault, pid=pid, in_state=True, state="waiting for " + ", ".join(busy))
             os.kill(pid, STOP)
         stopped = time.monotonic() - began
         if stopped >= self.seconds:
-            scene.injections.add("confirmed", fault=fault.number, state=f"stopped for {stopped:.1f} s", seconds=stopped)
+            driver.injections.add("confirmed", fault=fault.number, seconds=stopped,
+                                  state=f"stopped for {stopped:.1f} s")
         await asyncio.sleep(HEARTBEAT_TIMEOUT_S)  # detectors look at the workers again
-        scene.injections.add("recovered", fault=fault.number)
+        driver.injections.add("recovered", fault=fault.number)
 
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
         """It must have been stopped and go on, and blame no worker for the time."""
@@ -143,9 +144,9 @@ class FailpointExit(DriverEnd):
 
     exit_code: ClassVar[int] = EXIT_CODE
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Arm the failpoint."""
-        scene.injected(fault, pid=os.getpid(), state=f"failpoint {self.failpoint} armed")
+        driver.injected(fault, pid=os.getpid(), state=f"failpoint {self.failpoint} armed")
         os.environ[VARIABLE] = f"{self.failpoint}:exit:{min(fault.sightings, 2)}"
 
 
@@ -155,10 +156,10 @@ class DiskFull(DriverEnd):
 
     exit_code: ClassVar[int] = CheckpointError.exit_code
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Fill the disk."""
-        directory = Path(scene.coordinator.config.run.dir).parent
-        scene.injected(fault, pid=os.getpid(), state="about to be filled")
+        directory = Path(driver.coordinator.config.run.dir).parent
+        driver.injected(fault, pid=os.getpid(), state="about to be filled")
         fill_disk(directory)
 
     def driver_ended(self, record: RunRecord, start: Start, fault: Fault) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from chaos.driver_under_test import POLL_S, DriverUnderTest
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import Fault
 from chaos.invariants import was_quarantined
 from chaos.kind import Kind, judged
-from chaos.scene import POLL_S, Scene
 
 LEFT_OUT = "left out: a loss or gradient was not finite"
 
@@ -61,13 +61,13 @@ class ServiceFailure(FailureOnOrder):
     what: ClassVar[str] = "request"
     good: ClassVar[str] = "request succeeded"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Order the service to fail at the next request."""
         from chaos.reward_service import failure_order_file, order_failure
 
-        scene.injected(fault, in_state=True, state="a request for scores was received")
-        order_failure(scene.injections, fault.number, self.behaviour)
-        await self.carried_out(failure_order_file(scene.injections))
+        driver.injected(fault, in_state=True, state="a request for scores was received")
+        order_failure(driver.injections, fault.number, self.behaviour)
+        await self.carried_out(failure_order_file(driver.injections))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +101,14 @@ class NotANumber(FailureOnOrder):
     what: ClassVar[str] = "loss"
     good: ClassVar[str] = "optimizer step was applied"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Order a loss or gradient of the next update to be NaN."""
         from chaos.nan_injection import nan_order_file, order_nan
 
-        scene.injected(fault, role=self.role, rank=fault.rank, in_state=True,
+        driver.injected(fault, role=self.role, rank=fault.rank, in_state=True,
                        state=f"a {self.where} of the next update")
-        order_nan(scene.injections, fault.number, self.role, fault.rank, self.where)
-        await self.carried_out(nan_order_file(scene.injections))
+        order_nan(driver.injections, fault.number, self.role, fault.rank, self.where)
+        await self.carried_out(nan_order_file(driver.injections))
 
     def problem_with_results(self, evidence: Evidence, failed: dict[str, Any]) -> str:
         """That optimizer step must be skipped. If a learner or the driver was lost in the same update, it is made again

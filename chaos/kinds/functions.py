@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from chaos import reward_function
+from chaos.driver_under_test import DriverUnderTest
 from chaos.faults import Fault
 from chaos.kinds.failures import FailureOnOrder
-from chaos.scene import Scene
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +23,11 @@ class FunctionFailure(FailureOnOrder):
     what: ClassVar[str] = "call"
     good: ClassVar[str] = "call succeeded"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Order the function to fail in the next call."""
-        scene.injected(fault, in_state=True, state="called for a chunk")
-        reward_function.order_failure(scene.injections.path, fault.number, self.failure)
-        await self.carried_out(reward_function.order_file(scene.injections.path))
+        driver.injected(fault, in_state=True, state="called for a chunk")
+        reward_function.order_failure(driver.injections.path, fault.number, self.failure)
+        await self.carried_out(reward_function.order_file(driver.injections.path))
 
 
 KINDS = (

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from chaos.driver_under_test import DriverUnderTest
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import KILL, Fault
 from chaos.injection_log import InjectionLog
@@ -23,7 +24,6 @@ from chaos.mounts import (
 )
 from chaos.requirements import Requirement
 from chaos.run_record import RunRecord, Start
-from chaos.scene import Scene
 
 if TYPE_CHECKING:
     import psutil
@@ -47,14 +47,14 @@ class MemoryLimit(WorkerFault):
     signal: int = KILL
     requires: tuple[Any, ...] = (MEMORY_GROUPS,)
 
-    async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
+    async def hit(self, driver: DriverUnderTest, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
         """Move it into a control group of its own."""
         memory = MemoryGroup.make()
         with suppress(OSError):  # it is gone
             memory.take(process.pid)
-        scene.in_thread(_log_kill, scene.injections, fault, memory)
+        driver.in_thread(_log_kill, driver.injections, fault, memory)
 
-    def confirm(self, scene: Scene, fault: Fault, process: psutil.Process) -> None:
+    def confirm(self, driver: DriverUnderTest, fault: Fault, process: psutil.Process) -> None:
         """By the kernel's count of kills."""
 
 
@@ -62,10 +62,10 @@ class MemoryLimit(WorkerFault):
 class LearnersMemoryLimit(MemoryLimit, LearnerFault):
     """The same for a learner's rank."""
 
-    async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
+    async def hit(self, driver: DriverUnderTest, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
         """Move it; all learners will be replaced."""
-        await MemoryLimit.hit(self, scene, fault, group, process)
-        scene.learners_lost = True
+        await MemoryLimit.hit(self, driver, fault, group, process)
+        driver.learners_lost = True
 
 
 @dataclass(frozen=True, kw_only=True)

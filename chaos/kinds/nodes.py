@@ -6,12 +6,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from chaos.driver_under_test import DriverUnderTest
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import KILL, Fault
 from chaos.kind import judged
 from chaos.kinds.workers import LONG_CALL, LearnerFault, WorkerFault
 from chaos.requirements import NETWORK_NAMESPACES
-from chaos.scene import Scene
 
 if TYPE_CHECKING:
     import psutil
@@ -34,23 +34,23 @@ class NodeFault(WorkerFault):
 
     colour: ClassVar[str] = "node"
 
-    async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
+    async def hit(self, driver: DriverUnderTest, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
         """Kill or cut off the node."""
         from chaos.victims import cut_off_until_replaced
 
         processes, incarnation = group.processes(fault.rank), group.incarnation(fault.rank)
-        assert processes is not None and scene.nodes is not None, "a run on one node has no fault of nodes"
-        node = await asyncio.to_thread(scene.nodes.take, processes.node)
+        assert processes is not None and driver.nodes is not None, "a run on one node has no fault of nodes"
+        node = await asyncio.to_thread(driver.nodes.take, processes.node)
         if self.cut_off:
-            scene.in_thread(cut_off_until_replaced, scene.injections, fault, node,
+            driver.in_thread(cut_off_until_replaced, driver.injections, fault, node,
                             lambda: group.incarnation(fault.rank) > incarnation)
         else:
             await asyncio.to_thread(node.lose)
 
-    def confirm(self, scene: Scene, fault: Fault, process: psutil.Process) -> None:
+    def confirm(self, driver: DriverUnderTest, fault: Fault, process: psutil.Process) -> None:
         """A node that is cut off is confirmed to be so, instead of the process."""
         if not self.cut_off:
-            super().confirm(scene, fault, process)
+            super().confirm(driver, fault, process)
 
     def problem_after(self, evidence: Evidence, fault: Fault) -> str:
         """A node that was cut off must have been away until its worker was replaced, and have ended afterwards."""
@@ -65,10 +65,10 @@ class LearnerNodeFault(NodeFault, LearnerFault):
 
     colour: ClassVar[str] = "node"
 
-    async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
+    async def hit(self, driver: DriverUnderTest, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
         """Kill or cut off the node."""
-        scene.learners_lost = True
-        await NodeFault.hit(self, scene, fault, group, process)
+        driver.learners_lost = True
+        await NodeFault.hit(self, driver, fault, group, process)
 
 
 @dataclass(frozen=True, kw_only=True)

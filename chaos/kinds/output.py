@@ -8,10 +8,10 @@ import signal
 from dataclasses import dataclass
 from typing import ClassVar
 
+from chaos.driver_under_test import POLL_S, DriverUnderTest
 from chaos.faults import Fault
 from chaos.kinds.drivers import DriverEnd
 from chaos.lost_output import break_output
-from chaos.scene import POLL_S, Scene
 from rlhf_ray.errors import RunInterrupted
 
 
@@ -27,17 +27,17 @@ class OutputLost(DriverEnd):
     exit_code: ClassVar[int] = RunInterrupted.exit_code
     without_effect: ClassVar[str] = "the output was not lost, or no update was made without it"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Put a pipe that nobody reads in the place of the output; send SIGTERM some updates later."""
-        step = scene.coordinator.state.step
-        scene.injected(fault, pid=os.getpid(), state="training")
+        step = driver.coordinator.state.step
+        driver.injected(fault, pid=os.getpid(), state="training")
         break_output()
-        while scene.coordinator.state.step < step + self.updates:
+        while driver.coordinator.state.step < step + self.updates:
             await asyncio.sleep(POLL_S)
         try:
             os.write(1, b"\n")
         except BrokenPipeError:
-            scene.injections.add("confirmed", fault=fault.number, state="nobody reads the output", seconds=0.0)
+            driver.injections.add("confirmed", fault=fault.number, state="nobody reads the output", seconds=0.0)
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from chaos.driver_under_test import LEARNER_RESTART, POLL_S, DriverUnderTest
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import KILL, STOP, Fault
 from chaos.kind import Kind, judged
 from chaos.kinds.workers import MECHANISMS, LearnerFault
-from chaos.scene import LEARNER_RESTART, POLL_S, Scene
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,22 +24,22 @@ class InCatchUp(Kind):
     state: str = "catch-up"
     preceded_by: str = "generator_kill"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Wait for the catch-up of any generator, and hit it."""
         import psutil
 
         from chaos.victims import log_effect
 
-        rank = await catching_up(scene)
-        generators = scene.coordinator.roles.generators
+        rank = await catching_up(driver)
+        generators = driver.coordinator.roles.generators
         processes = generators.processes(rank)
         assert processes is not None, "it has answered"
         process = psutil.Process(processes.pid)
-        scene.injected(fault, role=generators.role, rank=rank, pid=process.pid, in_state=True,
+        driver.injected(fault, role=generators.role, rank=rank, pid=process.pid, in_state=True,
                        incarnation=generators.incarnation(rank), state="a catch-up is under way")
         with suppress(psutil.NoSuchProcess):
             process.send_signal(self.signal)
-        scene.in_thread(log_effect, scene.injections, fault, process, self.signal == STOP)
+        driver.in_thread(log_effect, driver.injections, fault, process, self.signal == STOP)
 
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
         """The loss that it makes longer has one line in faults.jsonl, which must say that the generator is back."""
@@ -57,24 +57,24 @@ class InCatchUp(Kind):
 class LearnerInCatchUp(LearnerFault):
     """A learner's rank gets a signal while it sends the current weights to a replaced generator."""
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Wait for a catch-up, and hit the learner."""
         import psutil
 
-        await catching_up(scene)
-        (group,) = (group for group in scene.coordinator.roles.learners() if group.role == self.role)
+        await catching_up(driver)
+        (group,) = (group for group in driver.coordinator.roles.learners() if group.role == self.role)
         processes = group.processes(fault.rank)
         assert processes is not None, "it has answered"
         process = psutil.Process(processes.pid)
-        scene.injected(fault, role=self.role, rank=fault.rank, pid=process.pid, in_state=True,
+        driver.injected(fault, role=self.role, rank=fault.rank, pid=process.pid, in_state=True,
                        incarnation=group.incarnation(fault.rank), state="a catch-up is under way")
-        await self.hit(scene, fault, group, process)
-        self.confirm(scene, fault, process)
+        await self.hit(driver, fault, group, process)
+        self.confirm(driver, fault, process)
 
 
-async def catching_up(scene: Scene) -> int:
+async def catching_up(driver: DriverUnderTest) -> int:
     """Wait for the rank of a generator that was replaced and is receiving weights."""
-    health, role = scene.coordinator.roles.health, scene.coordinator.roles.generators.role
+    health, role = driver.coordinator.roles.health, driver.coordinator.roles.generators.role
     while True:
         ranks = [task.worker for task in health.clock.under_way
                  if (task.role, task.phase) == (role, "publish") and (role, task.worker) in health.down]
@@ -95,22 +95,22 @@ class InLearnerRestart(Kind):
 
     colour: ClassVar[str] = "learner"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Wait until the new process is known, and a moment longer, and hit it."""
         import psutil
 
         from chaos.victims import log_effect
 
-        (group,) = (group for group in scene.coordinator.roles.learners() if group.role == self.role)
+        (group,) = (group for group in driver.coordinator.roles.learners() if group.role == self.role)
         while (processes := group.processes(fault.rank)) is None:
             await asyncio.sleep(POLL_S)
         await asyncio.sleep(fault.delay_s)
         process = psutil.Process(processes.pid)
-        scene.injected(fault, role=self.role, rank=fault.rank, pid=process.pid, in_state=True,
+        driver.injected(fault, role=self.role, rank=fault.rank, pid=process.pid, in_state=True,
                        incarnation=group.incarnation(fault.rank), state=self.moment)
         with suppress(psutil.NoSuchProcess):
             process.send_signal(self.signal)
-        await asyncio.to_thread(log_effect, scene.injections, fault, process, self.signal == STOP)
+        await asyncio.to_thread(log_effect, driver.injections, fault, process, self.signal == STOP)
 
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
         """The learners must be restarted once more: a loop of the same driver follows."""

@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from chaos.driver_under_test import DriverUnderTest
 from chaos.evidence import EARLY_S, Evidence, Outcome
 from chaos.faults import Fault
 from chaos.kind import judged
 from chaos.kinds.drivers import DriverEnd
 from chaos.kinds.failures import FailureOnOrder
-from chaos.scene import Scene
 from rlhf_ray.errors import TrainingError
 
 
@@ -26,12 +26,12 @@ class WeightsNaN(DriverEnd):
     exit_code: ClassVar[int] = TrainingError.exit_code
     without_effect: ClassVar[str] = "nothing was published"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Order the first rank's next published weights to contain NaN."""
         from chaos.weight_damage import NAN, order_damage
 
-        scene.injected(fault, pid=os.getpid(), state="about to be published")
-        order_damage(scene.injections, fault.number, NAN)
+        driver.injected(fault, pid=os.getpid(), state="about to be published")
+        order_damage(driver.injections, fault.number, NAN)
 
     def problem_with_output(self, log: str) -> str:
         """The driver must say what is wrong."""
@@ -50,13 +50,13 @@ class BucketFlip(FailureOnOrder):
     what: ClassVar[str] = "bucket"
     good: ClassVar[str] = "bucket was taken"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Order a bit of the next bucket to be flipped."""
         from chaos.weight_damage import FLIP, damage_order_file, order_damage
 
-        scene.injected(fault, in_state=True, state="about to be published")
-        order_damage(scene.injections, fault.number, FLIP)
-        await self.carried_out(damage_order_file(scene.injections))
+        driver.injected(fault, in_state=True, state="about to be published")
+        order_damage(driver.injections, fault.number, FLIP)
+        await self.carried_out(damage_order_file(driver.injections))
 
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:
         """A generator must have refused it, and got it again intact."""

@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from chaos.driver_under_test import DriverUnderTest
 from chaos.evidence import EARLY_S, Evidence, Outcome
 from chaos.faults import KILL, STOP, Fault
 from chaos.kind import Kind, judged
-from chaos.scene import Scene
 
 if TYPE_CHECKING:
     import psutil
@@ -31,23 +31,23 @@ class WorkerFault(Kind):
 
     is_repaired: ClassVar[bool] = True
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Wait for the call, and hit the worker."""
         from chaos.victims import call_under_way, is_up
 
-        clock = scene.coordinator.roles.clock
-        (group,) = (group for group in scene.coordinator.roles.all_groups() if group.role == self.role)
-        task, process = await call_under_way(fault, self.phase, scene.coordinator, group,
-                                             lambda: self.is_spared(scene))
+        clock = driver.coordinator.roles.clock
+        (group,) = (group for group in driver.coordinator.roles.all_groups() if group.role == self.role)
+        task, process = await call_under_way(fault, self.phase, driver.coordinator, group,
+                                             lambda: self.is_spared(driver))
         worker, process = process, self.victim_process(process)
-        in_state = task in clock.under_way and is_up(process) and not self.is_spared(scene)
-        scene.injected(fault, role=self.role, rank=fault.rank, pid=worker.pid,
+        in_state = task in clock.under_way and is_up(process) and not self.is_spared(driver)
+        driver.injected(fault, role=self.role, rank=fault.rank, pid=worker.pid,
                        incarnation=group.incarnation(fault.rank), in_state=in_state,
                        state=f"{self.phase} under way for {clock.now() - task.since:.3f} s")
-        await self.hit(scene, fault, group, process)
-        self.confirm(scene, fault, process)
+        await self.hit(driver, fault, group, process)
+        self.confirm(driver, fault, process)
 
-    def is_spared(self, scene: Scene) -> bool:
+    def is_spared(self, driver: DriverUnderTest) -> bool:
         """Whether no fault may be injected into the victim at present."""
         return False
 
@@ -55,18 +55,18 @@ class WorkerFault(Kind):
         """The process that is hit: the worker's own, or one that it has started."""
         return process
 
-    async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
+    async def hit(self, driver: DriverUnderTest, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
         """Send the signal."""
         import psutil
 
         with suppress(psutil.NoSuchProcess):
             process.send_signal(self.signal)
 
-    def confirm(self, scene: Scene, fault: Fault, process: psutil.Process) -> None:
+    def confirm(self, driver: DriverUnderTest, fault: Fault, process: psutil.Process) -> None:
         """Let the effect be logged when it is seen."""
         from chaos.victims import log_effect
 
-        scene.in_thread(log_effect, scene.injections, fault, process, self.signal == STOP)
+        driver.in_thread(log_effect, driver.injections, fault, process, self.signal == STOP)
 
     def is_mine(self, event: dict[str, Any], injection: dict[str, Any]) -> bool:
         """Whether a line of faults.jsonl, of the same driver, is about this fault."""
@@ -108,9 +108,9 @@ class WorkerFault(Kind):
 class FaultInEvaluation(WorkerFault):
     """A worker gets a signal while the policy is evaluated."""
 
-    def is_spared(self, scene: Scene) -> bool:
+    def is_spared(self, driver: DriverUnderTest) -> bool:
         """Outside an evaluation."""
-        return not scene.coordinator.state.unmeasured
+        return not driver.coordinator.state.unmeasured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +129,14 @@ class LearnerFault(WorkerFault):
     colour: ClassVar[str] = "learner"
     is_repaired: ClassVar[bool] = False
 
-    def is_spared(self, scene: Scene) -> bool:
+    def is_spared(self, driver: DriverUnderTest) -> bool:
         """Whether the victim is about to be replaced anyway: when one learner is lost, all are."""
-        return scene.learners_lost
+        return driver.learners_lost
 
-    async def hit(self, scene: Scene, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
+    async def hit(self, driver: DriverUnderTest, fault: Fault, group: WorkerGroup, process: psutil.Process) -> None:
         """Send the signal."""
-        await super().hit(scene, fault, group, process)
-        scene.learners_lost = True
+        await super().hit(driver, fault, group, process)
+        driver.learners_lost = True
 
     def is_mine(self, event: dict[str, Any], injection: dict[str, Any]) -> bool:
         """Any line about a learner counts: whichever is lost, all are restarted."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from chaos import preload
+from chaos.driver_under_test import DriverUnderTest
 from chaos.faults import Fault
 from chaos.kinds.drivers import DISK_FULL, DriverEnd
 from chaos.mounts import freeze, probe_freezing, thaw
 from chaos.requirements import COMPILER, Requirement
 from chaos.run_record import RunRecord, Start
-from chaos.scene import Scene
 from rlhf_ray.errors import CheckpointError, DiskStalled
 from rlhf_ray.failpoints import FSYNC, VARIABLE
 
@@ -50,11 +50,11 @@ class FullForWriter(DriverEnd):
         """Load the library, in workers too."""
         return preload.environment()
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Let the writes fail."""
         library = preload.Preload.of_this_process()
-        directory = Path(scene.coordinator.config.run.dir).resolve()
-        scene.injected(fault, pid=os.getpid(), state=f"{self.files} cannot be written", library=str(library.path))
+        directory = Path(driver.coordinator.config.run.dir).resolve()
+        driver.injected(fault, pid=os.getpid(), state=f"{self.files} cannot be written", library=str(library.path))
         library.fill_disk(f"{directory}/{self.files}", LONGEST_S)
 
     def driver_ended(self, record: RunRecord, start: Start, fault: Fault) -> None:
@@ -87,9 +87,9 @@ class HungFile(DriverEnd):
 
     exit_code: ClassVar[int] = DiskStalled.exit_code
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Arm the failpoint."""
-        scene.injected(fault, pid=os.getpid(), state=f"the next flush of {self.file} hangs")
+        driver.injected(fault, pid=os.getpid(), state=f"the next flush of {self.file} hangs")
         os.environ[VARIABLE] = f"{FSYNC}@{self.file}:hang"
 
     def problem_with_output(self, log: str) -> str:
@@ -111,12 +111,12 @@ class FrozenDisk(DriverEnd):
     exit_code: ClassVar[int] = DiskStalled.exit_code
     without_effect: ClassVar[str] = "the file system was not frozen"
 
-    async def inject(self, scene: Scene, fault: Fault) -> None:
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Freeze it."""
-        config = scene.coordinator.config
-        scene.injected(fault, pid=os.getpid(), state="about to be frozen")
+        config = driver.coordinator.config
+        driver.injected(fault, pid=os.getpid(), state="about to be frozen")
         await asyncio.to_thread(freeze, Path(config.run.dir), config.cluster.disk_timeout_s + NOTICED_S)
-        scene.injections.add("confirmed", fault=fault.number, state="frozen", seconds=0.0)
+        driver.injections.add("confirmed", fault=fault.number, state="frozen", seconds=0.0)
 
     def driver_ended(self, record: RunRecord, start: Start, fault: Fault) -> None:
         """Thaw it, if that has not happened yet."""

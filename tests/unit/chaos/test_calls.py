@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from chaos.driver_under_test import DriverUnderTest
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.kinds import KINDS
-from chaos.scene import Scene
 from rlhf_ray.cluster.calls import Fence
 
 
@@ -51,47 +51,47 @@ class Group:
         return 1
 
 
-def scene_of(tmp_path, group):
-    scene = Scene([], InjectionLog(tmp_path / "injections.jsonl"))
+def driver_of(tmp_path, group):
+    driver = DriverUnderTest([], InjectionLog(tmp_path / "injections.jsonl"))
     health = SimpleNamespace(down={})
-    scene.coordinator = SimpleNamespace(
+    driver.coordinator = SimpleNamespace(
         state=SimpleNamespace(step=3), roles=SimpleNamespace(all_groups=lambda: [group], health=health))
-    return scene
+    return driver
 
 
 @pytest.mark.parametrize("kind, repeated", [("generate_twice", [1]), ("update_twice", [0, 1])])
 def test_the_next_call_is_made_twice_and_only_that(tmp_path, kind, repeated):
     fault = Fault(1, kind, 1, rank=1)
     group = Group(KINDS[kind].role, os.getpid())
-    scene = scene_of(tmp_path, group)
-    scene.left = [fault]
+    driver = driver_of(tmp_path, group)
+    driver.left = [fault]
 
     async def run():
-        injecting = asyncio.create_task(KINDS[kind].inject(scene, fault))
+        injecting = asyncio.create_task(KINDS[kind].inject(driver, fault))
         await asyncio.sleep(0)
         for method in ("other", KINDS[kind].method, KINDS[kind].method):
             for rank in (0, 1):
                 group.call(rank, method)
         await asyncio.sleep(0.05)
-        scene.coordinator.state.step += 1
+        driver.coordinator.state.step += 1
         await injecting
 
     asyncio.run(run())
     method = KINDS[kind].method
     assert [sum((call.rank, call.method) == (rank, method) for call in group.made) - 2 for rank in (0, 1)] == [
         rank in repeated for rank in (0, 1)]
-    assert [line["event"] for line in scene.injections.read()] == ["injected", "confirmed", "recovered"]
+    assert [line["event"] for line in driver.injections.read()] == ["injected", "confirmed", "recovered"]
 
 
 def test_a_reply_is_held_back_until_its_worker_was_given_up(tmp_path):
     fault = Fault(1, "reply_late", 1)
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     group = Group("reference_scorer", child.pid)
-    scene = scene_of(tmp_path, group)
-    scene.left = [fault]
+    driver = driver_of(tmp_path, group)
+    driver.left = [fault]
 
     async def run():
-        injecting = asyncio.create_task(KINDS["reply_late"].inject(scene, fault))
+        injecting = asyncio.create_task(KINDS["reply_late"].inject(driver, fault))
         await asyncio.sleep(0)
         reply = asyncio.create_task(group.call(0, "logprobs").done())
         await asyncio.sleep(0.05)
@@ -105,4 +105,4 @@ def test_a_reply_is_held_back_until_its_worker_was_given_up(tmp_path):
     finally:
         child.kill()
         child.wait()
-    assert [line["event"] for line in scene.injections.read()] == ["injected", "confirmed"]
+    assert [line["event"] for line in driver.injections.read()] == ["injected", "confirmed"]

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from chaos.driver_under_test import LEARNER_RESTART, RESUME
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.injector import Injector
 from chaos.kinds import KINDS
-from chaos.scene import LEARNER_RESTART, RESUME
 
 
 def coordinator(step, *down, told=False):
@@ -35,7 +35,7 @@ def test_it_waits_for_nobody_who_cannot_come_back(injector):
 
 
 def test_when_no_fault_is_left_it_waits_for_all_who_are_down(injector):
-    injector.scene.left.clear()
+    injector.driver.left.clear()
     assert injector.must_wait(coordinator(2, ("reward_scorer", 0))) and not injector.must_wait(coordinator(2))
 
 
@@ -48,28 +48,28 @@ def test_a_run_without_faults_goes_as_ever(tmp_path):
     (5, [], False), (5, [("reward_scorer", 0)], True), (6, [("reward_scorer", 0)], True), (7, [], True)])
 def test_a_fault_during_a_repair_waits_for_it_but_not_for_ever(tmp_path, step, down, due):
     injector = Injector([Fault(1, "generator_kill", step=5, during_repair=True)], InjectionLog(tmp_path / "i.jsonl"))
-    injector.scene.coordinator = coordinator(step, *down)
-    assert injector.is_due(injector.scene.left[0]) is due
+    injector.driver.coordinator = coordinator(step, *down)
+    assert injector.is_due(injector.driver.left[0]) is due
 
 
 def test_what_was_under_repair_is_logged_and_a_fault_is_injected_once(tmp_path):
     injector = Injector([Fault(1, "generator_kill", step=5)], InjectionLog(tmp_path / "i.jsonl"))
-    scene = injector.scene
-    scene.coordinator = coordinator(5, ("reward_scorer", 0))
-    scene.injected(scene.left[0], state="at work")
-    (line,) = scene.injections.read("injected")
-    assert line["repairing"] == ["reward_scorer/0"] and scene.left == []
+    driver = injector.driver
+    driver.coordinator = coordinator(5, ("reward_scorer", 0))
+    driver.injected(driver.left[0], state="at work")
+    (line,) = driver.injections.read("injected")
+    assert line["repairing"] == ["reward_scorer/0"] and driver.left == []
 
 
 @pytest.mark.parametrize(("began", "reached"), [(2, 5), (8, 9), (9, 9)], ids=["after three", "before the last", "last"])
 def test_training_waits_for_what_lasts_after_three_updates_and_before_the_last(injector, began, reached):
-    scene = injector.scene
-    scene.coordinator = running = coordinator(began)
+    driver = injector.driver
+    driver.coordinator = running = coordinator(began)
     running.config = SimpleNamespace(run=SimpleNamespace(steps=10))
 
     async def updates():
         over = asyncio.Event()
-        waiting = asyncio.create_task(scene.hold_until(over.wait()))
+        waiting = asyncio.create_task(driver.hold_until(over.wait()))
         for _ in range(20):
             await asyncio.sleep(0.01)
             running.state.step += not injector.must_wait(running)
@@ -84,9 +84,9 @@ def test_a_fault_of_another_moment_is_injected_only_then(tmp_path, monkeypatch):
     """While learners are restarted, which does not end before the fault is injected."""
     kind, injected = KINDS["policy_kill_in_restart"], []
 
-    async def inject(self, scene, fault):
+    async def inject(self, driver, fault):
         await asyncio.sleep(0.01)
-        injected.append(scene.moment)
+        injected.append(driver.moment)
 
     monkeypatch.setattr(type(kind), "inject", inject)
     injector = Injector([Fault(1, kind.name, step=5)], InjectionLog(tmp_path / "i.jsonl"))
@@ -97,7 +97,7 @@ def test_a_fault_of_another_moment_is_injected_only_then(tmp_path, monkeypatch):
 
     for moment in ("", RESUME, LEARNER_RESTART):
         asyncio.run(meanwhile(moment))
-    assert injected == [LEARNER_RESTART] and injector.scene.moment == ""
+    assert injected == [LEARNER_RESTART] and injector.driver.moment == ""
 
 
 @pytest.mark.parametrize("down, waits", [([("generator", 1)], True), ([], False)])

@@ -1,4 +1,4 @@
-"""What a kind of fault finds in the driver when it injects a fault."""
+"""The driver as a kind of fault finds it when it injects a fault."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LEARNER_RESTART, RESUME = "while learners are restarted", "while a run is resume
 POLL_S = 0.002
 """Interval of polling for calls and processes."""
 UPDATES_MEANWHILE = 3
-"""So many updates are made during a fault that lasts (`Scene.hold_until`)."""
+"""So many updates are made during a fault that lasts (`DriverUnderTest.hold_until`)."""
 
 
-class Scene:
+class DriverUnderTest:
     """The driver's process: its coordinator, and the faults that are still to be injected into it."""
 
     def __init__(self, faults: Sequence[Fault], injections: InjectionLog, nodes: Nodes | None = None) -> None:
