@@ -1,4 +1,4 @@
-"""`python -m chaos [--minutes 15] [--seed N] [--only KIND]`: inject faults into real runs, and check that they recover.
+"""`python -m chaos [--hours H] [--seed N] [--only KIND]`: inject faults into real runs, and check that they recover.
 
 Exit code 1: a fault was not survived or not injected, or an invariant does not hold.
 """
@@ -18,12 +18,15 @@ RESULTS = Path(__file__).parent / "results"
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     from chaos.kinds import KINDS
+    from chaos.plan import USUAL_MINUTES
 
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=15.0, metavar="M",
-                        help="approximate duration on two cores; a shorter one means fewer faults, a longer one more "
-                             "rounds (default: %(default)s)")
+    duration = parser.add_mutually_exclusive_group()
+    duration.add_argument("--minutes", type=float, default=USUAL_MINUTES, metavar="M",
+                          help="approximate duration on two cores; a shorter one than a round's %(default)g means "
+                               "fewer faults (default: one round)")
+    duration.add_argument("--hours", type=float, metavar="H", help="repeat rounds, each with a seed of its own")
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the faults and their times (default: random)")
     parser.add_argument("--only", action="append", choices=tuple(KINDS), metavar="KIND", default=[],
                         help="inject only faults of this kind (may be given several times); one of " + ", ".join(KINDS))
@@ -31,8 +34,10 @@ def arguments() -> argparse.Namespace:
                         help="where summary.json and index.html are written (default: chaos/results)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="copy the runs and the drivers' output to this folder")
     parsed = parser.parse_args()
+    if parsed.hours is not None:
+        parsed.minutes = 60 * parsed.hours
     if parsed.minutes <= 0:
-        parser.error(f"--minutes {parsed.minutes}: must be more than 0")
+        parser.error(f"--{'minutes' if parsed.hours is None else 'hours'}: must be more than 0")
     if parsed.seed is None:
         parsed.seed = secrets.randbelow(100_000)
     return parsed
@@ -71,13 +76,16 @@ def _run(options: argparse.Namespace, directory: Path) -> bool:
     from chaos.campaign import rounds
     from chaos.kinds import KINDS, not_possible
     from chaos.page import write_page, write_picture
+    from chaos.plan import USUAL_MINUTES
     from chaos.summary import CampaignSummary, print_report
     from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.engine.distributed import accelerator_environment
 
     quiet_libraries()
     os.environ.update(accelerator_environment(gpus=0), CUDA_VISIBLE_DEVICES="")
-    command = " ".join(["python -m chaos", *sys.argv[1:]])
+    command = " ".join([f"python -m chaos --seed {options.seed}",
+                        *([f"--minutes {options.minutes:g}"] if options.minutes != USUAL_MINUTES else []),
+                        *(f"--only {kind}" for kind in options.only)])
     campaign = CampaignSummary(options.seed, command, describe_machine(), commit(),
                                not_tried=not_possible(options.only or KINDS))
     written: list[Path] = []

@@ -22,7 +22,7 @@ from chaos.kinds.disturbances import upload_directory
 from chaos.mounts import own_disk, small_disk
 from chaos.nodes import HEARTBEAT_TIMEOUT_S, generator_node_sections, learner_node_sections
 from chaos.outcomes import outcomes
-from chaos.plan import plan, steps_for
+from chaos.plan import USUAL_MINUTES, plan, steps_for
 from chaos.reward_service import RewardService, reward_service
 from chaos.run_record import RunRecord
 from chaos.summary import FinishedRun
@@ -31,7 +31,6 @@ from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.observability.run_directory import RunDirectory
 from tests.cluster.tiny import Files, make_files, ppo_settings
 
-USUAL_MINUTES = 15.0
 FAULTS_OF_ONLY = 1
 """Faults of each kind of --only."""
 @dataclass(frozen=True)

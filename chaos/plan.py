@@ -16,6 +16,8 @@ from itertools import accumulate
 from chaos.faults import Fault
 from chaos.kinds import KINDS, kind_of
 
+USUAL_MINUTES = 45.0
+"""About the duration of one round on two cores."""
 UPDATES_A_FAULT, FEWEST_STEPS = 1.5, 12
 DURING_REPAIR = 0.5
 """Share of the faults that are injected while the victim of the fault before is being replaced, of those that can
