@@ -7,14 +7,16 @@ Everything is in network namespaces: no packet leaves them, and they end with th
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from chaos.requirements import NETWORK_NAMESPACES
+from chaos.requirements import NETWORK_NAMESPACES, lose_packets
 
 CLONE_NEWNET = 0x40000000
 """unshare(2): a new network namespace."""
@@ -44,6 +46,23 @@ def use_private_network() -> bool:
 def has_private_network() -> bool:
     """Whether nodes may have addresses of their own."""
     return PRIVATE_NETWORK in os.environ
+
+
+@contextmanager
+def losing_packets(share: float) -> Iterator[Callable[[], int]]:
+    """Within the block this share of the packets between the head node and the others is dropped, at random, in both
+    directions. Yields a function that returns how many were."""
+    subprocess.run(lose_packets(BRIDGE, share), check=True)
+    try:
+        yield _dropped
+    finally:
+        subprocess.run(["tc", "qdisc", "delete", "dev", BRIDGE, "clsact"], check=True)
+
+
+def _dropped() -> int:
+    said = subprocess.run(["tc", "-json", "-statistics", "qdisc", "show", "dev", BRIDGE], check=True,
+                          capture_output=True).stdout
+    return sum(int(queue["drops"]) for queue in json.loads(said) if queue["kind"] == "clsact")
 
 
 class NodeNetwork:

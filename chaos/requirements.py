@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,15 @@ def _network_namespace() -> str | None:
     return failed(("unshare", "--net", "ip", "link", "set", "lo", "up"))
 
 
+def lose_packets(link: str, share: float) -> list[str]:
+    """The command that lets a network link drop a share of its packets, in this process's network namespace."""
+    return ["unshare", "--mount", sys.executable, "-m", "chaos.packet_loss", link, str(share)]
+
+
+def _drop_packets() -> str | None:
+    return failed(("unshare", "--net", *lose_packets("lo", 0.5)))
+
+
 def _compile_a_library() -> str | None:
     with tempfile.TemporaryDirectory() as directory:
         source = Path(directory, "probe.c")
@@ -73,4 +83,5 @@ def _compile_a_library() -> str | None:
 
 MOUNTS = Requirement("mounting a file system", _mount_a_file_system)
 NETWORK_NAMESPACES = Requirement("a network namespace of its own", _network_namespace)
+PACKET_LOSS = Requirement("dropping packets of a network namespace", _drop_packets)
 COMPILER = Requirement("a C compiler", _compile_a_library)

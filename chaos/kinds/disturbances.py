@@ -7,9 +7,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,7 +18,8 @@ from chaos.driver_under_test import POLL_S, DriverUnderTest
 from chaos.evidence import EARLY_S, Evidence, Outcome
 from chaos.faults import Fault
 from chaos.kind import Kind, judged
-from chaos.requirements import COMPILER
+from chaos.networks import losing_packets
+from chaos.requirements import COMPILER, PACKET_LOSS
 from chaos.run_record import RunRecord
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME
 from rlhf_ray.errors import ConfigError
@@ -237,6 +238,26 @@ class SecondDriver(Disturbance):
             second.wait()
 
 
+@dataclass(frozen=True, kw_only=True)
+class PacketLoss(Disturbance):
+    """Packets between the node of the learners and the others are dropped at random."""
+
+    share: float
+
+    victim: str = "network"
+    mechanism: str = "packet loss"
+    state: str = "training"
+    updates: int = 3
+    requires: tuple[Any, ...] = (PACKET_LOSS,)
+    runs: Mapping[str, int] = field(default_factory=lambda: {"learner_node": 1})
+
+    @contextmanager
+    def disturbing(self, driver: DriverUnderTest) -> Iterator[Any]:
+        """Drop them."""
+        with losing_packets(self.share) as dropped:
+            yield lambda: f"{dropped()} packets dropped" if dropped() else ""
+
+
 def _pattern(directory: str | None) -> str:
     """Of the paths below a directory."""
     assert directory is not None, "the run has no run.upload"
@@ -269,6 +290,7 @@ KINDS = (
                state="copying", delay_s=0.5, updates=3, directory="upload", runs={"uploaded": 1}),
     UploadFails(name="upload_full", words="nothing can be copied to run.upload, which is full", runs={"uploaded": 1}),
     StoreFull(name="store_full", words="the object store gets three times what it can hold"),
+    PacketLoss(name="packets_lost", words="a packet in twenty between the learners and the others is lost", share=0.05),
     SecondDriver(name="second_driver", words="another driver is started on the same run directory"),
 )
 """Kinds of this module."""
