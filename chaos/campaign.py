@@ -51,7 +51,7 @@ SECTIONS: Mapping[str, Mapping[str, Any]] = {
                 "disk_timeout_s": 20.0},
     "logging": {"tensorboard": False, "samples_per_step": 1},
     "checkpoint": {"every": SAVED_EVERY, "keep": 2},
-    "evaluation": {"limit": 2, "every": 4},
+    "evaluation": {"limit": 6, "every": 4},  # a chunk and a half: both generators take part
     "reward": {"on_failure": "quarantine", "quarantine_limit": 0.2},
 }
 """Sections that differ from the runs of the tests."""

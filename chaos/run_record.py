@@ -8,6 +8,7 @@ from pathlib import Path
 
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
+from rlhf_ray.errors import DiskStalled
 from rlhf_ray.failpoints import EXIT_CODE
 
 
@@ -26,8 +27,8 @@ class Start:
 
     @property
     def abrupt(self) -> bool:
-        """Whether it ended without any cleanup."""
-        return self.code < 0 or self.code == EXIT_CODE
+        """Whether it ended without any cleanup, or where it could write nothing: on a disk that hangs."""
+        return self.code < 0 or self.code in (EXIT_CODE, DiskStalled.exit_code)
 
     def last_words(self) -> str:
         """The end of its output."""

@@ -8,6 +8,7 @@ from chaos.kinds.checkpoints import SKIPPED
 from chaos.kinds.failures import LEFT_OUT
 from chaos.nan_injection import unrecovered
 from chaos.outcomes import outcomes, unnoticed
+from rlhf_ray.errors import DiskStalled
 from rlhf_ray.failpoints import EXIT_CODE
 
 
@@ -45,9 +46,11 @@ def test_one_that_never_came_back_was_not_survived(fake_run):
     assert "it cannot start any more" in only(fake_run).problem
 
 
-@pytest.mark.parametrize("kind, role", [("generator_stop", "generator"), ("policy_kill", "policy_learner")])
-def test_a_victim_that_a_killed_driver_did_not_notice_is_not_survived_and_proves_nothing(fake_run, kind, role):
-    fake_run.start(100, 150, EXIT_CODE, EXIT_CODE)
+@pytest.mark.parametrize("kind, role, code", [("generator_stop", "generator", EXIT_CODE),
+                                              ("policy_kill", "policy_learner", -KILL),
+                                              ("generator_kill", "generator", DiskStalled.exit_code)])
+def test_a_victim_that_a_driver_could_not_report_is_not_survived_and_proves_nothing(fake_run, kind, role, code):
+    fake_run.start(100, 150, code, code)
     number = fake_run.injected(kind, 149, role=role, pid=7)
     assert unnoticed(fake_run.record) == {number}
     fake_run.start(160, 200, 0, 0)
