@@ -17,7 +17,7 @@ SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" launch/install.sh
 # Another virtual environment's or conda's settings must not reach ours.
 unexport VIRTUAL_ENV CONDA_PREFIX PYTHONHOME PYTHONPATH
 
-.PHONY: help install install-test quickstart example test test-all fuzz mutants lint typecheck bench bench-estimators bench-growth chaos docs requirements clean
+.PHONY: help install install-test quickstart example test test-all fuzz mutants lint typecheck bench bench-estimators bench-growth chaos docs docs-serve requirements clean
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -66,8 +66,14 @@ bench-growth: install ## Measure how cost grows with model size and response len
 chaos: install-test ## Kill, stop and damage what runs depend on, in 45 minutes to an hour on two cores
 	@$(BIN)/python -m chaos $(ARGS)
 
-docs: install ## Write docs/configuration.md from the configuration's models
+docs: ## Write docs/configuration.md, and build the documentation site in build/site
+	@$(SETUP) $(EXTRA) docs
 	@$(BIN)/python -m rlhf_ray.config.config_docs docs/configuration.md
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+docs-serve: docs ## Serve the documentation site at http://127.0.0.1:8000, and build it again when a page changes
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 requirements: install ## Export requirements/cpu.txt and gpu.txt: exact versions with hashes
 	@VENV="$(VENV)" requirements/export.sh

@@ -1,1 +1,52 @@
-"""PPO from human feedback on Ray."""
+"""PPO from human feedback on Ray.
+
+    from rlhf_ray import PPOConfig, run
+
+    run(PPOConfig(model={"path": "..."}, rewards={...}, prompts={"path": "..."}))
+
+Names are imported when they are first used, so that importing the package is instant.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_ray.config.load import load
+    from rlhf_ray.config.stages import (
+        PPOConfig,
+        PreferencesStageConfig,
+        ProcessRewardConfig,
+        RewardModelConfig,
+        SFTConfig,
+    )
+    from rlhf_ray.errors import RLHFError
+    from rlhf_ray.stages.run_stage import run
+
+HOMES = {
+    "run": "stages.run_stage",
+    "load": "config.load",
+    "SFTConfig": "config.stages",
+    "PreferencesStageConfig": "config.stages",
+    "RewardModelConfig": "config.stages",
+    "ProcessRewardConfig": "config.stages",
+    "PPOConfig": "config.stages",
+    "RLHFError": "errors",
+}
+"""Public name -> its module."""
+
+__all__ = ["PPOConfig", "PreferencesStageConfig", "ProcessRewardConfig", "RLHFError", "RewardModelConfig", "SFTConfig",
+           "load", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("rlhf-ray")
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *HOMES, "__version__"])

@@ -15,7 +15,8 @@ from rlhf_ray.config.derived import placements_of
 from rlhf_ray.config.load import STAGES, load
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted(ROOT.glob("*/README.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md")), *sorted(ROOT.glob("*/README.md"))]
+OWN_RUN, COMING_FROM = ROOT / "docs/own_run.md", ROOT / "docs/coming_from.md"
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DIFF = re.compile(r"^```diff[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -42,15 +43,15 @@ def commands(program: str) -> list[str]:
 
 
 def recipes() -> dict[str, str]:
-    """The README's YAML blocks that begin with `# stage.yaml`, by stage."""
-    blocks = YAML.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    """The YAML blocks of `own_run.md` that begin with `# stage.yaml`, by stage."""
+    blocks = YAML.findall(OWN_RUN.read_text(encoding="utf-8"))
     named = {m[1].replace("_", "-"): block for block in blocks if (m := re.match(r"# (\w+)\.yaml", block))}
     return {stage: block for stage, block in named.items() if stage in STAGES}
 
 
 def fragments() -> list[str]:
-    """The README's other YAML blocks: parts of a PPO configuration."""
-    blocks = YAML.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    """Its other YAML blocks: parts of a PPO configuration."""
+    blocks = YAML.findall(OWN_RUN.read_text(encoding="utf-8"))
     return [block for block in blocks if not block.startswith("# ")]
 
 
@@ -119,35 +120,49 @@ def test_overrides_on_command_lines_are_accepted(stage, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward-model", "process-reward", "ppo"])
-def test_configurations_in_the_readme_are_accepted(stage, tmp_path):
+def test_configurations_of_an_own_run_are_accepted(stage, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(recipes()[stage])
     load(STAGES[stage], file, [])
 
 
+def test_the_configuration_in_the_readme_is_accepted(tmp_path):
+    (text,) = YAML.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert load(STAGES["ppo"], file, []).checkpoint.every == 50
+
+
+def test_our_options_beside_those_of_other_systems_exist():
+    rows = re.findall(r"^\|.*\|$", COMING_FROM.read_text(encoding="utf-8"), re.MULTILINE)[2:]
+    named = [name for row in rows for name in re.findall(r"`([\w.]+)`", row.split("|")[5]) if "." in name]
+    reference = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert len(named) > 40 and not set(named) - set(re.findall(r"^\| `([\w.]+)`", reference, re.MULTILINE))
+
+
 @pytest.fixture
 def nine_gpus(tmp_path):
-    """The README's PPO configuration with its lines for nine GPUs."""
+    """The PPO configuration of `own_run.md` with its lines for nine GPUs."""
     (lines,) = (text for text in fragments() if "pools" in yaml.safe_load(text))
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(yaml.safe_load(recipes()["ppo"]) | yaml.safe_load(lines)))
     return file
 
 
-def test_the_pools_in_the_readme_hold_their_roles(nine_gpus):
+def test_the_pools_of_an_own_run_hold_their_roles(nine_gpus):
     config = load(STAGES["ppo"], nine_gpus, [])
     assert config.pools.keys() == {"rollouts", "learners", "scorers"}
-    assert sum(pool.bundles * pool.gpus for pool in config.pools.values()) == 9  # as the README says
+    assert sum(pool.bundles * pool.gpus for pool in config.pools.values()) == 9  # as the page says
 
 
-def test_the_nine_gpus_in_the_readme_hold_an_8b_model_and_compute_in_bfloat16(nine_gpus):
+def test_the_nine_gpus_hold_an_8b_model_and_compute_in_bfloat16(nine_gpus):
     answer = CliRunner().invoke(app, [
         "plan", str(nine_gpus), "--nodes", "2x8xH100", "--model.path=allenai/Llama-3.1-Tulu-3-8B-SFT",
         "--rewards.quality.path=Skywork/Skywork-Reward-Llama-3.1-8B-v0.2"])
     assert answer.exit_code == 0 and "the run fits" in answer.output and "float32" not in answer.output, answer.output
 
 
-def test_the_estimator_in_the_readme_needs_no_critic(tmp_path):
+def test_the_estimator_of_an_own_run_needs_no_critic(tmp_path):
     (lines,) = (text for text in fragments() if "algorithm" in yaml.safe_load(text))
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(yaml.safe_load(recipes()["ppo"]) | yaml.safe_load(lines)))
