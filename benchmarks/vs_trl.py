@@ -24,7 +24,7 @@ GOAL = 2.0
 TURNS, UPDATES_A_TURN = 5, 7
 """36 updates in all with the one that warms up, as the quickstart makes. The first of a turn is not counted."""
 THREADS = 2
-"""TRL's. It works in one process, and two threads that wait actively are its fastest way (docs/benchmarks.md)."""
+"""TRL's. It works in one process, and two threads that wait actively are its fastest way (docs/benchmark_notes.md)."""
 OURS_IS = "rlhf-ray ppo, the quickstart's roles and placement"
 THEIRS_IS = "TRL 1.12's PPO trainer, two threads"
 

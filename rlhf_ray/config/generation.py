@@ -157,7 +157,7 @@ class WeightsConfig(Section):
     requirements and cost."""
     bucket_mb: int = Field(64, ge=1)
     """Maximum size of a bucket in MiB; a larger tensor gets its own bucket. One bucket is loaded while the next is
-    gathered, and each costs several calls (measured in docs/benchmarks.md)."""
+    gathered, and each costs several calls (measured in docs/benchmark_notes.md)."""
     in_flight: Literal["keep", "abort"] = "keep"
     """Responses in flight when new weights arrive: "keep" continues them; "abort" ends them, and continues them by a
     new request whose prompt includes the tokens so far (this frees a GPU's KV cache for the update). Each token carries
