@@ -25,7 +25,7 @@ BALANCED = 1.1
 """A side that works up to so many times as long as the other is balanced with it."""
 MOST_EPOCHS, MINI_BATCHES = 8, (4, 8, 16)
 FIXED = 1 / 6
-"""Of an optimizer step on 32 rows of the workload's model: what does not depend on the rows (docs/benchmark_notes.md)."""
+"""Of an optimizer step on 32 rows of the workload's model, what does not depend on them (docs/benchmark_notes.md)."""
 GOAL, MOST_IDLE = 1.6, 0.15
 
 
