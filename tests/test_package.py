@@ -1,5 +1,7 @@
 """The package as others get it: a wheel and a source archive that hold all that they need, and install."""
 
+import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -64,3 +66,22 @@ def test_it_installs_into_a_fresh_environment_and_says_what_it_can(built, tmp_pa
                            env=BARE, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert where.stdout.startswith(str(site))
     assert not [path for path in CONFIGS if not (tmp_path / "fresh" / "share" / "rlhf-ray" / path).is_file()]
+
+
+@pytest.mark.slow
+def test_the_documented_command_makes_an_environment_in_which_the_quickstart_runs(built, tmp_path):
+    """All dependencies come from the registry; only two steps of PPO are made."""
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```sh\n(uv venv.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "dist").symlink_to(built)
+    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    if wheels := environment.get("PIP_FIND_LINKS"):  # uv does not read pip's setting
+        environment["UV_FIND_LINKS"] = wheels.replace(" ", ",")
+        block = block.replace("--torch-backend cpu ", "")
+    done = subprocess.run(["bash", "-euc", block.strip() + " --run.steps=2"], cwd=tmp_path, env=environment, text=True,
+                          capture_output=True, timeout=1800)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "verdict: the independent judge" in done.stdout
+    assert (tmp_path / "runs/quickstart/model/config.json").exists()
+    assert (tmp_path / ".venv/bin/rlhf-ray").exists() and not list(tmp_path.glob(".venv/lib/*/site-packages/torchvision"))
