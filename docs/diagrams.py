@@ -19,7 +19,8 @@ text{font:14px system-ui,"Segoe UI","Noto Sans",Helvetica,Arial,sans-serif;fill:
 """
 HEADS = "".join(
     f'<marker id="{kind}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="9" markerHeight="9" orient="auto" '
-    f'markerUnits="userSpaceOnUse"><path class="{kind}head" d="M0 0L10 5L0 10z"/></marker>' for kind in ("flow", "back"))
+    f'markerUnits="userSpaceOnUse"><path class="{kind}head" d="M0 0L10 5L0 10z"/></marker>'
+    for kind in ("flow", "back"))
 
 
 @dataclass
@@ -68,7 +69,7 @@ def life_of_a_sample() -> None:
         if number:
             drawing.arrow((x - 26, 97), (x, 97))
     drawing.arrow((578, 68), (578, 34), (80, 34), (80, 68), kind="back")
-    drawing.text(330, 24, "the attempt is given up (a worker was lost, too stale, a resume): it is admitted again", "small")
+    drawing.text(330, 24, "the attempt is given up (a lost worker, too stale, a resume): it is admitted again", "small")
     ends = (("not applied", "the step changed no weight"), ("quarantined", "it cannot be scored"),
             ("unused", "the run ended before"))
     for number, (state, note) in enumerate(ends):
@@ -120,8 +121,8 @@ def publication() -> None:
     for y, start, end, words in steps:
         drawing.arrow((start, y), (end, y))
         drawing.text((start + end) / 2, y - 8, words, "small")
-    drawing.box(600, 200, 390, 46, ["4  verifies, prepares beside the old weights", "between two tokens they take effect"],
-                "good")
+    drawing.box(600, 200, 390, 46, ["4  verifies, prepares beside the old weights",
+                                    "between two tokens they take effect"], "good")
     drawing.text(500, 222, "while one is loaded, the next is gathered", "small", "end")
     drawing.arrow((512, 196), (512, 150), kind="back")
     drawing.text(150, 312, "work of this version begins when all have confirmed", "small", "start")
@@ -131,8 +132,8 @@ def publication() -> None:
 def pools() -> None:
     """Roles, pools, bundles and nodes."""
     drawing = Drawing(1000, 300, "Roles ask for bundles of pools; bundles are on nodes")
-    for x, role, workers in ((20, "generator", "2 workers"), (182, "reference", "1 worker"), (344, "reward", "1 worker"),
-                             (506, "policy", "3 ranks"), (668, "critic", "3 ranks"), (830, "assembler", "1 worker")):
+    for x, role, workers in ((20, "generator", "2 workers"), (182, "reference", "1 worker"),
+                             (344, "reward", "1 worker"), (506, "policy", "3 ranks"), (668, "critic", "3 ranks"), (830, "assembler", "1 worker")):
         drawing.box(x, 10, 140, 46, [role, workers])
     places = ((20, 140, "pool rollouts", "2 bundles of 1 GPU"), (182, 302, "pool scorers", "1 bundle of 1 GPU"),
               (506, 302, "pool learners", "6 bundles of 1 GPU"))
