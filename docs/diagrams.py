@@ -133,7 +133,8 @@ def pools() -> None:
     """Roles, pools, bundles and nodes."""
     drawing = Drawing(1000, 300, "Roles ask for bundles of pools; bundles are on nodes")
     for x, role, workers in ((20, "generator", "2 workers"), (182, "reference", "1 worker"),
-                             (344, "reward", "1 worker"), (506, "policy", "3 ranks"), (668, "critic", "3 ranks"), (830, "assembler", "1 worker")):
+                             (344, "reward", "1 worker"), (506, "policy", "3 ranks"), (668, "critic", "3 ranks"),
+                             (830, "assembler", "1 worker")):
         drawing.box(x, 10, 140, 46, [role, workers])
     places = ((20, 140, "pool rollouts", "2 bundles of 1 GPU"), (182, 302, "pool scorers", "1 bundle of 1 GPU"),
               (506, 302, "pool learners", "6 bundles of 1 GPU"))
