@@ -85,6 +85,7 @@ def ray_session(
             config.address and not is_listening(config.address))
         raise (ClusterUnavailable if lost else ClusterError)(f"cannot {where}: {error}") from error
     address, started = ray.get_runtime_context().gcs_address, set(psutil.Process().children()) - before
+    at_start = family(started)  # a raylet may end before the shutdown; its agents are nobody's descendants then
     with head_watched(address):  # until after the shutdown, which waits for the head
         try:
             if config.address and not config.allow_open:
@@ -95,19 +96,23 @@ def ray_session(
             raise_for_lost_head(address, error)
             raise
         finally:
-            with ended_with(started):
+            with ended_with(at_start | family(started)):
                 ray.shutdown()
 
 
-@contextmanager
-def ended_with(processes: Iterable[psutil.Process]) -> Iterator[None]:
-    """End these processes and their descendants with the enclosed shutdown of a local cluster. Ray gives its raylet one
-    second and kills it then; its agents outlive it for a minute, because they report that to the control service, which
-    is gone as well."""
-    members = []
+def family(processes: Iterable[psutil.Process]) -> set[tuple[int, float]]:
+    """Pids of processes and their descendants, with the times at which they were started."""
+    members = set()
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            members += [(each.pid, each.create_time()) for each in (process, *descendants(process))]
+            members |= {(each.pid, each.create_time()) for each in (process, *descendants(process))}
+    return members
+
+
+@contextmanager
+def ended_with(members: Iterable[tuple[int, float]]) -> Iterator[None]:
+    """End these processes with the enclosed shutdown of a local cluster. Ray gives its raylet one second and kills it
+    then; its agents outlive it for a minute, because they report that to the control service, which is gone as well."""
     try:
         yield
     finally:
@@ -148,7 +153,7 @@ def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str,
         except Exception as error:
             if SLOW_START not in str(error):
                 raise
-            with ended_with(set(psutil.Process().children()) - before):
+            with ended_with(family(set(psutil.Process().children()) - before)):
                 ray.shutdown()
             if time.monotonic() > until:
                 raise TimeoutError("its processes were not ready within cluster.start_timeout_s="

@@ -108,15 +108,41 @@ def test_a_local_cluster_that_cannot_be_started_is_an_error_in_words(monkeypatch
     assert type(raised.value) is wanted
 
 
+RAYLET = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
+time.sleep(60)
+"""
+"""A process with one child, whose pid it prints."""
+
+
 def test_processes_that_outlive_the_one_that_started_them_end_with_the_session(monkeypatch):
     """As Ray's agents do when their raylet is killed."""
     monkeypatch.setattr(session, "CLUSTER_ENDS_S", 0.2)
-    raylet = subprocess.Popen([sys.executable, "-c", "import subprocess, sys, time\n"
-                               "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)\n"
-                               "sys.stdout.flush(); time.sleep(60)"], stdout=subprocess.PIPE, text=True)
+    raylet = subprocess.Popen([sys.executable, "-c", RAYLET], stdout=subprocess.PIPE, text=True)
     agent = psutil.Process(int(raylet.stdout.readline()))
-    with session.ended_with([psutil.Process(raylet.pid)]):
+    members = session.family([psutil.Process(raylet.pid)])
+    with session.ended_with(members):
         raylet.kill()
         raylet.wait()
         assert agent.is_running()
+    assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
+
+
+def test_agents_of_a_raylet_that_ended_before_the_shutdown_end_too(monkeypatch):
+    """As a raylet does when the control service is gone: at the shutdown its agents are nobody's descendants."""
+    monkeypatch.setattr(session, "CLUSTER_ENDS_S", 0.2)
+    fake = Ray(monkeypatch, "127.0.0.1:1")
+    begun = []
+
+    def init(**_):
+        begun.append(subprocess.Popen([sys.executable, "-c", RAYLET], stdout=subprocess.PIPE, text=True))
+        begun.append(psutil.Process(int(begun[0].stdout.readline())))
+
+    monkeypatch.setattr(session.ray, "init", init)
+    with ray_session(ClusterConfig(), {}, "x"):
+        raylet, agent = begun
+        raylet.kill()
+        raylet.wait()
+    assert "shutdown" in fake.events
     assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
