@@ -63,7 +63,7 @@ bench-growth: install ## Measure how cost grows with model size and response len
 	@$(BIN)/python -m benchmarks.growth $(ARGS)
 	@$(BIN)/python -m benchmarks.cluster_model
 
-chaos: install-test ## Kill, stop and damage what runs depend on, in 45 minutes to an hour on two cores
+chaos: install-test ## Kill, stop and damage what runs depend on, in about an hour on two cores
 	@$(BIN)/python -m chaos $(ARGS)
 
 docs: ## Write docs/configuration.md, and build the documentation site in build/site
