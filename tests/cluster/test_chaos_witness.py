@@ -2,8 +2,8 @@
 
 import pytest
 
+from chaos import contradictions
 from chaos.campaign import Workspace
-from chaos.contradictions import contradictions, testimony_of
 from chaos.faults import Fault
 from chaos.invariants import Books
 from chaos.reward_service import reward_service
@@ -35,9 +35,9 @@ def workspace(tmp_path_factory):
 def test_a_run_with_faults_is_attested(workspace, max_staleness):
     config, directory = workspace.configure(f"sound_{max_staleness}", 9, max_staleness)
     record = run(config, directory, FAULTS, workspace.service)
-    said = testimony_of(record)
+    said = contradictions.testimony_of(record)
     assert [start.code for start in record.starts] == [-9, 0] and record.injections.injected() == {1, 2, 3, 4, 5}
-    assert list(contradictions(record, Books.of(record), said)) == []
+    assert list(contradictions.contradictions(record, Books.of(record), said)) == []
     assert (said.trained, said.lost, said.duplicated) == (144, 0, 0) and said.not_applied and said.quarantined
 
 
@@ -47,7 +47,7 @@ def test_a_defect_is_found_by_the_witness_alone(workspace, tmp_path, defect, max
     config, directory = workspace.configure(f"{defect}_{max_staleness}", STEPS, max_staleness)
     record = run(config, directory, (), workspace.service, sources=sources_with(defect, tmp_path / "sources"))
     assert [start.code for start in record.starts] == [0], record.starts[-1].last_words()
-    books, said = Books.of(record), testimony_of(record)
+    books, said = Books.of(record), contradictions.testimony_of(record)
     assert (books.lost, books.duplicated) == (0, 0), "the ledger knows nothing of it"
     assert any(problem.startswith(FOUND[defect]) for problem in said.problems), said.problems
     assert bool(said.lost) is ("stale" not in defect)

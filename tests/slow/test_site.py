@@ -29,7 +29,7 @@ def test_the_readme_is_its_first_page(site):
 def test_a_link_to_a_source_file_leads_to_its_text(site):
     page = (site / "security.html").read_text(encoding="utf-8")
     assert 'href="files/rlhf_ray/cluster/session.py.html"' in page
-    assert "language-python" in (site / "files/rlhf_ray/cluster/session.py.html").read_text(encoding="utf-8")
+    assert ">ray_session<" in (site / "files/rlhf_ray/cluster/session.py.html").read_text(encoding="utf-8")
 
 
 def test_named_blocks_of_code_have_their_name_as_title(site):
