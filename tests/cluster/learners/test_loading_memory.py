@@ -30,8 +30,8 @@ def test_the_ranks_of_a_node_take_one_copy_together_while_they_load(tmp_path, dt
     found = [file.read_text().split() for file in files]
     whole = float(found[0][1])
     assert whole > 250 and [kinds for _, _, *kinds in found] == [["torch.float32"]] * RANKS
-    # Each its shard and the largest tensor, of which there are two copies for a moment. The first rank, which sends what
-    # the others get, had 64 MiB more than that. With a rank that holds all of it the sum would be 1.4 times as much.
+    # Each its shard and the largest tensor, of which there are two copies for a moment. The first rank, which sends to
+    # the others, had 64 MiB more than that. With a rank that holds all of it the sum would be 1.4 times as much.
     most = whole + RANKS * 2 * 8000 * 768 * 4 / 2**20
     assert sum(float(mib) for mib, *_ in found) < 1.25 * most, found
     assert all(float(mib) < whole for mib, *_ in found), found
