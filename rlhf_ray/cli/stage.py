@@ -1,6 +1,5 @@
 """The commands that run one stage each: `sft`, `reward-model`, `process-reward`, `preferences`, `ppo`."""
 
-import importlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,6 +97,7 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     from rlhf_ray.config.load import STAGES, load
     from rlhf_ray.observability.progress import FINISHED
     from rlhf_ray.observability.run_directory import RunDirectory
+    from rlhf_ray.stages.run_stage import run
 
     config = load(STAGES[command], path, overrides)
     if config.run.auto_resume and not is_child():
@@ -106,5 +106,5 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
 
         raise typer.Exit(run_and_resume([command, *arguments], store, resume, Outage(config.cluster, is_listening)))
     quiet_libraries()
-    importlib.import_module(f"rlhf_ray.stages.{command.replace('-', '_')}").run(config, resume=resume)
+    run(config, resume=resume)
     typer.echo(f"{FINISHED}{config.run.dir}")
