@@ -101,10 +101,11 @@ def masked_distributions(logits: Tensor, tokens: Tensor, mask: SamplingMask) -> 
     if mask.only:
         possible = logits.gather(-1, mask.listed.clamp(min=0)).masked_fill(mask.listed < 0, -torch.inf)
         return possible, (mask.listed == tokens[:, None]).int().argmax(-1)
-    rows, columns = torch.nonzero(mask.listed >= 0, as_tuple=True)
-    if not len(rows):
-        return logits, tokens
-    return logits.index_put((rows, mask.listed[rows, columns]), logits.new_tensor(-torch.inf)), tokens
+    # The last column takes the entries that list nothing. How many there are is not asked: a GPU would have to answer.
+    vocabulary = logits.shape[-1]
+    listed = mask.listed.masked_fill(mask.listed < 0, vocabulary)
+    impossible = torch.zeros(len(listed), vocabulary + 1, dtype=torch.bool, device=logits.device)
+    return logits.masked_fill(impossible.scatter_(-1, listed, True)[:, :vocabulary], -torch.inf), tokens
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

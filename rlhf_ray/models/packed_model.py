@@ -18,7 +18,7 @@ from rlhf_ray.internals.transformers import attention_implementation
 from rlhf_ray.models.attention import NAME as PACKED_ATTENTION
 from rlhf_ray.models.cpu.linear import filler_of
 from rlhf_ray.models.output_head import logits_of
-from rlhf_ray.models.packing import Packing
+from rlhf_ray.models.packing import Packing, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,7 +168,7 @@ class PackedActorCritic(nn.Module):
 
 def last_token_scores(outputs: Tensor, packing: Packing) -> Tensor:
     """[N] outputs at each row's last token: a reward model's scores."""
-    return outputs[packing.ends - 1]
+    return outputs[to_device(packing.ends - 1, outputs.device)]
 
 
 def values_before_tokens(outputs: Tensor, predicted: Tensor) -> Tensor:

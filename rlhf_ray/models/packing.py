@@ -19,19 +19,32 @@ BLOCK_TOKENS_ELSEWHERE = 2**14
 """On a GPU each call should do much work."""
 
 
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor in main memory, on `device`. A GPU's work in progress is not waited for: the copy is made from pinned
+    memory, in the order of the GPU's own work."""
+    if torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Packing:
-    """Lengths and positions of the rows of a packed sequence."""
+    """Lengths and positions of the rows of a packed sequence.
+
+    Sizes are computed in main memory. Read from a GPU, each number would wait until the GPU has finished its work.
+    """
 
     lengths: Tensor
-    """[N] int64 number of tokens per row."""
+    """[N] int64 number of tokens per row, in main memory."""
+    device: torch.device | str = "cpu"
+    """Where the packed rows are, and with them `boundaries`, `positions` and `grid_index`."""
     block_tokens: int | None = None
     """Tokens of a block of rows for attention; None for the default of the device type."""
 
     @classmethod
     def of(cls, lengths: np.ndarray, device: torch.device | str = "cpu") -> "Packing":
         """A packing of rows with the given lengths."""
-        return cls(torch.as_tensor(np.asarray(lengths, dtype=np.int64), device=device))
+        return cls(torch.as_tensor(np.asarray(lengths, dtype=np.int64)), device)
 
     @cached_property
     def rows(self) -> int:
@@ -50,29 +63,33 @@ class Packing:
 
     @cached_property
     def ends(self) -> Tensor:
-        """[N] flat position after each row's last token."""
+        """[N] flat position after each row's last token, in main memory."""
         return self.lengths.cumsum(0)
 
     @cached_property
     def boundaries(self) -> Tensor:
         """[N + 1] int32 flat position of each row's first token, and after the last row's end."""
-        return torch.cat([self.ends.new_zeros(1), self.ends]).to(torch.int32)
+        return to_device(torch.cat([self.ends.new_zeros(1), self.ends]).to(torch.int32), self.device)
 
     @cached_property
     def row_of_token(self) -> Tensor:
-        """[T] row number of each token."""
-        return torch.repeat_interleave(torch.arange(self.rows, device=self.lengths.device), self.lengths)
+        """[T] row number of each token, in main memory."""
+        return torch.repeat_interleave(torch.arange(self.rows), self.lengths)
+
+    @cached_property
+    def _positions(self) -> Tensor:
+        starts = self.ends - self.lengths
+        return torch.arange(self.tokens) - starts[self.row_of_token]
 
     @cached_property
     def positions(self) -> Tensor:
         """[T] position of each token inside its row, from 0."""
-        starts = self.ends - self.lengths
-        return torch.arange(self.tokens, device=self.lengths.device) - starts[self.row_of_token]
+        return to_device(self._positions, self.device)
 
     @cached_property
     def grid_index(self) -> Tensor:
         """[T] index of each token in a flattened `[N, L]` grid."""
-        return self.row_of_token * self.longest + self.positions
+        return to_device(self.row_of_token * self.longest + self._positions, self.device)
 
     @cached_property
     def is_grid(self) -> bool:
@@ -88,12 +105,12 @@ class Packing:
     def blocks(self) -> list["Packing"]:
         """The rows in order, divided into blocks of some hundred tokens. Each block becomes its own grid, which needs
         little padding if adjacent rows have similar lengths. Rows that all have one length form one block."""
-        size = self.block_tokens or BLOCK_TOKENS.get(self.lengths.device.type, BLOCK_TOKENS_ELSEWHERE)
+        size = self.block_tokens or BLOCK_TOKENS.get(torch.device(self.device).type, BLOCK_TOKENS_ELSEWHERE)
         if self.is_grid or self.tokens <= size:
             return [self]
         number = torch.div(self.ends - 1, size, rounding_mode="floor")
         counts = number.unique_consecutive(return_counts=True)[1].tolist()
-        return [Packing(lengths) for lengths in self.lengths.split(counts)]
+        return [Packing(lengths, self.device) for lengths in self.lengths.split(counts)]
 
     def to_grid(self, flat: Tensor, fill: float | bool = 0) -> Tensor:
         """`[T, ...]` per-token numbers as a `[N, L, ...]` grid with `fill` after each row's end. Differentiable."""

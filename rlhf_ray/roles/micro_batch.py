@@ -1,8 +1,9 @@
 """Micro-batches: rows of a record as tensors for one forward pass, scores of a whole record, averages of statistics."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from rlhf_ray.algorithms.logprobs import SamplingMask
 from rlhf_ray.data.batching import rows_of_rank
 from rlhf_ray.engine.distributed import sum_over_ranks
-from rlhf_ray.models.packing import Packing
+from rlhf_ray.models.packing import Packing, to_device
 from rlhf_ray.records import Rollout, TokenScores, offsets_of, row_indices
 
 
@@ -27,7 +28,7 @@ class MicroBatch:
     @cached_property
     def tokens(self) -> Tensor:
         """[T] int64."""
-        return torch.as_tensor(self.record.tokens.astype(np.int64), device=self.device)
+        return self._on_device(self.record.tokens.astype(np.int64))
 
     @cached_property
     def packing(self) -> Packing:
@@ -37,7 +38,7 @@ class MicroBatch:
     @cached_property
     def predicted(self) -> Tensor:
         """[n] flat positions of the response tokens."""
-        return torch.as_tensor(np.flatnonzero(self.record.response_mask), device=self.device)
+        return self._on_device(np.flatnonzero(self.record.response_mask))
 
     @cached_property
     def responses(self) -> Packing:
@@ -59,21 +60,24 @@ class MicroBatch:
         sizes = sizes[self.record.response_mask]  # other tokens have none
         lengths = Packing.of(np.abs(sizes))
         listed = lengths.to_grid(torch.from_numpy(self.record.mask_tokens.astype(np.int64)), -1)
-        return SamplingMask(listed.to(self.device), only=bool((sizes > 0).any()))
+        return SamplingMask(to_device(listed, self.device), only=bool((sizes > 0).any()))
 
     @cached_property
     def row_weights(self) -> Tensor:
         """[N] see `SampleRows.row_weights`."""
-        return torch.as_tensor(self.record.row_weights, device=self.device)
+        return self._on_device(self.record.row_weights)
 
     def grid(self, column: str) -> Tensor:
         """[N, L] a per-token column of the record at its response tokens."""
         values = getattr(self.record, column)[self.record.response_mask]
-        return self.responses.to_grid(torch.as_tensor(values, device=self.device))
+        return self.responses.to_grid(self._on_device(values))
 
     def lay_out(self, flat: Tensor) -> Tensor:
         """[N, L] from `[n]` numbers at the response tokens. Differentiable."""
         return self.responses.to_grid(flat)
+
+    def _on_device(self, column: np.ndarray) -> Tensor:
+        return to_device(torch.as_tensor(column), self.device)
 
 
 def score_columns(
@@ -90,11 +94,13 @@ def score_columns(
         forward: returns each column's `[n]` numbers at a micro-batch's response tokens.
     """
     values = np.zeros((columns, len(rollout.tokens)), dtype=np.float32)
+    places, scored = [], []
     for rows in plan:
         micro = MicroBatch(rollout.select(rows), device)
-        places = row_indices(rollout.offsets, rows)[micro.record.response_mask]
-        for column, numbers in zip(values, forward(micro), strict=True):
-            column[places] = numbers.float().cpu().numpy()
+        places.append(row_indices(rollout.offsets, rows)[micro.record.response_mask])
+        scored.append(torch.stack([numbers.float() for numbers in forward(micro)]))
+    if scored:  # read once: every reading waits until the GPU has finished its work
+        values[:, np.concatenate(places)] = torch.cat(scored, 1).cpu().numpy()
     return [TokenScores(offsets=np.asarray(rollout.offsets), values=column) for column in values]
 
 
@@ -120,33 +126,46 @@ def split_scores(scores: TokenScores, rollouts: Sequence[Rollout]) -> tuple[Toke
 
 
 class AverageMeter:
-    """Weighted means of a loss's statistics over micro-batches, mini-batches and ranks."""
+    """Weighted means of a loss's statistics over micro-batches, mini-batches and ranks.
+
+    Statistics stay on their device until `means` reads them all at once: reading one of them would wait until the GPU
+    has finished its work.
+    """
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._weights: dict[str, float] = {}
+        self._added: list[tuple[float, tuple[str, ...], Tensor]] = []
+        """(weight, names, [names] values) of each call of `add`."""
 
-    def add(self, weight: float, stats: dict[str, float]) -> None:
+    def add(self, weight: float, stats: Mapping[str, Tensor]) -> None:
         """Add means over `weight` tokens (or rows); a weight of 0 only registers the names."""
-        for name, value in stats.items():
-            self._weights[name] = self._weights.get(name, 0.0) + weight
-            self._sums[name] = self._sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
+        if stats:
+            self._added.append((weight, tuple(stats), torch.stack([value.detach() for value in stats.values()])))
 
     def merge(self, other: Self) -> None:
         """Add everything that was added to another one."""
-        for name, weight in other._weights.items():
-            self._weights[name] = self._weights.get(name, 0.0) + weight
-            self._sums[name] = self._sums.get(name, 0.0) + other._sums[name]
+        self._added += other._added
 
     def copy(self) -> Self:
-        """A copy of the sums so far, to restore if a following step is not applied."""
+        """A copy of what was added so far, to restore if a following step is not applied."""
         other = type(self)()
-        other._sums, other._weights = dict(self._sums), dict(self._weights)
+        other._added = list(self._added)
         return other
 
     def means(self) -> dict[str, float]:
         """Weighted means over everything added on every rank. A collective call; all ranks must have the same names."""
-        names = sorted(self._sums)
-        both = torch.tensor([[self._sums[n] for n in names], [self._weights[n] for n in names]], dtype=torch.float64)
+        sums_here, weights_here = self._totals()
+        names = sorted(sums_here)
+        both = torch.tensor([[here[name] for name in names] for here in (sums_here, weights_here)], dtype=torch.float64)
         sums, weights = sum_over_ranks(both)
         return {name: float(total / weight) for name, total, weight in zip(names, sums, weights, strict=True)}
+
+    def _totals(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums of weighted values and of weights, by name, over everything added on this rank."""
+        sums: dict[str, float] = {}
+        weights: dict[str, float] = {}
+        numbers = iter(torch.cat([values for *_, values in self._added]).tolist() if self._added else [])
+        for weight, names, _ in self._added:
+            for name, number in zip(names, islice(numbers, len(names)), strict=True):
+                sums[name] = sums.get(name, 0.0) + (weight * number if weight else 0.0)
+                weights[name] = weights.get(name, 0.0) + weight
+        return sums, weights

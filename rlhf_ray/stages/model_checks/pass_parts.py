@@ -149,6 +149,6 @@ def _logprobs(module: PackedLanguageModel) -> Tensor:
     generator = torch.Generator().manual_seed(SEED)
     device, shape = next(module.parameters()).device, module.model.config.get_text_config()
     row = torch.randint(shape.vocab_size, (ROW,), generator=generator).to(device)
-    packing = Packing(torch.tensor([ROW], device=device))
+    packing = Packing(torch.tensor([ROW]), device)
     values: Tensor = module(row, packing, torch.arange(1, ROW, device=device))[0]
     return values

@@ -124,8 +124,10 @@ def test_without_ranks_the_plan_is_that_of_all_rows():
 def test_all_tensors_are_on_the_micro_batchs_device(rollout):
     micro = MicroBatch(rollout, "meta")
     parts = (micro.packing, micro.responses)
-    tensors = [micro.tokens, micro.predicted, *(value for part in parts for value in vars(part).values())]
-    assert {value.device.type for value in tensors if isinstance(value, torch.Tensor)} == {"meta"}
+    tensors = [micro.tokens, micro.predicted, micro.mask, micro.grid("logprobs"),
+               *(place for part in parts for place in (part.positions, part.boundaries, part.grid_index))]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert {part.lengths.device.type for part in parts} == {"cpu"}
 
 
 def test_passes_are_computed_on_the_device_asked_for(rollout):
@@ -141,7 +143,7 @@ def test_passes_are_computed_on_the_device_asked_for(rollout):
 
 def test_a_merged_mean_is_that_of_everything_added():
     one, two = AverageMeter(), AverageMeter()
-    one.add(3, {"loss": 2.0})
-    two.add(1, {"loss": 4.0, "kl": 0.5})
+    one.add(3, {"loss": torch.tensor(2.0)})
+    two.add(1, {"loss": torch.tensor(4.0), "kl": torch.tensor(0.5)})
     one.merge(two)
     assert one.means() == {"loss": 2.5, "kl": 0.5}

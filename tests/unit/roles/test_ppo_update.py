@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.engine.deepspeed_engine import StepResult
@@ -77,7 +78,7 @@ def test_an_update_makes_every_step_and_says_what_it_did():
 
     def optimize(batch, meter):
         seen.append(batch)
-        meter.add(float(batch.response_mask.sum()), {"loss": float(len(seen))})
+        meter.add(float(batch.response_mask.sum()), {"loss": torch.tensor(float(len(seen)))})
         return StepResult(applied=True, grad_norm=float(len(seen)), learning_rate=0.1 * len(seen))
 
     batch = training_batch([PARTS[0], experience_of([[None, 3.0], [None, 4.0]], first=5)], whiten=False)
@@ -151,7 +152,7 @@ def test_steps_that_were_not_applied_are_counted_and_leave_no_trace_in_the_means
     def optimize(batch, meter):
         made.append(len(made) + 1)
         good = made[-1] not in spoiled
-        meter.add(1.0, {"loss": float(made[-1]) if good else float("nan")})
+        meter.add(1.0, {"loss": torch.tensor(float(made[-1]) if good else float("nan"))})
         return StepResult(good, grad_norm=2.0 if good else float("inf"), learning_rate=0.1)
 
     learner = learner_of(optimize, counted)
@@ -189,7 +190,7 @@ def test_a_step_that_ends_the_update_is_the_last_and_the_schedule_goes_on(at):
 
     def optimize(batch, meter):
         made.append(len(made) + 1)
-        meter.add(1.0, {"loss": float(made[-1])})
+        meter.add(1.0, {"loss": torch.tensor(float(made[-1]))})
         ends = made[-1] == at
         return StepResult(not ends, grad_norm=float("nan") if ends else 2.0, learning_rate=0.1, ends_update=ends)
 

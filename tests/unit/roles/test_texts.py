@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.models.loading import load_tokenizer
@@ -96,7 +97,7 @@ def test_pairs_too_close_are_left_out_in_place(rank):
 
 def test_a_meter_divides_once():
     meter = AverageMeter()
-    meter.add(3, {"loss": 1.0})
-    meter.add(1, {"loss": 5.0})
-    meter.add(0, {"loss": float("nan")})
+    meter.add(3, {"loss": torch.tensor(1.0)})
+    meter.add(1, {"loss": torch.tensor(5.0)})
+    meter.add(0, {"loss": torch.tensor(float("nan"))})
     assert meter.means() == {"loss": 2.0}
