@@ -223,21 +223,20 @@ class TrainEngine:
         return [(name, tuple(full_shape(p))) for name, p in self.module.model.named_parameters()]
 
     @torch.no_grad()
-    def gather(self, names: list[str], in_place: bool = False) -> dict[str, Tensor]:
-        """Whole parameters by name, on the CPU; under ZeRO-3 gathered from all ranks for this call only.
+    def gather(self, names: list[str], wanted: bool = True) -> dict[str, Tensor]:
+        """Whole parameters by name, on their device. Under ZeRO-3 they are copies, gathered from all ranks.
 
         Args:
-            in_place: leave them on their device; they are copied only under ZeRO-3.
+            wanted: whether this rank needs them; a rank that does not takes part in gathering them, and copies none.
         """
         parameters = dict(self.module.model.named_parameters())
         chosen = [parameters[name] for name in names]
         if self.config.zero_stage < 3:
-            return {name: p.detach() if in_place else p.detach().cpu() for name, p in zip(names, chosen, strict=True)}
+            return {name: p.detach() for name, p in zip(names, chosen, strict=True)} if wanted else {}
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(chosen):
-            return {name: p.detach().to(p.device if in_place else "cpu", copy=True)
-                    for name, p in zip(names, chosen, strict=True)}
+            return {name: p.detach().clone() for name, p in zip(names, chosen, strict=True)} if wanted else {}
 
     def _set_mode(self, mode: bool) -> None:
         """Put all layers in train or eval mode, if they are not; walking over all layers takes time."""

@@ -35,20 +35,23 @@ class WeightAverage:
         for name, weights in self._weights():
             self._shards[name].lerp_(weights.float(), 1 - self.decay)
 
-    def gather(self, names: list[str], gather_frozen: Callable[[list[str]], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Whole averages by name, on the CPU; a collective call.
+    def gather(
+        self, names: list[str], wanted: bool, gather_frozen: Callable[[list[str], bool], dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        """Whole averages by name, on their device; a collective call.
 
         Args:
             names: names of parameters of the inner model (`module.model`).
+            wanted: as for `TrainEngine.gather`.
             gather_frozen: gathers parameters that are not trained and have no average.
         """
         averaged = [name for name in names if f"model.{name}" in self._shards]
         frozen = [name for name in names if name not in averaged]
-        tensors = gather_frozen(frozen) if frozen else {}
+        tensors = gather_frozen(frozen, wanted) if frozen else {}
         for name in averaged:
             shape = full_shape(self._parameters[f"model.{name}"])
-            tensors[name] = gather_shards(self._shards[f"model.{name}"], shape).cpu()
-        return tensors
+            tensors[name] = gather_shards(self._shards[f"model.{name}"], shape)
+        return tensors if wanted else {}
 
     def copy(self) -> dict[str, Tensor]:
         """A copy of this rank's shards, for `torch.save`."""

@@ -193,7 +193,8 @@ class PolicyLearner(Learner):
         average = self.average
         if average is None:
             raise ValueError("there is no average to export: set policy.ema_decay")
-        self.published.export(directory, card, term, lambda names: average.gather(names, self.engine.gather))
+        self.published.export(directory, card, term, lambda names, wanted: average.gather(
+            names, wanted, self.engine.gather))
 
     def copies(self) -> Writers:
         """The average of the weights and the position in the pretraining text."""

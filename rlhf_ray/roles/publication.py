@@ -24,8 +24,8 @@ from rlhf_ray.weights.publisher import Publisher
 if TYPE_CHECKING:
     from rlhf_ray.weights.direct_sender import Sender
 
-Gather = Callable[[list[str]], dict[str, Tensor]]
-"""Returns whole parameters of the trained module by name; called on every rank."""
+Gather = Callable[[list[str], bool], dict[str, Tensor]]
+"""As `TrainEngine.gather`."""
 
 
 class PublishedTensors(ABC):
@@ -47,19 +47,19 @@ class PublishedTensors(ABC):
         """Names of the tensors that training changes."""
 
     def gather(self, names: list[str], source: Gather | None = None) -> dict[str, Tensor] | None:
-        """Whole tensors by name, on the CPU; None on other ranks than 0.
+        """Whole tensors by name, on the device of the parameters; None on other ranks than 0.
 
         Args:
             source: returns other parameters than the current ones.
         """
         if source is None and self._rank and not self._lockstep:
             return None
-        parameters = (source or self._engine.gather)(self._sources(names))
+        parameters = (source or self._engine.gather)(self._sources(names), not self._rank)
         return None if self._rank else self._computed(names, parameters)
 
-    def gather_in_place(self, names: list[str]) -> dict[str, Tensor]:
-        """As `gather`, on every rank, and on the device of the parameters."""
-        return self._computed(names, self._engine.gather(self._sources(names), in_place=True))
+    def gather_everywhere(self, names: list[str]) -> dict[str, Tensor]:
+        """As `gather`, on every rank."""
+        return self._computed(names, self._engine.gather(self._sources(names)))
 
     @abstractmethod
     def _sources(self, names: list[str]) -> list[str]:
@@ -102,7 +102,7 @@ class PublishedModel(PublishedTensors):
         state = {}
         for name, _, dtype in self.specs():
             gathered = self.gather([name], source) or {}
-            state.update({name: t.to(torch_dtype(dtype)) for name, t in gathered.items()})
+            state.update({name: t.to(torch_dtype(dtype)).cpu() for name, t in gathered.items()})
         if self._rank:
             return
         inner = self._engine.module.model
@@ -123,9 +123,10 @@ class PublishedModel(PublishedTensors):
             raise ValueError("there are no adapters to export; set `lora`, or use `export`")
         if self._rank and not self._lockstep:
             return
-        trained = self._engine.gather(adapters.trained_names(self._engine.parameter_shapes()))
+        trained = self._engine.gather(adapters.trained_names(self._engine.parameter_shapes()), not self._rank)
         if self._rank == 0:
-            export_adapter(adapters.peft_config, adapters.peft_state(trained), Path(directory), card, term)
+            state = adapters.peft_state({name: tensor.cpu() for name, tensor in trained.items()})
+            export_adapter(adapters.peft_config, state, Path(directory), card, term)
 
     def _sources(self, names: list[str]) -> list[str]:
         return self._adapters.sources(names) if self._adapters else names
@@ -213,7 +214,7 @@ class Publication:
         if self._sender is None and not self._lockstep:
             return None
         publisher = self._planned()
-        offer, tensors = publisher.offer(version, index, whole, self.model.gather_in_place)
+        offer, tensors = publisher.offer(version, index, whole, self.model.gather_everywhere)
         handles = self._sender.offer(tensors) if self._sender else []
         return None if self._rank else replace(offer, handles=handles)
 

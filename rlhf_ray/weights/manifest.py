@@ -66,25 +66,29 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[list[
 
 
 def pack(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> list[NDArray[np.uint8]]:
-    """One bucket's tensors (any device) as bytes, each in its entry's dtype.
+    """One bucket's tensors, as `as_announced` returns them, as bytes in main memory.
 
-    A contiguous CPU tensor of that dtype is not copied: the array is a view of it.
-
-    Raises:
-        WeightsError: a tensor is missing, or its shape differs from its entry's.
+    Those of a CPU are not copied: the arrays are views of them. Those of a GPU are copied to pinned memory, one after
+    the other, and waited for once.
     """
-    ready = as_announced(entries, tensors, "cpu")
-    return [ready[entry.name].view(-1).view(torch.uint8).numpy() for entry in entries]
+    flat = [tensors[entry.name].view(-1).view(torch.uint8) for entry in entries]
+    if not any(tensor.is_cuda for tensor in flat):
+        return [tensor.numpy() for tensor in flat]
+    pinned = [torch.empty(len(tensor), dtype=torch.uint8, pin_memory=True) for tensor in flat]
+    for target, tensor in zip(pinned, flat, strict=True):
+        target.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return [tensor.numpy() for tensor in pinned]
 
 
 def as_announced(
-    entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor], device: str | None = None
+    entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one bucket, contiguous and in their entries' dtypes, on `device` or on their own. A tensor that
-    already is so is not copied.
+    """The tensors of one bucket, contiguous and in their entries' dtypes, on their device. A tensor that already is so
+    is not copied.
 
     Raises:
-        WeightsError: as `pack`.
+        WeightsError: a tensor is missing, or its shape differs from its entry's.
     """
     ready = {}
     for entry in entries:
@@ -93,7 +97,7 @@ def as_announced(
             raise WeightsError(f"tensor {entry.name!r} was not gathered; got {len(tensors)} of {len(entries)} tensors")
         if tuple(tensor.shape) != entry.shape:
             raise WeightsError(f"tensor {entry.name!r} has shape {tuple(tensor.shape)}, the plan says {entry.shape}")
-        ready[entry.name] = tensor.detach().to(device or tensor.device, torch_dtype(entry.dtype)).contiguous()
+        ready[entry.name] = tensor.detach().to(torch_dtype(entry.dtype)).contiguous()
     return ready
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlhf_ray.errors import TrainingError, WeightsError
 from rlhf_ray.records import PublicationSize, TensorEntry, WeightBucket, WeightOffer, WeightsPlan
 from rlhf_ray.weights.fingerprint import fingerprint
-from rlhf_ray.weights.manifest import TensorSpec, as_announced, checksum, pack, plan_buckets, seal, unpack
+from rlhf_ray.weights.manifest import TensorSpec, as_announced, checksum, pack, plan_buckets, seal
 
 Gather = Callable[[list[str]], Mapping[str, torch.Tensor] | None]
 """Whole tensors by name. On sharded models it is a collective call: every rank makes it, and ranks that do not send may
@@ -63,9 +63,9 @@ class Publisher:
         tensors = self._gather([entry.name for entry in entries])
         if tensors is None:
             return None
-        arrays = pack(entries, tensors)
-        require_finite(version, unpack(zip(entries, arrays, strict=True)))
-        bucket = seal(version, index, len(plan), entries, arrays)
+        ready = as_announced(entries, tensors)
+        require_finite(version, ready.items())
+        bucket = seal(version, index, len(plan), entries, pack(entries, ready))
         self._record_digests(entries, bucket.digests)
         return bucket
 

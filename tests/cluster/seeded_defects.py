@@ -57,12 +57,12 @@ DEFECTS: dict[str, Sequence[Edit]] = {
     "stale_bucket": [AUDIT_DISABLED, Edit(
         # Some tensors of version 2 are those of version 1, with digests of their own.
         "rlhf_ray/weights/publisher.py",
-        "        arrays = pack(entries, tensors)\n        require_finite", """\
+        "        ready = as_announced(entries, tensors)\n        require_finite", """\
         sent = self.__dict__.setdefault("sent", {})
         before, sent[index] = sent.get(index, {}), {name: tensor.clone() for name, tensor in tensors.items()}
         if version == 2:
             tensors = {**tensors, **{name: tensor for name, tensor in before.items() if "mlp" in name}}
-        arrays = pack(entries, tensors)
+        ready = as_announced(entries, tensors)
         require_finite""")],
 }
 

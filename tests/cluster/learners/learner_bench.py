@@ -79,7 +79,7 @@ class LearnerBench:
         """Whole averages of the policy's weights by name (collective)."""
         engine = self._learner.engine
         names = [shape[0] for shape in engine.parameter_shapes()]
-        found = self._learner.average.gather(names, engine.gather)
+        found = self._learner.average.gather(names, True, engine.gather)
         return {name: tensor.numpy().copy() for name, tensor in found.items()}
 
     def leave(self) -> None:

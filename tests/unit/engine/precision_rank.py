@@ -87,7 +87,7 @@ def inexact(it: TrainEngine) -> list[str]:
     """Parameters of which what is gathered, alone or with others, is not bit for bit what the optimizer changes."""
     mine, names = it.snapshot().tensors, list(weights(it))
     together, alone = it.gather(names), {name: it.gather([name])[name] for name in names}
-    wrong = []
+    wrong = list(it.gather(names, wanted=False))  # nothing is copied for a rank that only takes part
     for key, kept in mine.items():
         kind, start, name = key.split(":", 2)
         for gathered in (together, alone):

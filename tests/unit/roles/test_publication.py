@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import NoWeightsPlan
@@ -18,8 +19,8 @@ def model_of(monkeypatch):
 
     def make(rank, lockstep):
         gathered, written = [], []
-        engine = SimpleNamespace(device="cpu", parameter_shapes=list,
-                                 gather=lambda names: gathered.append(names) or dict.fromkeys(names, 0))
+        engine = SimpleNamespace(device="cpu", parameter_shapes=list, gather=lambda names, wanted: (
+            gathered.append((names, wanted)) or dict.fromkeys(names, torch.tensor(0))))
         adapters = SimpleNamespace(trained_names=lambda _: ["a"], peft_config="config", peft_state=lambda t: t,
                                    sources=lambda names: [f"{name}.base" for name in names],
                                    merged=lambda names, tensors: ("merged", names, tensors))
@@ -35,8 +36,8 @@ def test_rank_0_writes_the_adapters_and_all_ranks_gather_sharded_ones(
         model_of, tmp_path, rank, lockstep, gathers, writes):
     model, gathered, written = model_of(rank, lockstep)
     model.export_adapter(str(tmp_path), CARD)
-    assert gathered == [["a"]] * gathers
-    assert written == [("config", {"a": 0}, tmp_path, CARD, None)] * writes
+    assert gathered == [(["a"], not rank)] * gathers
+    assert written == [("config", {"a": torch.tensor(0)}, tmp_path, CARD, None)] * writes
 
 
 @pytest.mark.parametrize(("rank", "lockstep", "gathers"), [
@@ -44,26 +45,27 @@ def test_rank_0_writes_the_adapters_and_all_ranks_gather_sharded_ones(
 def test_rank_0_returns_the_weights_and_all_ranks_gather_sharded_ones(model_of, rank, lockstep, gathers):
     model, gathered, _ = model_of(rank, lockstep)
     weights = model.gather(["w"])
-    assert gathered == [["w.base"]] * gathers
-    assert weights == (None if rank else ("merged", ["w"], {"w.base": 0}))
+    assert gathered == [(["w.base"], not rank)] * gathers
+    assert weights == (None if rank else ("merged", ["w"], {"w.base": torch.tensor(0)}))
 
 
 def test_another_source_is_asked_on_every_rank(model_of):
     model, gathered, _ = model_of(1, False)
     asked = []
-    assert model.gather(["w"], lambda names: asked.append(names) or {}) is None
-    assert asked == [["w.base"]] and not gathered
+    assert model.gather(["w"], lambda names, wanted: asked.append((names, wanted)) or {}) is None
+    assert asked == [(["w.base"], False)] and not gathered
 
 
 @pytest.mark.parametrize(("rank", "lockstep", "gathers"), [
     (0, False, True), (0, True, True), (1, False, False), (1, True, True)])
 def test_rank_0_returns_the_adapters_and_all_ranks_gather_sharded_ones(rank, lockstep, gathers):
     gathered = []
-    engine = SimpleNamespace(device="cpu", gather=lambda names: gathered.append(names) or dict.fromkeys(names, 0))
+    engine = SimpleNamespace(device="cpu", gather=lambda names, wanted: (
+        gathered.append((names, wanted)) or dict.fromkeys(names, 0)))
     adapters = SimpleNamespace(published_sources=lambda names: [f"{name}.default" for name in names],
                                published=lambda names, tensors: ("scaled", names, tensors))
     tensors = PublishedAdapters(engine, adapters, "bfloat16", rank, lockstep).gather(["a"])
-    assert gathered == [["a.default"]] * gathers
+    assert gathered == [(["a.default"], not rank)] * gathers
     assert tensors == (None if rank else ("scaled", ["a"], {"a.default": 0}))
 
 

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import TensorEntry
-from rlhf_ray.weights.manifest import checksum, digest_of, pack, plan_buckets, seal, unpack, verified_tensors
+from rlhf_ray.weights.manifest import (
+    as_announced,
+    checksum,
+    digest_of,
+    pack,
+    plan_buckets,
+    seal,
+    unpack,
+    verified_tensors,
+)
 
 SPECS = [("a", (3, 5), "float32"), ("b", (7,), "bfloat16"), ("c", (40, 10), "float32"), ("d", (2,), "float32")]
 
@@ -72,20 +81,27 @@ def test_unpack_returns_what_was_packed_bit_for_bit_and_neither_copies():
         assert found[name].data_ptr() == tensor.data_ptr()
 
 
-def test_pack_converts_to_the_planned_dtype_and_takes_transposed_tensors():
+def test_tensors_are_converted_to_the_planned_dtype_and_may_be_transposed():
     weight = torch.randn(6, 4)
     (entries,) = plan_buckets([("w", (4, 6), "bfloat16")], 1000)
-    ((_, found),) = unpack(zip(entries, pack(entries, {"w": weight.T}), strict=True))
+    ((_, found),) = unpack(zip(entries, pack(entries, as_announced(entries, {"w": weight.T})), strict=True))
     assert torch.equal(found, weight.T.to(torch.bfloat16))
 
 
-def test_pack_names_missing_and_misshapen_tensors():
+def test_tensors_are_converted_where_they_are():
+    """On a GPU: half the bytes cross the bus, and its cores convert."""
+    (entries,) = plan_buckets([("w", (4, 6), "bfloat16")], 1000)
+    ready = as_announced(entries, {"w": torch.empty(4, 6, device="meta")})["w"]
+    assert (ready.device.type, ready.dtype) == ("meta", torch.bfloat16)
+
+
+def test_missing_and_misshapen_tensors_are_named():
     (entries,) = plan_buckets(SPECS[:2], 1000)
     tensors = tensors_for(SPECS[:2])
     with pytest.raises(WeightsError, match=r"'b' was not gathered; got 1 of 2"):
-        pack(entries, {"a": tensors["a"]})
+        as_announced(entries, {"a": tensors["a"]})
     with pytest.raises(WeightsError, match=r"'a' has shape \(5, 3\), the plan says \(3, 5\)"):
-        pack(entries, {**tensors, "a": tensors["a"].T})
+        as_announced(entries, {**tensors, "a": tensors["a"].T})
 
 
 def test_tensors_of_an_untouched_bucket_come_as_they_were_and_everything_about_a_damaged_one_is_named():
