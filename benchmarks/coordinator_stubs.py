@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_ray.algorithms.logprob_gap import BINS
 from rlhf_ray.records import (
     Experience,
     ExperienceSummary,
@@ -113,8 +114,8 @@ class StubRoles:
         return experience, ExperienceSummary(
             scores=ones, kl=ones, response_lengths=np.full(rows, RESPONSE, np.int32),
             finished=np.ones(rows, bool), min_version=int(rollout.versions[-1]), nbytes=experience.nbytes,
-            tokens=len(rollout.tokens), behaviour_gap=0.0, samples=[text] * min(keep_texts, rows), gold=None,
-            components={"main": ones}, failures={"main": 0})
+            tokens=len(rollout.tokens), behaviour_gap=0.0, gap_histogram=np.ones(BINS, np.float32),
+            samples=[text] * min(keep_texts, rows), gold=None, components={"main": ones}, failures={"main": 0})
 
     async def update(self, rank: int, step: int, *rest: Any) -> UpdateStats:
         """An update of a learner."""

@@ -344,6 +344,8 @@ class ExperienceSummary:
     """Prompt and response tokens together."""
     behaviour_gap: float
     """Mean absolute difference of behaviour and old log-probabilities over response tokens."""
+    gap_histogram: NDArray[np.float32]
+    """[BINS] number of response tokens by this difference (`algorithms.logprob_gap`)."""
     samples: list[dict[str, Any]]
     """Some as text, for the samples/ folder: prompt, response, score and its components (reward/NAME), kl (with a
     reference), gold (when configured)."""

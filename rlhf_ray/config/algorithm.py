@@ -73,9 +73,10 @@ class AlgorithmConfig(Section):
     """Denominator of the ratio: the policy's own log-probabilities in a pass before the update, or those of the
     generators (without that pass: verl's bypass mode, slime's use_rollout_logprobs). With stale samples the latter
     clips relative to the weights that sampled."""
-    importance: Literal["none", "truncate", "mask"] = "none"
+    importance: Literal["none", "truncate", "mask"] = "truncate"
     """Weight tokens by the learner's over the generator's probability, to correct for stale samples and numerical
-    differences between engines: weights above the cap are truncated, or their tokens are masked."""
+    differences between engines: weights above the cap are truncated (Yao et al. 2025; the default of TRL's GRPO), or
+    their tokens are masked. By default none with old_logprobs=generator, which sets the two equal."""
     importance_cap: float = Field(2.0, gt=0)
     """Largest importance weight (2 in verl, 3 in TRL)."""
     importance_level: Literal["token", "sequence"] = "token"
@@ -134,7 +135,8 @@ class AlgorithmConfig(Section):
         chosen = dict(kl) if isinstance(kl, dict) else kl.model_dump(exclude_unset=True)
         chosen.setdefault("placement", "loss" if estimator in GROUP_ESTIMATORS else "reward")
         chosen.setdefault("estimator", "k3" if chosen["placement"] == "loss" else "k1")
-        return {"whiten_advantages": estimator in WHITENED_ESTIMATORS, **given, "kl": chosen}
+        importance = "none" if given.get("old_logprobs") == "generator" else "truncate"
+        return {"whiten_advantages": estimator in WHITENED_ESTIMATORS, "importance": importance, **given, "kl": chosen}
 
     @model_validator(mode="after")
     def _adaptive_needs_coef(self) -> "AlgorithmConfig":

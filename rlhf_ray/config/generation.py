@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section
@@ -13,6 +13,16 @@ most of the node's memory."""
 PREFILL_ON_CPU, PREFILL_ON_GPU = 2048, 8192
 """Tokens of one vLLM pass (`max_num_batched_tokens`): the default of vLLM's engine arguments, which is small for a GPU,
 and that of its server on GPUs of 70 GB and more."""
+EngineArgument = Literal[
+    "all2all_backend", "async_scheduling", "attention_backend", "block_size", "cudagraph_capture_sizes",
+    "disable_cascade_attn", "disable_custom_all_reduce", "enable_chunked_prefill",
+    "enable_expert_parallel", "enable_flashinfer_autotune", "enable_prefix_caching", "enforce_eager",
+    "gdn_prefill_backend", "kv_cache_dtype", "linear_backend", "long_prefill_token_threshold", "mamba_backend",
+    "max_cudagraph_capture_size", "max_num_batched_tokens", "moe_backend", "num_gpu_blocks_override",
+    "optimization_level", "performance_mode", "stream_interval",
+]
+"""Engine arguments of vLLM that may be set by name. They change speed and memory, and what is sampled by rounding only.
+Others have a field here, or would make log-probabilities or publications wrong."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower positive temperatures to this (`_MAX_TEMP` in vllm/sampling_params.py)."""
 
@@ -98,6 +108,8 @@ class GenerationConfig(PlacementConfig):
     pipeline_parallel: int = Field(1, ge=1)
     """Stages into which a worker's layers are divided, one GPU group each (async engine), for models too large for one
     `tensor_parallel` group, which is faster within a node."""
+    vllm: dict[EngineArgument, JsonValue] = Field(default_factory=dict)
+    """Engine arguments passed on to vLLM (`vllm.AsyncEngineArgs`), by name: those that change speed and memory only."""
     sleep_level: int = Field(0, ge=0, le=2)
     """vLLM's sleep level during updates, to share a GPU with learners: 0 keeps everything; 1 frees the cache and
     offloads the weights to main memory; 2 frees both, and the next publication sends all weights. GPUs only."""
@@ -119,10 +131,23 @@ class GenerationConfig(PlacementConfig):
         return 2 * max(self.max_sequences, self.chunk)
 
     def prefill_tokens(self, context: int) -> int:
-        """Tokens of one vLLM pass: at least one per sequence, and at most those of all sequences at `context` tokens
-        each."""
+        """Tokens of one vLLM pass: `vllm.max_num_batched_tokens`; if it is not set, at least one per sequence, and at
+        most those of all sequences at `context` tokens each."""
+        if (given := self.vllm.get("max_num_batched_tokens")) is not None:
+            return int(str(given))
         usual = PREFILL_ON_GPU if self.gpus else PREFILL_ON_CPU
         return min(max(usual, self.max_sequences), self.max_sequences * context)
+
+    @model_validator(mode="after")
+    def _arguments_fit(self) -> "GenerationConfig":
+        tokens = self.vllm.get("max_num_batched_tokens", self.max_sequences)
+        if not isinstance(tokens, int) or tokens < self.max_sequences:
+            raise ValueError(f"vllm.max_num_batched_tokens={tokens} is not a number of tokens of at least one for each "
+                             f"of max_sequences={self.max_sequences}; raise it, or lower max_sequences")
+        if self.vllm.get("async_scheduling") and self.engine != "async" and not self.gpus:
+            raise ValueError("vllm.async_scheduling=true needs engine=async: in the in_process engine weights change "
+                             "between two steps, which must not overlap; remove it, or set engine to async")
+        return self
 
     @model_validator(mode="after")
     def _parallel(self) -> "GenerationConfig":
@@ -162,5 +187,6 @@ class WeightsConfig(Section):
     """Responses in flight when new weights arrive: "keep" continues them; "abort" ends them, and continues them by a
     new request whose prompt includes the tokens so far (this frees a GPU's KV cache for the update). Each token carries
     its weight version in both cases."""
-    logprob_gap_alarm: float = Field(0.1, gt=0)
-    """Warn when generator and learner of the same version differ by more than this mean absolute log-probability."""
+    logprob_gap_alarm: float = Field(0.5, gt=0)
+    """Warn when log-probabilities of generator and learner of the same version differ by more than this at one token of
+    a hundred (the 99 % quantile), in nats."""

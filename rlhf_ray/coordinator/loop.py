@@ -188,11 +188,11 @@ class Coordinator:
         shown = {"reward": "reward/mean", "gold": "reward/gold", "kl": "kl/sequence",
                  "samples_per_second": "throughput/samples_per_second"}
         self.progress.update(self.state.step, **{label: row[name] for label, name in shown.items() if name in row})
-        if row["staleness/max"] == 0 and row["rollout/logprob_gap"] > self.config.weights.logprob_gap_alarm:
-            self.progress.warn(
-                f"generators and learner of the same version differ by {row['rollout/logprob_gap']:.3f} nats a token "
-                f"(weights.logprob_gap_alarm={self.config.weights.logprob_gap_alarm}): weights or precision differ"
-            )
+        gap, alarm = row["rollout/logprob_gap_p99"], self.config.weights.logprob_gap_alarm
+        if row["staleness/max"] == 0 and gap > alarm:
+            self.progress.warn(f"generators and learner of the same version differ by more than {alarm:g} nats "
+                               f"(weights.logprob_gap_alarm) at one token of a hundred, by up to {gap:.2g} at the "
+                               "others: their weights or precision differ")
 
     def _write(self, step: int, row: dict[str, float], texts: list[dict[str, Any]]) -> None:
         self.metrics.write(step, row)

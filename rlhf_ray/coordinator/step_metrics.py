@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlhf_ray.algorithms.logprob_gap import gap_quantile
 from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.observability.bottleneck import waiting_shares
 from rlhf_ray.observability.spans import StepClock
@@ -76,8 +77,9 @@ def step_metrics(
         if stats is not None:
             metrics.update({f"{name}/{key}": value for key, value in stats.metrics.items()})
             metrics[f"{name}/skipped_steps"] = float(stats.skipped)
-    if "policy/logprob_gap" in metrics:  # measured in the update if no separate pass did
-        metrics["rollout/logprob_gap"] = metrics.pop("policy/logprob_gap")
+    for name in ("logprob_gap", "logprob_gap_p99"):
+        if f"policy/{name}" in metrics:  # measured in the update if no separate pass did
+            metrics[f"rollout/{name}"] = metrics.pop(f"policy/{name}")
     absent = () if "critic_learner" in workers else CRITIC_PHASES
     absent = absent if mean_kl(outcome.summaries) is not None else (*absent, "reference")
     phases = [p for p in PHASES if p not in absent]
@@ -99,6 +101,7 @@ def _experience_metrics(summaries: Sequence[ExperienceSummary], trained_version:
         "response/length": float(np.concatenate([s.response_lengths for s in summaries]).mean()),
         "response/finished": float(np.concatenate([s.finished for s in summaries]).mean()),
         "rollout/logprob_gap": float(np.mean([s.behaviour_gap for s in summaries])),
+        "rollout/logprob_gap_p99": gap_quantile(np.sum([s.gap_histogram for s in summaries], 0), 0.99),
         "staleness/max": float(staleness.max()),
         "staleness/mean": float(staleness.mean()),
     }

@@ -9,6 +9,7 @@ import torch
 
 from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate
 from rlhf_ray.algorithms.kl import approx_kl
+from rlhf_ray.algorithms.logprob_gap import gap_histogram
 from rlhf_ray.algorithms.score_shaping import length_adaptive_lambda, overlong_penalty
 from rlhf_ray.checkpoint.state_files import load_records, save_records
 from rlhf_ray.config.algorithm import AlgorithmConfig
@@ -205,6 +206,8 @@ class Assembler:
             response_lengths=np.add.reduceat(mask.astype(np.int32), starts), finished=finished(rollout),
             min_version=int(rollout.versions[mask].min()), nbytes=experience.nbytes, tokens=len(rollout.tokens),
             behaviour_gap=float(np.abs(experience.behaviour_logprobs - experience.old_logprobs)[mask].mean()),
+            gap_histogram=gap_histogram(*(torch.from_numpy(column[mask]) for column in (
+                experience.behaviour_logprobs, experience.old_logprobs, mask))).numpy(),
             samples=texts, gold=gold,
         )
 

@@ -137,9 +137,15 @@ class AverageMeter:
         """(weight, names, [names] values) of each call of `add`."""
 
     def add(self, weight: float, stats: Mapping[str, Tensor]) -> None:
-        """Add means over `weight` tokens (or rows); a weight of 0 only registers the names."""
-        if stats:
-            self._added.append((weight, tuple(stats), torch.stack([value.detach() for value in stats.values()])))
+        """Add means over `weight` tokens (or rows); a weight of 0 only registers the names.
+
+        Args:
+            stats: numbers, or `[K]` numbers whose names get their places, in order: "name/00", "name/01".
+        """
+        names = [f"{name}/{i:02}" if value.ndim else name for name, value in stats.items()
+                 for i in range(value.numel())]
+        if names:
+            self._added.append((weight, tuple(names), torch.cat([v.detach().reshape(-1) for v in stats.values()])))
 
     def merge(self, other: Self) -> None:
         """Add everything that was added to another one."""

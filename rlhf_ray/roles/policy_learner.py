@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ray.algorithms.kl import approx_kl
+from rlhf_ray.algorithms.logprob_gap import gap_histogram, gap_quantile
 from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, masked_mean
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
@@ -33,6 +34,9 @@ from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 from rlhf_ray.roles.ppo_update import loss_count, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
 from rlhf_ray.roles.publication import PublishedAdapters, PublishedTensors
+
+GAPS = "logprob_gap_shares"
+"""Statistic of the update: share of tokens in each bin of `gap_histogram`."""
 
 
 class PolicyLearner(Learner):
@@ -106,6 +110,8 @@ class PolicyLearner(Learner):
         self.kl_coef, self._weights_unchanged, self._kl_exceeded = kl_coef, True, False
         batch = training_batch(experiences, self.algorithm.whiten_advantages)
         stats = run_update(self, batch, self.algorithm, step)
+        if gaps := [stats.metrics.pop(name) for name in list(stats.metrics) if name.startswith(GAPS)]:
+            stats.metrics["logprob_gap_p99"] = gap_quantile(gaps, 0.99)
         # Without an entropy bonus, report the sampled entropy, which costs nothing: minus the mean log-probability.
         stats.metrics.setdefault("entropy", -float(batch.old_logprobs[batch.response_mask].mean()))
         stats.metrics["advantage_mean"] = float(np.concatenate([
@@ -167,7 +173,9 @@ class PolicyLearner(Learner):
             aggregate=a.aggregate, ratio=a.ratio, row_weights=micro.row_weights, **importance,
         )
         if self.old_logprobs != "policy" and self._weights_unchanged:
-            stats["logprob_gap"] = masked_mean((new.detach() - micro.grid("behaviour_logprobs")).abs(), micro.mask)
+            behaviour = micro.grid("behaviour_logprobs")
+            stats["logprob_gap"] = masked_mean((new.detach() - behaviour).abs(), micro.mask)
+            stats[GAPS] = gap_histogram(new.detach(), behaviour, micro.mask) / micro.mask.sum().clamp(min=1)
         if a.kl_in_loss and micro.record.reference_logprobs is not None:
             kl = approx_kl(new, micro.grid("reference_logprobs"), a.kl.estimator)
             stats["kl_penalty"] = masked_mean(kl.detach(), micro.mask)

@@ -85,7 +85,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
 
     model, generation = settings.model, settings.generation
     on_cpu = generation.gpus == 0
-    return AsyncEngineArgs(
+    arguments: dict[str, Any] = dict(
         model=model.path,
         **model.trust,
         load_format="safetensors",
@@ -110,6 +110,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         **_operators(settings),
         **_adapters(settings.adapters),
     )
+    return AsyncEngineArgs(**arguments | generation.vllm)
 
 
 def _memory(generation: GenerationConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_ray.algorithms.logprob_gap import BINS
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.records import ExperienceSummary, SampleKey
 
@@ -34,8 +35,9 @@ def summary() -> Callable[..., ExperienceSummary]:
         values: dict[str, Any] = {
             "scores": np.arange(n, dtype=np.float32), "kl": np.full(n, 0.5, dtype=np.float32),
             "response_lengths": np.full(n, 4, dtype=np.int32), "finished": np.ones(n, dtype=bool),
-            "min_version": version, "nbytes": 10 * n, "tokens": 6 * n, "behaviour_gap": 0.25, "samples": [],
-            "gold": None, **columns,
+            "min_version": version, "nbytes": 10 * n, "tokens": 6 * n, "behaviour_gap": 0.25,
+            "gap_histogram": np.bincount([60], minlength=BINS).astype(np.float32),  # at 0.1 nats and just above
+            "samples": [], "gold": None, **columns,
         }
         return ExperienceSummary(**values)
 

@@ -61,12 +61,14 @@ def test_numbers_about_the_samples(row):
     assert found["kl/sequence"] == 1.0  # 0.5, 0.5 and 2
     assert found["response/length"] == 6.0 and found["response/finished"] == pytest.approx(2 / 3)
     assert found["rollout/logprob_gap"] == 0.5
+    assert found["rollout/logprob_gap_p99"] == pytest.approx(0.1 * 10**0.1)
     assert (found["staleness/max"], found["staleness/mean"]) == (1.0, 0.5)
 
 
 def test_the_gap_is_the_update_s_where_that_measured_it(row):
-    found = row(stats(logprob_gap=0.125))
-    assert found["rollout/logprob_gap"] == 0.125 and "policy/logprob_gap" not in found
+    found = row(stats(logprob_gap=0.125, logprob_gap_p99=0.5))
+    assert (found["rollout/logprob_gap"], found["rollout/logprob_gap_p99"]) == (0.125, 0.5)
+    assert not [name for name in found if name.startswith("policy/logprob_gap")]
 
 
 def test_failed_tries_are_counted_by_kind(row):

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from rlhf_ray.algorithms.logprob_gap import gap_quantile
 from rlhf_ray.config.algorithm import AlgorithmConfig, KLConfig
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.records import Experience, RewardScores, RewardTerms, Rollout, SampleKey, TokenScores, offsets_of
@@ -240,6 +241,9 @@ def test_the_summarys_numbers_by_hand(assemble):
     assert summary.finished.tolist() == [True, False]
     assert (summary.min_version, summary.tokens, summary.nbytes) == (3, 10, experience.nbytes)
     assert summary.behaviour_gap == pytest.approx((0.1 + 0.2) / 5, abs=1e-6)
+    assert summary.gap_histogram.sum() == 5
+    assert [gap_quantile(summary.gap_histogram, share) for share in (0.6, 0.8, 1)] == pytest.approx(
+        [1e-7, 0.1, 0.2], rel=0.27)
     assert summary.samples == [] and summary.gold is None
 
 

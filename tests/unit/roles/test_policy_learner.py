@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_ray.algorithms.logprob_gap import gap_quantile
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
@@ -47,7 +48,7 @@ def loss_of():
         learner.kl_coef = kl_coef
         loss, stats = learner.loss(part)
         loss.backward()
-        return loss.item(), {name: float(value) for name, value in stats.items()}, new.grad.tolist()
+        return loss.item(), {name: value.tolist() for name, value in stats.items()}, new.grad.tolist()
 
     return run
 
@@ -93,23 +94,23 @@ WEIGHTS = [4.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize(("changes", "weights"), [
-    ({}, [1, 1, 1]),
-    ({"importance": "truncate"}, [2, 0.5, 1]),
+    ({"importance": "none"}, [1, 1, 1]),
+    ({}, [2, 0.5, 1]),
     ({"importance": "mask"}, [0, 0.5, 1]),
-    ({"importance": "truncate", "importance_cap": 3.0}, [3, 0.5, 1]),
+    ({"importance_cap": 3.0}, [3, 0.5, 1]),
     ({"importance": "mask", "importance_level": "sequence", "importance_cap": 1.5}, [0, 0, 1]),
 ])
 def test_importance_weights_are_the_configured_ones(loss_of, changes, weights):
     part = batch([1.0, 2.0, 3.0], behaviour=np.array(NEW) - np.log(WEIGHTS))
     loss, stats, _ = loss_of(part, **changes)
     assert loss == pytest.approx(-sum(w * a for w, a in zip(weights, (1, 2, 3), strict=True)) / 3, abs=1e-6)
-    assert ("is_weight_mean" in stats) is bool(changes)
+    assert ("is_weight_mean" in stats) is (changes != {"importance": "none"})
 
 
 def test_the_ratio_is_the_configured_one(loss_of):
     part = batch([1.0, 1.0, 0.0], old=[-1.3, -2.1, -0.5])
-    assert loss_of(part, clip_high=10.0)[0] == pytest.approx(-(np.exp(0.3) + np.exp(0.1)) / 3, rel=1e-6)
-    assert loss_of(part, clip_high=10.0, ratio="sequence")[0] == pytest.approx(-2 * np.exp(0.2) / 3, rel=1e-6)
+    assert loss_of(part, clip_high=10.0, importance="none")[0] == pytest.approx(-(np.exp(0.3) + np.exp(0.1)) / 3, rel=1e-6)
+    assert loss_of(part, clip_high=10.0, importance="none", ratio="sequence")[0] == pytest.approx(-2 * np.exp(0.2) / 3, rel=1e-6)
 
 
 def test_each_update_weighs_the_penalty_by_the_coefficient_it_is_given():
@@ -148,6 +149,8 @@ def test_rows_that_do_not_count_add_nothing_to_loss_and_statistics(monkeypatch):
 
 def test_the_gap_to_the_generator_is_measured_while_the_weights_are_those_that_generated(loss_of):
     part = batch(behaviour=[-1.25, -2.0, -1.0])
-    gap = loss_of(part, source="update")[1]["logprob_gap"]
-    assert gap == pytest.approx((0.25 + 0.0 + 0.5) / 3)
+    stats = loss_of(part, source="update")[1]
+    assert stats["logprob_gap"] == pytest.approx((0.25 + 0.0 + 0.5) / 3)
+    assert [gap_quantile(stats["logprob_gap_shares"], share) for share in (0.3, 0.6, 0.9)] == pytest.approx(
+        [1e-7, 0.25, 0.5], rel=0.27)
     assert "logprob_gap" not in loss_of(part)[1], "the assembler measures it with the policy's own pass"

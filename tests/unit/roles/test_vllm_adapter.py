@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
+from pydantic import ValidationError
 
-from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.generation import EngineArgument, GenerationConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.internals.vllm import BACKENDS
 from rlhf_ray.planning.hardware import H100
@@ -62,6 +64,32 @@ class TestCache:
         assert planned() == 64 * MIB
         assert planned(gpus=1, kv_cache_mb=4096) == 4096 * MIB
         assert planned(gpus=1) > 60 * GIB
+
+
+class TestFurtherArguments:
+    def test_they_are_passed_on_by_name_and_take_the_place_of_our_own(self):
+        asked = arguments(gpus=1, vllm={"block_size": 32, "enforce_eager": True, "kv_cache_dtype": "fp8"})
+        assert (asked.block_size, asked.enforce_eager, asked.kv_cache_dtype) == (32, True, "fp8")
+        assert arguments(gpus=1).enforce_eager is False
+
+    def test_vllm_has_all_of_them(self):
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        assert set(get_args(EngineArgument)) <= AsyncEngineArgs.__dataclass_fields__.keys()
+
+    def test_the_budget_of_a_pass_may_be_set_and_is_what_the_plan_counts(self):
+        given = GenerationConfig(gpus=1, vllm={"max_num_batched_tokens": 16384})
+        assert arguments(gpus=1, vllm=given.vllm).max_num_batched_tokens == given.prefill_tokens(CONTEXT) == 16384
+
+    @pytest.mark.parametrize(("changes", "message"), [
+        ({"vllm": {"quantization": "fp8"}}, "vllm.quantization"),
+        ({"vllm": {"max_num_batched_tokens": 8}}, "max_num_batched_tokens=8 .* max_sequences=64"),
+        ({"vllm": {"max_num_batched_tokens": "many"}}, "max_num_batched_tokens=many"),
+        ({"vllm": {"async_scheduling": True}}, "engine=async"),
+    ])
+    def test_what_would_sample_wrongly_is_refused(self, changes, message):
+        with pytest.raises(ValidationError, match=message):
+            GenerationConfig(**changes)
 
 
 class TestPrefill:
