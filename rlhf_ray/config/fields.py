@@ -10,11 +10,12 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 from pydantic.fields import FieldInfo
 
 _UNSET = object()
-_PLAIN = {int: "int", float: "float", str: "text", bool: "true or false"}
+_PLAIN: dict[Any, str] = {
+    JsonValue: "any value", int: "int", float: "float", str: "text", bool: "true or false"}
 _BOUNDS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
 
 

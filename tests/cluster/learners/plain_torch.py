@@ -98,13 +98,16 @@ def plain_logprobs(model, tokens, offsets, mask, temperature=TEMPERATURE):
 
 
 def policy_terms(model, batch, i, algorithm):
-    """[n] losses of one row's response tokens: Schulman et al. 2017, eq. 7 and 9."""
+    """[n] losses of one row's response tokens: Schulman et al. 2017, eq. 7 and 9, weighted by Yao et al. 2025."""
     mask = torch.from_numpy(batch.row(i, "response_mask"))
     logprobs, entropy = row_logprobs(model, batch.row(i, "tokens"), TEMPERATURE)
     advantages = torch.from_numpy(batch.row(i, "advantages"))[mask]
-    ratio = (logprobs[mask] - torch.from_numpy(batch.row(i, "old_logprobs"))[mask]).exp()
+    old, sampled = (torch.from_numpy(batch.row(i, f"{name}_logprobs"))[mask] for name in ("old", "behaviour"))
+    ratio = (logprobs[mask] - old).exp()
     clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    return torch.maximum(-advantages * ratio, -advantages * clipped) - algorithm.entropy_coef * entropy[mask]
+    weight = (old - sampled).exp().clamp(max=algorithm.importance_cap) if algorithm.importance == "truncate" else 1.0
+    surrogate = weight * torch.maximum(-advantages * ratio, -advantages * clipped)
+    return surrogate - algorithm.entropy_coef * entropy[mask]
 
 
 def penalised_terms(model, batch, i, algorithm):

@@ -188,7 +188,7 @@ def test_old_logprobs_are_hugging_face_s_log_softmax(ranks, files, experiences, 
 
 
 @pytest.mark.parametrize(("world", "zero"), [(1, 1), (2, 3)])
-@pytest.mark.parametrize("changes", [{}, {"importance": "truncate", "kl": {"placement": "loss"}}], ids=str)
+@pytest.mark.parametrize("changes", [{"importance": "none"}, {"kl": {"placement": "loss"}}], ids=str)
 def test_an_update_of_one_step_can_take_the_old_logprobs_from_its_own_forward(
     ranks, files, experiences, changes, world, zero
 ):

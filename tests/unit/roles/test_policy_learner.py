@@ -109,8 +109,9 @@ def test_importance_weights_are_the_configured_ones(loss_of, changes, weights):
 
 def test_the_ratio_is_the_configured_one(loss_of):
     part = batch([1.0, 1.0, 0.0], old=[-1.3, -2.1, -0.5])
-    assert loss_of(part, clip_high=10.0, importance="none")[0] == pytest.approx(-(np.exp(0.3) + np.exp(0.1)) / 3, rel=1e-6)
-    assert loss_of(part, clip_high=10.0, importance="none", ratio="sequence")[0] == pytest.approx(-2 * np.exp(0.2) / 3, rel=1e-6)
+    wide = {"clip_high": 10.0, "importance": "none"}
+    assert loss_of(part, **wide)[0] == pytest.approx(-(np.exp(0.3) + np.exp(0.1)) / 3, rel=1e-6)
+    assert loss_of(part, **wide, ratio="sequence")[0] == pytest.approx(-2 * np.exp(0.2) / 3, rel=1e-6)
 
 
 def test_each_update_weighs_the_penalty_by_the_coefficient_it_is_given():
