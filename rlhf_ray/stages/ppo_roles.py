@@ -17,6 +17,7 @@ from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.data.contents import Contents
+from rlhf_ray.engine.distributed import fixed_segments
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.model_families import Use, check_family, model_family
 from rlhf_ray.models.shard import Shard
@@ -71,7 +72,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
             "policy_learner", ActorCriticLearner if derived.shares_backbone else PolicyLearner, config.policy,
             lambda rank: {**_learner(config, "policy", rank), "temperature": temperature,
                           "old_logprobs": derived.old_logprobs, "publishes_adapters": adapters},
-            shutdown_method="leave",
+            fixed_segments() if config.weights.transport == "ipc" else None, shutdown_method="leave",
         ),
         critic=runtime.spawn(
             "critic_learner", CriticLearner, config.critic,

@@ -68,7 +68,9 @@ def generator_environment(config: GenerationConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": str(config.threads),
     }
     if config.gpus > 0:
-        return variables | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        # vLLM has its own allocator where it sleeps, and opens weights by handle: segments must not grow there.
+        allocator = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "")}
+        return variables | allocator | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     return variables | {
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding would put every generator of a node on the same cores
         "OMP_WAIT_POLICY": "passive",  # idle threads must not spin: roles share the cores

@@ -13,6 +13,7 @@ import torch
 
 from rlhf_ray.engine.distributed import (
     accelerator_environment,
+    fixed_segments,
     free_address,
     leave,
     listen_towards,
@@ -84,7 +85,13 @@ def test_two_ranks_listen_on_no_other_address_than_theirs(host):
 
 def test_workers_without_gpus_compute_on_cpus_and_see_no_gpu():
     assert accelerator_environment(0) == {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    assert accelerator_environment(1) == {}
+
+
+def test_memory_of_a_gpu_grows_in_place_unless_others_open_it_or_the_user_says_otherwise(monkeypatch):
+    assert accelerator_environment(1) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert fixed_segments() == {"PYTORCH_ALLOC_CONF": ""}
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    assert accelerator_environment(1) == fixed_segments() == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}
 
 
 def test_a_process_alone_is_the_sum():
