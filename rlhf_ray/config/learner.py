@@ -93,6 +93,9 @@ class LearnerConfig(PlacementConfig):
     """Precision of forward and backward passes; weights and optimizer stay in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    compile_layers: bool = False
+    """Compile norms and MLPs with torch.compile, so that a GPU reads and writes each activation fewer times; not with
+    zero_stage=3, which exchanges the parameters of compiled parts."""
     micro_batch_tokens: int = Field(4096, ge=8)
     """Maximum number of tokens in one forward and backward pass of a rank; the result does not depend on it."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -117,6 +120,14 @@ class LearnerConfig(PlacementConfig):
     def is_sharded(self) -> bool:
         """As `PlacementConfig.is_sharded`."""
         return self.zero_stage == 3
+
+    @model_validator(mode="after")
+    def _compiled_whole(self) -> "LearnerConfig":
+        if self.compile_layers and self.zero_stage == 3:
+            raise ValueError("compile_layers=true compiles layers with the parameters they have, but zero_stage=3 "
+                             "gathers and releases these in every pass; set compile_layers to false, or zero_stage to "
+                             "2 or less")
+        return self
 
     @model_validator(mode="after")
     def _offload(self) -> "LearnerConfig":

@@ -30,6 +30,7 @@ from rlhf_ray.internals.deepspeed import (
     reload_optimizer,
     wrapped_optimizer,
 )
+from rlhf_ray.models.compiled import compile_layers
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class TrainEngine:
         self.world = dist.get_world_size()
         if config.gradient_checkpointing:
             module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.compile_layers:
+            compile_layers(module.model)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)

@@ -57,6 +57,18 @@ def is_checkpointed(layer: nn.Module) -> bool:
     return isinstance(layer, GradientCheckpointingLayer) and bool(layer.gradient_checkpointing)
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of a decoder, in order.
+
+    Source: 5.19.0, modeling_layers.py (`GradientCheckpointingLayer`, the base of all families' layers).
+    Missing: families keep their layers under different names.
+    Otherwise: `compile_layers` finds nothing to compile.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def router_output(model: PreTrainedModel) -> tuple[type[nn.Module], int]:
     """The class of a mixture's routers, and which of their outputs is the logits.
 

@@ -131,6 +131,17 @@ def test_logits_in_chunks_make_the_same_update(ranks, files, experiences, plain_
     assert_same_update(plain_policy(algo), before, learners.weights())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "checkpointing"), [(0, True), (2, False)])
+def test_an_update_with_compiled_layers_is_plain_torch_s(ranks, files, experiences, plain_policy, zero, checkpointing):
+    arguments = policy_arguments(files, zero, SMALL, checkpointing)
+    compiled = arguments["config"].model_copy(update={"compile_layers": True})
+    learners = ranks.make(1, "PolicyLearner", {**arguments, "config": compiled})
+    before = learners.weights()
+    learners.do("update", 0, 0.0, *experiences)
+    assert_same_update(plain_policy(algorithm()), before, learners.weights())
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_the_penalty_in_the_loss_is_plain_torch_s(ranks, files, experiences, estimator):
     algo = AlgorithmConfig(epochs=1, mini_batches=1, kl={"placement": "loss", "estimator": estimator})

@@ -340,6 +340,8 @@ ROWS: list[Row] = [
             given={**GPU, **dict.fromkeys(of_roles("gpus"), 0.4)}),
     Differs(of_roles("autocast"), ("float32", "bfloat16"), deepspeed),
     Differs(of_roles("gradient_checkpointing"), (False, True), plan),
+    Shown(of_roles("compile_layers"),
+          "tests/cluster/learners/test_learner_update.py::test_an_update_with_compiled_layers_is_plain_torch_s"),
     Shown(of_roles("router_aux_loss_coef"),
           "tests/unit/roles/test_learners.py::test_the_routers_of_a_mixture_are_balanced"),
     Differs(of_roles("micro_batch_tokens", (*LEARNERS, "reference", "reward")), (2048, 8192), plan),
