@@ -24,6 +24,7 @@ NAMES = (
     "async_speedup",
     "coordinator_scale",
     "vs_trl",
+    "step_vs_parts",
     "first_token",
     "plan_memory",
 )

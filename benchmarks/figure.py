@@ -43,6 +43,7 @@ class Figure:
 
 TITLES = {
     "vs_trl_samples_per_second": "Samples per second, compared with TRL",
+    "step_vs_parts": "Samples per second, compared with the bare passes of a step",
     "rollout_vs_raw_vllm": "Rollouts, compared with vLLM",
     "learner_vs_torch": "Learner, compared with plain torch",
     "learner_vs_padded": "Packed rows, compared with padded rows",

@@ -37,7 +37,7 @@ class BareTorchSide:
         whole = experience(directory)
         self._starts, self.lengths = torch.as_tensor(whole.offsets[:-1]), torch.as_tensor(whole.lengths)
         self.tokens, self.mask = torch.as_tensor(whole.tokens).long(), torch.as_tensor(whole.response_mask)
-        self._old, self._advantages = torch.as_tensor(whole.old_logprobs), torch.as_tensor(whole.advantages)
+        self._old, self.advantages = torch.as_tensor(whole.old_logprobs), torch.as_tensor(whole.advantages)
         self._step, self._norms = 0, [0.0]
 
     def run(self) -> float:
@@ -51,16 +51,20 @@ class BareTorchSide:
         """Mean norm of the gradients."""
         return [float(np.mean(self._norms))]
 
-    def logprobs(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Of the rows' response tokens, and those tokens' numbers in the whole batch."""
+    def states(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """[n, hidden] states before the rows' response tokens, and those tokens' numbers in the whole batch."""
         real, chosen = self.grid(rows)
         positions = torch.arange(real.shape[1]).expand_as(real)[real]
-        tokens, chosen = self.tokens[chosen[real]], chosen[real]  # [T] the rows end to end
-        hidden = self.model.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False,
+        chosen = chosen[real]  # [T] the rows end to end
+        hidden = self.model.model(input_ids=self.tokens[chosen][None], position_ids=positions[None], use_cache=False,
                                   real=real).last_hidden_state[0]
         predicted = self.mask[chosen].nonzero()[:, 0]
-        logits = self.model.lm_head(hidden[predicted - 1])
-        return -cross_entropy(logits, tokens[predicted], reduction="none"), chosen[predicted]
+        return hidden[predicted - 1], chosen[predicted]
+
+    def logprobs(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Of the rows' response tokens, and those tokens' numbers in the whole batch."""
+        states, chosen = self.states(rows)
+        return -cross_entropy(self.model.lm_head(states), self.tokens[chosen], reduction="none"), chosen
 
     def grid(self, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """[N, L] which places of the padded rows hold tokens, and the numbers of those in the whole batch."""
@@ -73,12 +77,15 @@ class BareTorchSide:
         """Width of the grid of rows with these lengths."""
         return int(lengths.max())
 
-    def _optimizer_step(self, rows: np.ndarray) -> float:
+    def loss(self, rows: np.ndarray) -> Tensor:
+        """PPO's clipped loss of a mini-batch."""
         logprobs, chosen = self.logprobs(rows)
-        ratio, gain = (logprobs - self._old[chosen]).exp(), self._advantages[chosen]
+        ratio, gain = (logprobs - self._old[chosen]).exp(), self.advantages[chosen]
         clipped = ratio.clamp(1 - ALGORITHM.clip_low, 1 + ALGORITHM.clip_high)
-        loss = -torch.minimum(ratio * gain, clipped * gain).mean()
-        loss.backward()
+        return -torch.minimum(ratio * gain, clipped * gain).mean()
+
+    def _optimizer_step(self, rows: np.ndarray) -> float:
+        self.loss(rows).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), LEARNER.optimizer.grad_clip)
         self._optimizer.step()
         self._optimizer.zero_grad()

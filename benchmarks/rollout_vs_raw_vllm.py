@@ -52,21 +52,21 @@ class GeneratorSide:
 class RawVLLMSide:
     """vLLM's own offline interface, with the options that make it fast for this."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, samples: int = SAMPLES) -> None:
         from vllm import LLM, SamplingParams
 
-        table = prompts(directory, SAMPLES)
+        table = prompts(directory, samples)
         end = load_tokenizer(model_config(directory)).eos_token_id
         self._llm = LLM(
             model=str(directory), dtype="float32", skip_tokenizer_init=True, generation_config="vllm",
             max_model_len=MAX_CONTEXT, max_num_seqs=GENERATION.max_sequences, seed=SEED, enforce_eager=True,
             enable_prefix_caching=False, kv_cache_memory_bytes=(GENERATION.cache_mb or 0) << 20,
             logprobs_mode="processed_logprobs", disable_log_stats=True)
-        self._prompts = [{"prompt_token_ids": table.row(i, "tokens").tolist()} for i in range(SAMPLES)]
+        self._prompts = [{"prompt_token_ids": table.row(i, "tokens").tolist()} for i in range(samples)]
         self._parameters = [
             SamplingParams(max_tokens=GENERATION.sampling.max_tokens, temperature=1.0, seed=sample_seed(SEED, key),
                            stop_token_ids=[end], logprobs=0, flat_logprobs=True, detokenize=False)
-            for key in KEYS]
+            for key in KEYS[:samples]]
         self._tokens: list[np.ndarray] = []
 
     def run(self) -> float:
