@@ -14,7 +14,7 @@ from rlhf_ray.observability.progress import duration
 
 FILE = "index.html"
 DRAWINGS = {"growth.svg": "How cost grows with model size and length, role by role",
-            "cluster_model.svg": "On paper: a 70B policy on 64 to 1024 GPUs"}
+            "cluster_model.svg": "On paper: 8B, 70B and a mixture of experts on 8 to 1,024 GPUs"}
 """What other commands may have left beside the page."""
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from statistics import median
 
-from benchmarks.cluster_model.gpu_split import publication
 from benchmarks.growth.cells import Cell
 from benchmarks.growth.settings import PROMPT, SEQUENCES, SIZES, VOCABULARY, Size
 from rlhf_ray.planning.hardware import Hardware
@@ -19,7 +18,7 @@ SCORING = ("reference", "reward", "log-probabilities", "values")
 UNKNOWN = Hardware(
     name="one core", flops=1.0, memory_bytes=1e12, memory_bandwidth=1.0, gpus_per_node=1, link_bandwidth=1.0,
     network_bandwidth=1.0, host_bandwidth=1.0, training_share=1.0, forward_share=1.0, memory_share=1.0,
-    network_share=1.0, usable_memory=1.0, collective_s=0.0, step_s=0.0)
+    network_share=1.0, usable_memory=1.0, hop_s=0.0, network_hop_s=0.0, collective_s=0.0, step_s=0.0)
 """Rates are put in as they are found; shares of peaks are in them already."""
 
 
@@ -112,8 +111,8 @@ def predict(cell: Cell, core: Hardware) -> float:
         return group.score(workload(size, cell.length), models=1).seconds
     if cell.activity in ("policy update", "critic update"):
         return group.update(workload(size, cell.length)).seconds
-    whole, pause = publication(engine)
-    return pause if cell.activity == "receive weights" else whole - pause
+    rate = core.host_bandwidth if cell.activity == "receive weights" else core.network_bandwidth * core.network_share
+    return engine.model.weight_bytes / rate
 
 
 def predictions(cells: Sequence[Cell]) -> list[Prediction]:

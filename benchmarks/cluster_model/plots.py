@@ -1,58 +1,41 @@
 """The model's answers drawn: for the page, and as one SVG."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import plotly.graph_objects as go
 
 from benchmarks.cluster_model.check import Prediction
-from benchmarks.cluster_model.gpu_split import STALENESS, Answer, Step
+from benchmarks.cluster_model.prediction import Predicted, Sweep
 from benchmarks.svg import Chart as Drawn
 from benchmarks.svg import Line, drawing
 from rlhf_ray.observability.report_charts import Chart
 
 SVG = "cluster_model.svg"
-COLOURS = {0: "#4477aa", 1: "#ee6677", 2: "#228833", 3: "#aa3377", 4: "#ccbb44"}
-PAGE_COLOURS = {0: "reference", 1: "generator", 2: "policy", 3: "reward", 4: "weights"}
+COLOURS = ("#4477aa", "#ee6677", "#228833")
+PAGE_COLOURS = ("reference", "policy", "generator")
 CELL_COLOURS = ("generator", "weights", "reference", "reward", "policy", "accent", "assembler", "critic", "ink")
-PARTS = {"generation": "generator", "scoring": "reward", "training": "policy", "publishing": "weights"}
 
 
-def page_charts(answers: Sequence[Answer], found: Sequence[Prediction]) -> list[Chart]:
-    """Throughput, the parts of a step, and how well the formulas predict what was measured."""
-    return [throughput(answers), parts(answers), *([accuracy(found)] if found else [])]
+def page_charts(found: Sweep, checked: Sequence[Prediction]) -> list[Chart]:
+    """Step and throughput of every model, and how well the formulas predict what was measured."""
+    return [over_gpus("Step", "The batch stays the same, so a step gets shorter until its longest response is all that "
+                      "is left.", "Seconds", found, lambda made: made.step.seconds),
+            over_gpus("Throughput of a GPU", "Prompt and response tokens; a level line would be perfect scaling.",
+                      "Tokens a second of one GPU", found, lambda made: made.tokens_per_gpu),
+            *([accuracy(checked)] if checked else [])]
 
 
-def throughput(answers: Sequence[Answer]) -> Chart:
-    """Samples a second over GPUs, a line a staleness, beside perfect scaling."""
-    first = answers[0].recommended
-    data = [line(f"staleness {staleness}", PAGE_COLOURS[staleness],
-                 [(answer.gpus, made.samples_per_second) for answer in answers
-                  for made in answer.by_staleness if made.split.staleness == staleness]) for staleness in STALENESS]
-    ideal = line("perfect scaling", "soft", [
-        (answer.gpus, first.samples_per_second * answer.gpus / answers[0].gpus) for answer in answers])
-    ideal.update(line={"dash": "dot", "width": 1.5})
-    made = chart("Samples a second", "The batch stays the same, so a step gets shorter until its longest response is "
-                 "all that is left. Lines that part show what staleness is worth.", [*data, ideal],
-                 ("GPUs", "Samples a second"), logarithmic=True)
-    counts = [answer.gpus for answer in answers]
-    made.layout.update(xaxis={"tickvals": counts, "ticktext": [f"{count:,}" for count in counts]}, yaxis_dtick="D2")
-    return made
+def points(made: Sequence[object], number: Callable[[Predicted], float]) -> list[tuple[float, float]]:
+    """A number over GPUs, of those numbers of GPUs that fit."""
+    return [(float(one.run.gpus), number(one)) for one in made if isinstance(one, Predicted)]
 
 
-def parts(answers: Sequence[Answer]) -> Chart:
-    """Work in a step of the recommended split."""
-    best = [answer.recommended for answer in answers]
-    names = [f"{answer.gpus:,}" for answer in answers]
-    data = [go.Bar(x=names, y=[getattr(made, part) for made in best], name=part, marker_color=f"var(--{colour})")
-            for part, colour in PARTS.items()]
-    data.append(go.Scatter(mode="markers", x=names, y=[made.seconds for made in best], name="whole step",
-                           marker={"color": "var(--ink)", "symbol": "line-ew-open", "size": 26}))
-    made = chart("Where the time goes", "The recommended split of each number of GPUs. Bars above the mark are work "
-                 "that pools do side by side.", data, ("GPUs", "Seconds"))
-    made.layout.update(barmode="stack", xaxis_type="category")
-    return made
+def over_gpus(title: str, about: str, axis: str, found: Sweep, number: Callable[[Predicted], float]) -> Chart:
+    """A line for every model."""
+    lines = [line(model, colour, points(made, number))
+             for (model, made), colour in zip(found.items(), PAGE_COLOURS, strict=True)]
+    return chart(title, about, lines, ("GPUs", axis), logarithmic=True)
 
 
 def accuracy(found: Sequence[Prediction]) -> Chart:
@@ -86,20 +69,15 @@ def chart(
                  go.Layout(xaxis=x, yaxis=y, showlegend=True, hovermode="closest"))
 
 
-def write_svg(answers: Sequence[Answer], directory: Path) -> Path:
-    """Throughput over GPUs and the share of them that generate best; returns the file's path."""
-    def lines(number: Any) -> list[Line]:
-        return [Line(f"staleness {staleness}", COLOURS[staleness], [
-            (float(answer.gpus), number(made)) for answer in answers for made in answer.by_staleness
-            if made.split.staleness == staleness]) for staleness in STALENESS]
-
-    def share(made: Step) -> float:
-        return 100 * made.split.generators / (made.split.generators + made.split.learners)
+def write_svg(found: Sweep, directory: Path) -> Path:
+    """Step and throughput of a GPU over GPUs; returns the file's path."""
+    def lines(number: Callable[[Predicted], float]) -> list[Line]:
+        return [Line(model, colour, points(made, number))
+                for (model, made), colour in zip(found.items(), COLOURS, strict=True)]
 
     path = directory / SVG
     path.write_text(drawing([
-        Drawn("70B policy: samples a second", "GPUs", "samples a second", lines(lambda m: m.samples_per_second), True),
-        Drawn("Step", "GPUs", "seconds", lines(lambda m: m.seconds), True),
-        Drawn("Best share of generators", "GPUs", "%", lines(share)),
+        Drawn("Step, the same batch", "GPUs", "seconds", lines(lambda made: made.step.seconds), True),
+        Drawn("Throughput of a GPU", "GPUs", "tokens a second", lines(lambda made: made.tokens_per_gpu), True),
     ]), encoding="utf-8")
     return path

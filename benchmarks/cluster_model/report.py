@@ -2,53 +2,76 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.cluster_model.check import Prediction, typical_error
-from benchmarks.cluster_model.gpu_split import Answer, Step
 from benchmarks.cluster_model.plots import page_charts
+from benchmarks.cluster_model.prediction import Predicted, Refused, Sweep
+from benchmarks.cluster_model.published import FIRST_GOAL, Beside
+from benchmarks.cluster_model.run_shape import RunShape
 from benchmarks.growth.report import table
 from benchmarks.growth.settings import LENGTHS, SIZES
 from rlhf_ray.observability.html_page import page
 from rlhf_ray.planning.hardware import Hardware
-from rlhf_ray.planning.roofline import Workload
 
-STEP_HEADS = ("GPUs", "staleness", "generators : learners", "tensor parallel", "step, s", "generation", "scoring",
-              "training", "publishing", "samples/s", "bound by")
-
-
-def every_step(answers: Sequence[Answer]) -> str:
-    """A row for every number of GPUs and staleness, and one for roles that take turns; the recommended are bold."""
-    rows = [row(made, made is answer.recommended) for answer in answers
-            for made in (*answer.by_staleness, *([answer.turns] if answer.turns else []))]
-    return table(STEP_HEADS, rows)
+PARTS = ("generation", "scoring", "update", "publication", "transfer")
+HEADS = ("model", "GPUs", "generate : score : train", "staleness", "step, s", *PARTS, "samples/s/GPU", "tokens/s/GPU",
+         "efficiency", "bound by")
+UNMEASURED = "predicted, not run on a GPU"
 
 
-def row(made: Step, bold: bool) -> list[str]:
-    """One step."""
-    split, mark = made.split, "**" if bold else ""
-    whole = split.generators if made.shared else split.generators + split.learners
-    return [
-        f"{mark}{whole}{mark}", f"{mark}{split.staleness}{mark}",
-        "all take turns" if made.shared else f"{split.generators} : {split.learners}",
-        str(split.tensor_parallel), f"{mark}{made.seconds:.1f}{mark}", f"{made.generation:.1f}", f"{made.scoring:.1f}",
-        f"{made.training:.1f}", f"{made.publishing:.2f}", f"{made.samples_per_second:.1f}", made.bound,
-    ]
-
-
-def growing(answers: Sequence[Answer]) -> str:
-    """What each doubling of GPUs brings, at the recommended staleness and at none."""
+def sweep_table(found: Sweep) -> str:
+    """A row for every model and number of GPUs. Efficiency is samples/s/GPU over the model's highest."""
     rows = []
-    for before, after in pairwise(answers):
-        rows.append([f"{before.gpus} to {after.gpus}", efficiency(before.recommended, after.recommended),
-                     efficiency(before.by_staleness[0], after.by_staleness[0]), after.recommended.bound])
-    return table(("GPUs", "efficiency of doubling", "with staleness 0", "then bound by"), rows)
+    for model, made in found.items():
+        highest = max((one.samples_per_gpu for one in made if isinstance(one, Predicted)), default=1.0)
+        rows += [row(model, one, highest) for one in made]
+    return table(HEADS, rows)
 
 
-def efficiency(before: Step, after: Step) -> str:
-    """Twice the GPUs: the gain over 2."""
-    return f"{after.samples_per_second / before.samples_per_second / 2:.0%}"
+def row(model: str, made: Predicted | Refused, highest: float) -> list[str]:
+    """One model on one number of GPUs."""
+    if isinstance(made, Refused):
+        return [model, f"{made.run.gpus:,}", made.reason, *[""] * (len(HEADS) - 3)]
+    return [model, f"{made.run.gpus:,}", divided(made), str(made.run.staleness), number(made.step.seconds),
+            *(number(made.parts[part]) for part in PARTS), f"{made.samples_per_gpu:.3g}", f"{made.tokens_per_gpu:,.0f}",
+            f"{made.samples_per_gpu / highest:.0%}", made.step.bottleneck]
+
+
+def divided(made: Predicted) -> str:
+    """The GPUs of each side, with the size of an engine and the ZeRO stage."""
+    of, models = made.division, 1 + made.run.critic
+    return (f"{of.generators} (TP {of.tensor_parallel}) : {of.scorers * models} : {of.learners * models} "
+            f"(ZeRO {of.zero_stage})")
+
+
+def number(seconds: float) -> str:
+    """Seconds with two digits that count."""
+    return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
+
+
+PUBLISHED_HEADS = ("system", "model, GPUs", "algorithm", "batch, lengths", "published step, s", "tokens/s/GPU",
+                   "ours, s", f"ours at {FIRST_GOAL:.0%}, s", "ours, tokens/s/GPU", "ours / published")
+
+
+def published_table(found: Sequence[Beside]) -> str:
+    """Published figures, and ours for the same shape."""
+    return (f"Ours: {UNMEASURED}.\n\n" + table(PUBLISHED_HEADS, [compared(beside) for beside in found]))
+
+
+def compared(beside: Beside) -> list[str]:
+    """One published row."""
+    row, ours, slower = beside.row, beside.ours, beside.slower
+    lengths = f"{row.prompt} + {row.response:,} tokens" if row.prompt is not None and row.response is not None else (
+        f"up to {row.longest_prompt:,} + {row.longest_response:,}; half of it assumed")
+    told = [f"[{row.system}]({row.url}), {row.date}", f"{row.model}, {row.gpus} {row.gpu.upper()}", row.algorithm,
+            f"{row.prompts} x {row.samples_per_prompt}, {lengths}", number(row.seconds),
+            f"{row.tokens_per_gpu:,.0f}" if row.tokens_per_gpu else "-"]
+    if isinstance(ours, Refused):
+        return [*told, ours.reason, "", "", ""]
+    late = number(slower.step.seconds) if isinstance(slower, Predicted) else "-"
+    rate = f"{ours.tokens_per_gpu:,.0f}" if row.tokens_per_gpu else "-"
+    return [*told, number(ours.step.seconds), late, rate, f"{ours.step.seconds / row.seconds:.2f}"]
 
 
 def checked(found: Sequence[Prediction]) -> str:
@@ -86,44 +109,32 @@ def error_in_words(found: Sequence[Prediction], core: Hardware) -> str:
 
 
 PAGE = "cluster_model.html"
-RECOMMENDED_HEADS = ("GPUs", "Staleness", "Generators", "Learners", "Step", "Samples a second",
-                     "Staleness 0 would take", "Bound by")
 
 
 def write_page(
-    answers: Sequence[Answer], found: Sequence[Prediction], hardware: Hardware, work: Workload, told: str,
-    directory: Path,
+    same: Sweep, beside: Sequence[Beside], found: Sequence[Prediction], run: RunShape, told: str, directory: Path,
 ) -> Path:
     """Write the page; `told` are the tables in Markdown, folded away there. Returns its path."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / PAGE
+    rows = [[cell for n, cell in enumerate(compared(one)) if n not in (2, 3)] for one in beside]
+    for one, cells in zip(beside, rows, strict=True):
+        cells[0] = one.row.system
     path.write_text(page(
-        Path(__file__).with_name("report.html"), page_charts(answers, found), kind="On paper",
-        title="A 70B policy on many GPUs", lead=advice(answers), facts=facts(hardware, work),
-        headings=RECOMMENDED_HEADS, steps=[recommended(answer) for answer in answers], tables=told,
-        machine=inputs(hardware)), encoding="utf-8")
+        Path(__file__).with_name("report.html"), page_charts(same, found), kind="On paper",
+        title="8B, 70B and a mixture of experts on 8 to 1,024 GPUs", lead=f"All our figures: {UNMEASURED}.",
+        facts=facts(run), headings=[head for n, head in enumerate(PUBLISHED_HEADS) if n not in (2, 3)], steps=rows,
+        tables=told, machine=inputs(run.hardware)), encoding="utf-8")
     return path
 
 
-def advice(answers: Sequence[Answer]) -> str:
-    """The recommended staleness at each number of GPUs."""
-    return "Least staleness within 2% of the fastest: " + ", ".join(
-        f"{a.recommended.split.staleness} on {a.gpus} GPUs" for a in answers) + "."
-
-
-def facts(hardware: Hardware, work: Workload) -> dict[str, str]:
+def facts(run: RunShape) -> dict[str, str]:
     """The question."""
-    return {"GPU": hardware.name, "Samples an update": f"{work.samples:,}", "Prompt": f"{work.prompt} tokens",
-            "Response": f"{work.response:,} tokens on average, up to {work.tail * work.response:,.0f}",
-            "Optimizer steps": f"{work.mini_batches} a batch, {work.epochs} epoch(s)"}
-
-
-def recommended(answer: Answer) -> list[str]:
-    """The cells of one number of GPUs."""
-    best = answer.recommended
-    return [f"{answer.gpus:,}", str(best.split.staleness), str(best.split.generators), str(best.split.learners),
-            f"{best.seconds:.1f} s", f"{best.samples_per_second:.1f}", f"{answer.by_staleness[0].seconds:.1f} s",
-            best.bound]
+    return {"GPU": run.hardware.name, "Samples an update": f"{run.prompts * run.samples_per_prompt:,}",
+            "Prompt": f"up to {run.longest_prompt:,} tokens, half of it on average",
+            "Response": f"up to {run.longest_response:,} tokens, half of it on average",
+            "Algorithm": "PPO with a critic and a reward model" if run.critic else "GRPO with a reference",
+            "Optimizer steps": f"{run.mini_batches} a batch"}
 
 
 def inputs(hardware: Hardware) -> str:

@@ -33,6 +33,12 @@ class Hardware:
     """Of `network_bandwidth` and `link_bandwidth` in large collective calls; assumed."""
     usable_memory: float = 0.90
     """Of `memory_bytes`; libraries and fragmentation take the rest (vLLM's own default)."""
+    cards: int = 1
+    """Network cards of a node. One process sends over one of them, all GPUs of a node together over all."""
+    hop_s: float = 3.4e-6
+    """Latency of one step of a ring within a node (NCCL's own model, src/graph/tuning.cc: NVLink, ring, simple)."""
+    network_hop_s: float = 14e-6
+    """Latency of one step of a ring between nodes (the same table: network, ring, simple)."""
     collective_s: float = 20e-6
     """Minimum time of a collective call within a node; assumed."""
     step_s: float = 2e-3
@@ -41,26 +47,30 @@ class Hardware:
 
 H100 = Hardware(
     name="H100 SXM", flops=989e12, memory_bytes=80e9, memory_bandwidth=3.35e12, gpus_per_node=8,
-    link_bandwidth=450e9, network_bandwidth=400e9, host_bandwidth=50e9,
+    link_bandwidth=450e9, network_bandwidth=400e9, host_bandwidth=50e9, cards=8,
 )
 """NVIDIA's data sheet (989 TFLOP/s without sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s in both directions), in nodes
 with a 400 Gb/s card a GPU as NVIDIA's DGX H100 has; PCIe 5 x16 gives 64 GB/s, of which about 50 are seen."""
 H200 = Hardware(
     name="H200 SXM", flops=989e12, memory_bytes=141e9, memory_bandwidth=4.8e12, gpus_per_node=8,
-    link_bandwidth=450e9, network_bandwidth=400e9, host_bandwidth=50e9,
+    link_bandwidth=450e9, network_bandwidth=400e9, host_bandwidth=50e9, cards=8,
 )
 """NVIDIA's data sheet (141 GB, 4.8 TB/s; the rest as the H100)."""
 A100 = Hardware(
     name="A100 SXM 80GB", flops=312e12, memory_bytes=80e9, memory_bandwidth=2.04e12, gpus_per_node=8,
-    link_bandwidth=300e9, network_bandwidth=200e9, host_bandwidth=25e9,
+    link_bandwidth=300e9, network_bandwidth=200e9, host_bandwidth=25e9, cards=8,
 )
 """NVIDIA's data sheet (312 TFLOP/s, 80 GB, 2,039 GB/s, NVLink 600 GB/s in both directions), in nodes with a 200 Gb/s
 card a GPU as NVIDIA's DGX A100 has; PCIe 4 x16."""
 A100_40 = replace(A100, name="A100 SXM 40GB", memory_bytes=40e9, memory_bandwidth=1.555e12)
 """NVIDIA's data sheet."""
+A800 = replace(A100, name="A800 SXM 80GB", link_bandwidth=200e9)
+"""The A100 with an NVLink of 400 GB/s in both directions."""
+H20 = replace(H100, name="H20 SXM", flops=148e12, memory_bytes=96e9, memory_bandwidth=4e12)
+"""Published figures of the H20 (148 TFLOP/s, 96 GB, 4.0 TB/s, NVLink as the H100)."""
 B200 = Hardware(
     name="B200 SXM", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, gpus_per_node=8,
-    link_bandwidth=900e9, network_bandwidth=400e9, host_bandwidth=50e9,
+    link_bandwidth=900e9, network_bandwidth=400e9, host_bandwidth=50e9, cards=8,
 )
 """NVIDIA's data sheet of the DGX B200 (1,440 GB and 64 TB/s for eight, NVLink 1.8 TB/s in both directions)."""
 L40S = Hardware(
@@ -73,13 +83,14 @@ L4 = replace(L40S, name="L4", flops=121e12, memory_bytes=24e9, memory_bandwidth=
 """NVIDIA's data sheet (121 TFLOP/s without sparsity, 24 GB, 300 GB/s)."""
 RTX4090 = replace(L40S, name="GeForce RTX 4090", flops=165e12, memory_bytes=24e9, memory_bandwidth=1008e9)
 """NVIDIA's Ada architecture paper, appendix A (165 TFLOP/s in bfloat16 with float32 sums, 24 GB, 1,008 GB/s)."""
-GPUS = {"h100": H100, "h200": H200, "a100": A100, "a100-40gb": A100_40, "b200": B200, "l40s": L40S, "l4": L4,
-        "rtx4090": RTX4090}
+GPUS = {"h100": H100, "h200": H200, "a100": A100, "a100-40gb": A100_40, "a800": A800, "h20": H20, "b200": B200,
+        "l40s": L40S, "l4": L4, "rtx4090": RTX4090}
 """By the name that a person types."""
 CORE = Hardware(
     name="CPU core", flops=100e9, memory_bytes=inf, memory_bandwidth=10e9, gpus_per_node=1,
     link_bandwidth=2e9, network_bandwidth=1.25e9, host_bandwidth=0.3e9, training_share=0.7, forward_share=1.0,
-    memory_share=1.0, network_share=1.0, usable_memory=1.0, collective_s=1e-3, step_s=3e-3,
+    memory_share=1.0, network_share=1.0, usable_memory=1.0, hop_s=0.0, network_hop_s=0.0,
+    collective_s=1e-3, step_s=3e-3,
 )
 """One thread of a server's processor of about 2024, in float32: the order of magnitude of what `make bench-growth`
 finds on two cores of an AMD EPYC (docs/benchmarks.md). Other processors differ by a factor of two and more."""

@@ -128,7 +128,7 @@ class ModelShape:
     def token_flops(self, context: float) -> float:
         """Operations of the forward pass of one token that attends to `context` tokens: two per active weight, and four
         per value attended to (Kaplan et al. 2020, table 1)."""
-        return 2 * self.active + 4 * self.layers * self.hidden * context
+        return 2 * self.active + 4 * self.layers * self.heads * self.head_width * context
 
     def row_flops(self, length: float) -> float:
         """Operations of a forward pass over a row, whose tokens attend to half of it on average."""
@@ -145,7 +145,3 @@ class ModelShape:
     def in_bytes(self, bytes_per_value: int) -> Self:
         """The same shape in another precision."""
         return replace(self, bytes_per_value=bytes_per_value)
-
-
-LLAMA_70B = ModelShape(hidden=8192, layers=80, heads=64, kv_heads=8, intermediate=28672, vocabulary=128256)
-"""Llama 3 70B (Dubey et al. 2024, table 3): 70.6 billion weights."""

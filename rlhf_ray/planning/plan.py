@@ -18,6 +18,7 @@ from rlhf_ray.planning.memory_breakdown import Memory, gib
 from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.publication_size import publication_in_words
 from rlhf_ray.planning.roles import Role, Shapes, roles_of
+from rlhf_ray.planning.roofline import Workload
 from rlhf_ray.planning.step_time import StepTime, estimate_step_time
 from rlhf_ray.planning.worker_placement import Placement, place
 
@@ -49,12 +50,14 @@ class Plan:
         return [finding.text for finding in self.findings if finding.level == "refused"]
 
 
-def make_plan(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, free_disk: float | None = None) -> Plan:
+def make_plan(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, free_disk: float | None = None,
+              work: Workload | None = None) -> Plan:
     """Plan a stage on some nodes.
 
     Args:
         shapes: of the models that the configuration names.
         free_disk: bytes free on the disk of `run.dir`; None if not known.
+        work: the batch with its lengths, if they are known; else they are assumed (`step_time.workload_of`).
 
     Raises:
         ModelError: the shape of a model is not known.
@@ -72,7 +75,7 @@ def make_plan(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, free_d
     if isinstance(config, PPOConfig):
         layout["weights"] = publication_in_words(config, shapes(config.model, "model"))
     return Plan(config, tuple(nodes), tuple(roles), memory, placement, tuple(loads), layout, disk,
-                estimate_step_time(config, roles, placement, nodes) if placed else None, tuple(findings))
+                estimate_step_time(config, roles, placement, nodes, work) if placed else None, tuple(findings))
 
 
 def worst_load(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, on: Load) -> float:

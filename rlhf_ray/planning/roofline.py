@@ -57,6 +57,8 @@ class Workload:
 
 SLICES = 256
 """Slices of the integral over response positions."""
+UNDER_WAY = 10
+"""Numbers of sequences under way that are tried, each a square root of two fewer than the one before."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +98,25 @@ class Engine:
         """Sequences that fit into the cache at the same time."""
         return max(0.0, self.cache_tokens / work.held)
 
-    def batch_s(self, work: Workload, samples: float) -> float:
-        """Seconds to generate `samples`, none started before: first as many as fit, each replaced when it ends; then
-        the last ones finish, and the longest decodes nearly alone."""
-        fitting = self.fitting(work)
+    def step_s(self, work: Workload, samples: float, staleness: int, most: float = inf) -> float:
+        """Seconds in which the engine generates its `samples` of a step, with at most `most` sequences at a time.
+
+        With a staleness of 0 or 1 a batch is whole before it is trained on, its longest response included. From 2 on
+        responses may span publications, so generation never runs out of work, as long as the longest response takes no
+        more than (staleness - 1) steps. Fewer sequences under way make each of them faster and all of them slower, so
+        the best of some numbers is taken.
+        """
+        options = [self.batch_s(work, samples, most)]  # the staleness that is allowed need not be used
+        for number in range(UNDER_WAY if staleness > 1 else 0):
+            under_way = max(1.0, min(staleness * samples, most) / 2 ** (number / 2))
+            options.append(max(self.flowing_s(work, samples, under_way),
+                               self.longest_s(work, under_way) / (staleness - 1)))
+        return min(options)
+
+    def batch_s(self, work: Workload, samples: float, most: float = inf) -> float:
+        """Seconds to generate `samples`, none started before: first as many as fit (and no more than `most`), each
+        replaced when it ends; then the last ones finish, and the longest decodes nearly alone."""
+        fitting = min(self.fitting(work), most)
         if fitting < 1:
             return inf
         concurrent = min(samples, fitting)
@@ -193,10 +210,18 @@ class Group:
 
     def gather_s(self, value_bytes: int = WEIGHT_BYTES) -> float:
         """Seconds to gather every weight on every GPU once, at `value_bytes` each: each node receives the weights it
-        lacks over its network cards, and each GPU over its link; the slower of the two counts."""
+        lacks over its network cards, and each GPU over its link; the slower of the two counts. Each layer is a call,
+        which goes around a ring of all GPUs."""
         h, bytes_ = self.hardware, self.model.parameters * value_bytes * (1 - 1 / self.gpus)
         outside = bytes_ * (1 - 1 / self.nodes) / h.network_bandwidth
-        return max(outside, bytes_ / h.link_bandwidth) / h.network_share
+        return max(outside, bytes_ / h.link_bandwidth) / h.network_share + self.model.layers * self.ring_s
+
+    @property
+    def ring_s(self) -> float:
+        """Latency of one call around the ring: a step for each GPU but one, of which those between nodes take longer
+        (as NCCL counts an all-gather and a reduce-scatter, src/graph/tuning.cc)."""
+        between = ceil(self.nodes) - 1
+        return (self.gpus - 1 - between) * self.hardware.hop_s + between * self.hardware.network_hop_s
 
     def score(self, work: Workload, models: int) -> Duration:
         """A forward pass over the batch through `models` models of this size, overlapped with gathering their

@@ -4,7 +4,7 @@ Rates are those of data sheets times the shares in `hardware.py`; lengths are as
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from rlhf_ray.config.derived import derive
@@ -27,6 +27,11 @@ CALL_S = 0.02
 """Fixed cost of a role per step: calls, packing, logging. Of the order that a quickstart shows."""
 
 
+COORDINATOR_S = 0.4e-3
+"""CPU time of the coordinator per sample, on one core for any number of workers (`coordinator_ms_per_sample` in
+docs/benchmarks.md: 0.37 ms)."""
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Estimated seconds of a step."""
@@ -36,7 +41,7 @@ class StepTime:
     seconds: float
     """Seconds of the whole step."""
     bottleneck: str
-    """The role (or the machine's cores) that limits the step."""
+    """The role (or the machine's cores, or the coordinator) that limits the step."""
     samples: int
 
     @property
@@ -46,16 +51,21 @@ class StepTime:
 
 
 def estimate_step_time(
-    config: StageConfig, roles: Sequence[Role], placement: Placement, nodes: Sequence[Node]
+    config: StageConfig, roles: Sequence[Role], placement: Placement, nodes: Sequence[Node],
+    work: Workload | None = None,
 ) -> StepTime | None:
-    """The estimate; None for a stage without steps."""
+    """The estimate; None for a stage without steps.
+
+    Args:
+        work: the batch with its lengths; None assumes them.
+    """
     devices = {role.name: _device(role, placement, nodes) for role in roles}
     named = {role.name: role for role in roles if role.models}
     if isinstance(config, PPOConfig):
-        return _ppo(config, named, devices, nodes)
+        return _ppo(config, named, devices, placement, nodes, work or workload_of(config))
     if "learner" in named:
         batch, longest = config.training.batch_size, config.data.max_tokens  # type: ignore[attr-defined]
-        work = Workload(batch, 0, max(1, longest // 2), tail=2.0, mini_batches=1)
+        work = work or Workload(batch, 0, max(1, longest // 2), tail=2.0, mini_batches=1)
         took = {"learner": update_s(named["learner"], devices["learner"], work)}
         seconds, bound = _on_cores(took, named, nodes, took["learner"], "learner")
         return StepTime(took, seconds, bound, batch)
@@ -63,10 +73,11 @@ def estimate_step_time(
 
 
 def _ppo(
-    config: PPOConfig, roles: Mapping[str, Role], devices: Mapping[str, Hardware], nodes: Sequence[Node]
+    config: PPOConfig, roles: Mapping[str, Role], devices: Mapping[str, Hardware], placement: Placement,
+    nodes: Sequence[Node], work: Workload,
 ) -> StepTime:
-    work = workload_of(config)
-    took = {"generator": generation_s(roles["generator"], devices["generator"], work)}
+    staleness = config.coordinator.max_staleness
+    took = {"generator": generation_s(roles["generator"], devices["generator"], work, staleness)}
     for name in ("reference", "reward"):
         if name in roles:
             took[name] = max(scoring_s(roles[name], devices[name], work),
@@ -76,17 +87,30 @@ def _ppo(
         spared = name == "policy" and derive(config).old_logprobs != "policy"
         before = 0.0 if spared else scoring_s(roles[name], devices[name], work)
         took[name] = before + update_s(roles[name], devices[name], work)
-    sent = publication_bytes(config, roles["policy"].models[0])
-    took["publication"] = publication_s(roles["generator"], devices["generator"], sent)
-    rollouts = {name: took[name] for name in took if name not in (*learning, "publication")}
-    drawn, learned = max(rollouts.values()), max(took[name] for name in learning)
-    if config.coordinator.max_staleness:
-        whole = max(drawn, learned) + took["publication"]
-    else:
-        whole = drawn + learned + took["publication"]
-    longer = rollouts if drawn >= learned else {name: took[name] for name in learning}
-    seconds, bound = _on_cores(took, roles, nodes, whole, max(longer, key=lambda name: longer[name]))
-    return StepTime(took, seconds, bound, config.coordinator.samples_per_step)
+    took["publication"] = publication_s(config, roles, devices, placement)
+    took["coordinator"] = work.samples * COORDINATOR_S
+    sides = [_side([name for name in took if name in roles and name not in learning], took, placement),
+             _side(learning, took, placement)]
+    seconds = [side for side, _ in sides]
+    whole = (max(seconds) if staleness else sum(seconds)) + took["publication"]
+    bound = "publication" if took["publication"] > max(seconds) else max(sides)[1]
+    if took["coordinator"] > whole:
+        whole, bound = took["coordinator"], "coordinator"
+    whole, bound = _on_cores(took, roles, nodes, whole, bound)
+    return StepTime(took, whole, bound, config.coordinator.samples_per_step)
+
+
+def _side(names: Sequence[str], took: Mapping[str, float], placement: Placement) -> tuple[float, str]:
+    """Seconds in which roles that work at the same time finish, and the longest of them. Roles that share a GPU take
+    turns on it."""
+    sharing: dict[tuple[str, int], set[str]] = {}
+    for worker in placement.workers:
+        if worker.role in names:
+            for device in worker.devices:
+                sharing.setdefault((worker.node, device), set()).add(worker.role)
+    together = max((sum(took[name] for name in roles) for roles in sharing.values()), default=0.0)
+    longest = max(names, key=lambda name: took[name])
+    return max(together, took[longest]), longest
 
 
 def workload_of(config: PPOConfig) -> Workload:
@@ -99,14 +123,12 @@ def workload_of(config: PPOConfig) -> Workload:
     )
 
 
-def generation_s(role: Role, device: Hardware, work: Workload) -> float:
-    """Seconds to generate all samples of a step, divided among the generators."""
+def generation_s(role: Role, device: Hardware, work: Workload, staleness: int) -> float:
+    """Seconds to generate all samples of a step, divided among the generators; the longest response bounds it."""
     config = role.placement
     assert isinstance(config, GenerationConfig)
     engine = Engine(role.models[0], device, config.devices if config.gpus else config.threads)
-    share = work.samples / config.workers
-    at_a_time = max(1.0, min(share, config.max_sequences, engine.fitting(work)))
-    return share * (engine.prefill_s(work.prompt) + work.response * engine.decode_s(at_a_time, work.held) / at_a_time)
+    return engine.step_s(work, work.samples / config.workers, staleness, config.max_sequences)
 
 
 def scoring_s(role: Role, device: Hardware, work: Workload) -> float:
@@ -131,14 +153,16 @@ def gathering_s(role: Role, device: Hardware, work: Workload, chunk: int) -> flo
 
 
 def update_s(role: Role, device: Hardware, work: Workload) -> float:
-    """Seconds of all optimizer steps of an update: passes, communication of gradients, and AdamW."""
+    """Seconds of all optimizer steps of an update: passes, communication of gradients, and AdamW. Rows are not split,
+    so no mini-batch is faster than its longest row on one rank."""
     config, shape = role.placement, role.models[0]
     assert isinstance(config, LearnerConfig)
-    ranks = config.workers * (1 if config.gpus else config.threads)
+    threads = 1 if config.gpus else config.threads
     rows = work.samples / work.mini_batches
-    flops = rows * (RECOMPUTED if config.gradient_checkpointing else KEPT) * shape.row_flops(work.row)
-    rate = device.flops * device.training_share * precision(role, shape)
-    compute = flops / (min(ranks, max(1.0, rows * (config.threads if not config.gpus else 1))) * rate)
+    each = RECOMPUTED if config.gradient_checkpointing else KEPT
+    rate = device.flops * device.training_share * precision(role, shape) * threads
+    longest = work.prompt + replace(work, samples=max(1, round(rows))).longest
+    compute = each * max(rows * shape.row_flops(work.row) / config.workers, shape.row_flops(longest)) / rate
     group = Group(shape, device, config.workers)
     count = passes(config, rows, work.row)
     moved = {0: 1, 1: 1, 2: count, 3: 3 * count}[stage_of(config)] * group.gather_s() if config.workers > 1 else 0.0
@@ -147,10 +171,32 @@ def update_s(role: Role, device: Hardware, work: Workload) -> float:
     return (max(compute, moved) + adam + CALL_S / 4) * work.mini_batches * work.epochs
 
 
-def publication_s(role: Role, device: Hardware, nbytes: float) -> float:
-    """Seconds to send a publication to each node over the network, and from its memory into the engine."""
-    spans = role.placement.devices if isinstance(role.placement, GenerationConfig) else 1
-    return nbytes / (device.network_bandwidth * device.network_share) + nbytes / spans / device.host_bandwidth
+def publication_s(
+    config: PPOConfig, roles: Mapping[str, Role], devices: Mapping[str, Hardware], placement: Placement
+) -> float:
+    """Seconds of a publication. Its stages overlap bucket by bucket: sharded weights are gathered in float32, the first
+    rank copies them to main memory and sends them over its network card. Then generators load them.
+
+    The object store sends one copy to each node with generators, one after the other as far as the card is concerned
+    (Ray's release test sends 1 GiB from a 20 Gb/s node to 49 others in 16.9 s, 1.3 times the rate of the card:
+    release/perf_metrics/scalability/object_store.json). A broadcast by NCCL passes each node once.
+    """
+    policy, generator = roles["policy"], roles["generator"]
+    assert isinstance(policy.placement, LearnerConfig) and isinstance(generator.placement, GenerationConfig)
+    nbytes, device = publication_bytes(config, policy.models[0]), devices["policy"]
+    sharded = stage_of(policy.placement) == 3
+    gathered = Group(policy.models[0], device, policy.placement.workers).gather_s() if sharded else 0.0
+    if config.policy.lora is not None:
+        gathered *= trained(policy.placement, policy.models[0]) / policy.models[0].parameters
+    home = {worker.node for worker in placement.workers if worker.role == "policy" and worker.rank == 0}
+    others = len({worker.node for worker in placement.workers if worker.role == "generator"} - home)
+    card = device.network_bandwidth / device.cards * device.network_share
+    if config.weights.transport != "object_store":
+        rate = card if others else device.link_bandwidth * device.network_share
+        return max(gathered, nbytes / rate)
+    copied = nbytes / device.host_bandwidth if policy.placement.gpus else 0.0
+    loading = nbytes / generator.placement.devices / devices["generator"].host_bandwidth
+    return max(gathered, copied, others * nbytes / card) + loading
 
 
 def precision(role: Role, shape: ModelShape) -> float:

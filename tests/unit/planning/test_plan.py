@@ -19,6 +19,7 @@ from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.node_spec import parse_nodes
 from rlhf_ray.planning.plan import make_plan
+from rlhf_ray.planning.roofline import Workload
 
 RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
 SMALL = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, vocabulary=320)
@@ -320,6 +321,34 @@ class TestRest:
     def test_overlapping_sides_take_as_long_as_the_longer(self):
         apart = planned("eight_gpu_8b_ppo.yaml", "1x8xH100", "--coordinator.max_staleness=0").step_time.seconds
         assert planned("eight_gpu_8b_ppo.yaml", "1x8xH100").step_time.seconds < apart
+
+    def test_roles_on_one_gpu_take_turns(self):
+        shared = planned("eight_gpu_8b_ppo.yaml", "1x8xH100", "--pools.generation.bundles=3", "--generator.workers=3",
+                         "--pools.policy.bundles=2", "--policy.workers=2", "--pools.critic.bundles=2",
+                         "--critic.workers=2", "--coordinator.max_staleness=0").step_time
+        roles = shared.roles
+        rollouts, learning = roles["reference"] + roles["reward"], max(roles["policy"], roles["critic"])
+        assert rollouts > roles["generator"]
+        assert shared.seconds == pytest.approx(rollouts + learning + roles["publication"])
+
+    def test_no_update_is_faster_than_its_longest_row(self):
+        few, many = (planned("multi_node_70b_ppo.yaml", "24x8xH100(label=role:policy)+16x8xH100(label=role:generation)"
+                             "+2x8xH100(label=role:judges)", "--coordinator.prompts_per_step=512",
+                             f"--pools.policy.bundles={n}", f"--policy.workers={n}").step_time for n in (64, 128))
+        assert many.roles["policy"] > 0.7 * few.roles["policy"], "128 rows: one is twice the mean"
+
+    def test_the_coordinator_bounds_steps_of_very_many_samples(self):
+        work = Workload(samples=1_000_000, prompt=1, response=1, tail=1.0)
+        config = load(PPOConfig, RECIPES / "eight_gpu_7b_grpo.yaml", [])
+        step = make_plan(config, parse_nodes("1x8xH100"), shape_of, work=work).step_time
+        assert step.roles["coordinator"] == pytest.approx(400)
+        assert step.seconds >= 400
+
+    def test_a_publication_sends_a_copy_to_each_other_node(self):
+        [nodes] = [param.values[1] for param in recipes() if "70b" in param.id]
+        two = planned("multi_node_70b_ppo.yaml", nodes).step_time.roles["publication"]
+        weights = 2 * 70.55e9
+        assert two == pytest.approx(2 * weights / (50e9 * 0.8) + weights / 4 / 50e9, rel=1e-3)
 
     def test_adapters_alone_are_a_small_part_of_the_weights(self):
         """Rank 16 in bfloat16 on an 8B Llama (Hu et al. 2021: rank x (inputs + outputs) of each matrix)."""

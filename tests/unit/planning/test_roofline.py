@@ -6,14 +6,16 @@ from math import inf
 import pytest
 
 from rlhf_ray.planning.hardware import H100, Hardware
-from rlhf_ray.planning.model_shape import LLAMA_70B, ModelShape
+from rlhf_ray.planning.model_lookup import known_shape
+from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.roofline import KEPT, Duration, Engine, Group, Workload, longer
 
+LLAMA_70B = known_shape("meta-llama/Llama-3.1-70B")
 SMALL = ModelShape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, vocabulary=10)
 ROUND = Hardware(name="round numbers", flops=1000.0, memory_bytes=10_000.0, memory_bandwidth=100.0, gpus_per_node=2,
                  link_bandwidth=50.0, network_bandwidth=20.0, host_bandwidth=10.0, training_share=0.5,
-                 forward_share=1.0, memory_share=1.0, network_share=1.0, usable_memory=1.0, collective_s=0.25,
-                 step_s=0.5)
+                 forward_share=1.0, memory_share=1.0, network_share=1.0, usable_memory=1.0, hop_s=0.0,
+                 network_hop_s=0.0, collective_s=0.25, step_s=0.5)
 EQUAL = Workload(samples=8, prompt=4, response=6, tail=1.0, mini_batches=2)
 
 
@@ -86,6 +88,18 @@ class TestGeneration:
         assert engine.batch_s(EQUAL, 8) == pytest.approx(8 * engine.prefill_s(4) + 4 * 6 * engine.decode_s(2, 7))
         assert Engine(SMALL, replace(ROUND, memory_bytes=700.0), 1).batch_s(EQUAL, 8) == inf
 
+    def test_no_more_sequences_than_allowed(self):
+        engine = Engine(SMALL, ROUND, 1)
+        assert engine.batch_s(EQUAL, 8, most=2) == pytest.approx(
+            8 * engine.prefill_s(4) + 4 * 6 * engine.decode_s(2, 7))
+
+    def test_staleness_lets_responses_span_steps(self):
+        engine, work = Engine(LLAMA_70B, H100, 8), Workload()
+        steps = [engine.step_s(work, 16, staleness) for staleness in (0, 1, 2, 4)]
+        assert steps[0] == steps[1] == engine.batch_s(work, 16)
+        assert steps[1] > steps[2] > steps[3]
+        assert steps[2] >= engine.longest_s(work, 1), "a response that starts last has one step to end"
+
     def test_a_batch_that_runs_out_takes_longer_than_a_flow(self):
         engine, work = Engine(LLAMA_70B, H100, 8), Workload()
         assert engine.batch_s(work, 64) > 1.5 * engine.flowing_s(work, 64, 64)
@@ -100,6 +114,11 @@ class TestLearning:
         assert Group(SMALL, ROUND, 2).gather_s(2) == pytest.approx(736 / 2 / 50), "within a node"
         assert Group(SMALL, ROUND, 4).gather_s(2) == pytest.approx(736 * 3 / 4 * (1 / 2) / 20), "two nodes"
         assert Group(SMALL, ROUND, 2).gather_s() == pytest.approx(2 * 736 / 2 / 50), "float32 in training"
+
+    def test_a_call_for_each_layer_goes_around_a_ring(self):
+        slow = replace(ROUND, hop_s=1.0, network_hop_s=100.0)
+        added = Group(SMALL, slow, 6).gather_s() - Group(SMALL, ROUND, 6).gather_s()
+        assert added == pytest.approx(2 * (3 * 1 + 2 * 100)), "two layers; six GPUs on three nodes"
 
     def test_an_update_computes_or_communicates(self):
         group = Group(SMALL, replace(ROUND, memory_bandwidth=1e12), 2, KEPT)
