@@ -168,7 +168,7 @@ def with_repeated_heads(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A kernel that takes `enable_gqa`, from one that does not (torch 2.11): each head of keys and values is repeated
     for the heads of queries that share it."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *rows: Any, enable_gqa: bool = False, **others: Any) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, *rows: Any, enable_gqa: bool, **others: Any) -> Tensor:
         if enable_gqa:
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return kernel(query, key, value, *rows, **others)
