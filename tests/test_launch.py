@@ -1,7 +1,9 @@
 """What lies in launch/: scripts that a linter and a dry run accept, a KubeRay job that its schema and our configuration
 accept. Nothing here starts Ray or speaks to another machine."""
 
+import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,13 +12,15 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from ray.scripts.scripts import start
 from ray.scripts.symmetric_run import curate_and_validate_ray_start_args
 
 from rlhf_ray.config.run import PoolConfig
 
 LAUNCH = Path(__file__).parents[1] / "launch"
-SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch"), LAUNCH / "gpu_check", LAUNCH / "gpu_wheels"])
 
 
 def run(script, *words, **variables):
@@ -70,7 +74,7 @@ def test_no_node_starts_without_a_token(words, tmp_path):
 
 @pytest.mark.parametrize(("script", "words"), [
     ("node.sh", []), ("node.sh", ["worker"]), ("node.sh", ["worker", "--num-gpus"]), ("local.sh", []),
-    ("submit.sh", ["host"]), ("slurm.sbatch", ["ppo"])])
+    ("submit.sh", ["host"]), ("slurm.sbatch", ["ppo"]), ("gpu_wheels", ["--python"]), ("gpu_wheels", ["--wheel"])])
 def test_a_script_that_is_called_wrongly_says_how(script, words):
     code, _, errors = run(script, *words, DRY_RUN="1")
     assert code == 2 and ("usage" in errors or "name " in errors)
@@ -256,3 +260,47 @@ def test_its_entrypoint_is_a_command_of_ours(job):
     program, stage, *_ = job["spec"]["entrypoint"].split()
     assert program == "rlhf-ray" and CliRunner().invoke(app, [stage, "--help"]).exit_code == 0
     assert yaml.safe_load(job["spec"]["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == "1800"
+
+
+def required(name):
+    """Names of what an installed package requires."""
+    found = [Requirement(text) for text in importlib.metadata.requires(name) or []]
+    return {canonicalize_name(r.name) for r in found if r.marker is None or r.marker.evaluate({"extra": ""})}
+
+
+def test_the_wheels_for_a_gpu_image_are_all_that_it_lacks_in_pinned_versions():
+    """Such an image has torch, transformers, accelerate and peft, and so what these require."""
+    bare = {"torch", "numpy", "packaging", "psutil", "tqdm"}
+    needed, new = set(), {"deepspeed", "pydantic", "pydantic-settings"}
+    while new:
+        needed |= new
+        new = {other for name in new for other in required(name)} - needed - bare
+    script = (LAUNCH / "gpu_wheels").read_text()
+    listed = re.search(r"^PACKAGES=\(([^)]*)\)", script, re.M)[1].split()
+    assert set(listed) == needed and listed[0] == "deepspeed"
+    pins = (LAUNCH.parent / "requirements" / "gpu.txt").read_text()
+    assert all(re.search(rf"^{name}==", pins, re.M) for name in listed)
+
+
+def test_the_wheels_are_made_by_pip_from_pins_and_hashes(tmp_path):
+    """With a stand-in for pip, which writes down what it is asked."""
+    pip = tmp_path / "python"
+    pip.write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/asked\nfor word; do last=$word; done\n'
+                   f'cat "$last" >> {tmp_path}/pins\ntouch {tmp_path}/made/x-1-py3-none-any.whl\n')
+    pip.chmod(0o755)
+    code, out, errors = run("gpu_wheels", str(tmp_path / "made"), "--python", "3.11", PYTHON=str(pip))
+    assert code == 0, errors
+    download, build = (tmp_path / "asked").read_text().splitlines()
+    assert "--only-binary=:all: --require-hashes --python-version 3.11" in download and "--no-binary deepspeed" in build
+    pins = (tmp_path / "pins").read_text()
+    assert pins.count("==") == 13 and pins.count("--hash=sha256:") >= 13 and pins.startswith("pydantic==")
+    assert f"--find-links {tmp_path / 'made'} deepspeed" in out
+    assert "launch/gpu_check --part seams --part learner" in out
+
+
+def test_wheels_of_more_than_64_mib_are_refused(tmp_path):
+    pip = tmp_path / "python"
+    pip.write_text(f"#!/bin/bash\nhead -c 70000000 /dev/urandom > {tmp_path}/made/x-1-py3-none-any.whl\n")
+    pip.chmod(0o755)
+    code, out, errors = run("gpu_wheels", str(tmp_path / "made"), PYTHON=str(pip))
+    assert code == 1 and "more than the 64" in errors and out == ""

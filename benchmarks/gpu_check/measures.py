@@ -1,17 +1,18 @@
-"""One round of the check: weights that arrive whole, how fast each role is, who gives memory back, what is held."""
+"""What is measured of a generator and a learner: weights that arrive whole, how fast each role is, who gives memory
+back, what is held."""
 
 import shutil
 import subprocess
 import time
+from collections.abc import AsyncIterator, Iterator
 from statistics import median
-from typing import Any
 
 import numpy as np
 import psutil
 
-from benchmarks.gpu_check.settings import ALGORITHM, PROMPT_TOKENS, Round, Scale
-from benchmarks.gpu_check.table import Row
-from benchmarks.gpu_check.workers import SEED, Pair
+from benchmarks.gpu_check.pair import SEED, Pair
+from benchmarks.gpu_check.pair_settings import ALGORITHM, PROMPT_TOKENS, PairSetting
+from benchmarks.gpu_check.rows import Row, judged, not_run
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ModelConfig
@@ -33,10 +34,11 @@ def prompts(rows: int) -> Prompts:
     return Prompts(offsets_of([PROMPT] * rows), tokens, [""] * rows, [{} for _ in range(rows)], np.arange(rows))
 
 
-async def draw(pair: Pair, scale: Scale, epoch: int) -> tuple[Rollout, float]:
+async def draw(pair: Pair, epoch: int) -> tuple[Rollout, float]:
     """A response to each prompt, and seconds."""
-    keys, began = [SampleKey(epoch, row, 0) for row in range(scale.rows)], time.perf_counter()
-    (rollout,) = await pair.roles.generators.values("generate", prompts(scale.rows), keys, SEED)
+    rows = pair.setting.scale.rows
+    keys, began = [SampleKey(epoch, row, 0) for row in range(rows)], time.perf_counter()
+    (rollout,) = await pair.roles.generators.values("generate", prompts(rows), keys, SEED)
     return rollout, time.perf_counter() - began
 
 
@@ -47,36 +49,35 @@ async def gap(pair: Pair, rollout: Rollout) -> float:
     return float(np.abs(ours.values - theirs.values)[rollout.response_mask].mean())
 
 
-async def publications(pair: Pair, scale: Scale, a_round: Round, version: int) -> list[Row]:
+async def publications(pair: Pair, version: int) -> AsyncIterator[Row]:
     """Publish some times; the first opens connections and is not counted."""
-    rollout, _ = await draw(pair, scale, version)
+    setting, scale = pair.setting, pair.setting.scale
+    rollout, _ = await draw(pair, version)
     before = await gap(pair, rollout)
     made = [await pair.sync.publish(version + i) for i in range(scale.publications + 1)][1:]
     after = await gap(pair, rollout)
     seconds, pause = median(p.seconds for p in made), median(p.pause_seconds for p in made)
-    name = a_round.transport + (" over gloo" if a_round.transport == "nccl" and not scale.gpu else "")
-    return [
-        Row(f"parity after {name}, ZeRO-{a_round.zero_stage}", f"{after:.2g}",
-            f"mean difference of log-probabilities, {before:.2g} before; at most {scale.tolerance:g}",
-            after <= scale.tolerance < before),
-        Row(f"publication by {name}", f"{made[0].nbytes / seconds / 1e9:.2f} GB/s",
-            f"{made[0].nbytes / 1e6:,.0f} MB in {seconds:.3f} s, generation paused {pause:.3f} s")]
+    name = setting.transport + (" over gloo" if setting.transport == "nccl" and not scale.gpu else "")
+    yield judged(f"parity after {name}, ZeRO-{setting.zero_stage}", f"{after:.2g}", after <= scale.tolerance < before,
+                 f"mean difference of log-probabilities, {before:.2g} before; at most {scale.tolerance:g}")
+    yield Row(f"publication by {name}", f"{made[0].nbytes / seconds / 1e9:.2f} GB/s",
+              f"{made[0].nbytes / 1e6:,.0f} MB in {seconds:.3f} s, generation paused {pause:.3f} s")
 
 
-async def speeds(pair: Pair, scale: Scale, model: ModelConfig, device: Hardware | None) -> list[Row]:
+async def speeds(pair: Pair, device: Hardware | None) -> AsyncIterator[Row]:
     """Tokens a second of generator and learner, and the share of the GPU's peak that the learner reaches."""
-    await draw(pair, scale, 100)
-    rollout, seconds = await draw(pair, scale, 101)
+    await draw(pair, 100)
+    rollout, seconds = await draw(pair, 101)
     made = int(rollout.response_mask.sum())
-    rows = [Row("generation", f"{made / seconds:,.0f} tokens/s", f"{made:,} tokens, {scale.rows} at a time")]
+    yield Row("generation", f"{made / seconds:,.0f} tokens/s", f"{made:,} tokens, {len(rollout)} at a time")
     experience = await as_experience(pair, rollout)
     await update(pair, experience, 1)
     seconds = await update(pair, experience, 2)
-    shape = shape_of(model, "model")
+    shape = shape_of(pair.policy, "model")
     flops = 3 * sum(shape.row_flops(float(length)) for length in np.diff(rollout.offsets))
-    share = f", {flops / seconds / device.flops:.0%} of the peak" if device else ""
-    return [*rows, Row("update", f"{len(rollout.tokens) / seconds:,.0f} tokens/s",
-                       f"{flops / seconds / 1e12:.3g} TFLOP/s{share}")]
+    note = f"{flops / seconds / 1e12:.3g} TFLOP/s"
+    yield Row("update", f"{len(rollout.tokens) / seconds:,.0f} tokens/s",
+              f"{note}, {flops / seconds / device.flops:.0%} of the peak" if device else note)
 
 
 async def as_experience(pair: Pair, rollout: Rollout) -> Experience:
@@ -103,13 +104,14 @@ async def update(pair: Pair, experience: Experience, step: int) -> float:
     return time.perf_counter() - began
 
 
-async def turns(pair: Pair, scale: Scale, version: int) -> list[Row]:
+async def turns(pair: Pair, version: int) -> AsyncIterator[Row]:
     """Both give their memory back, an update, a publication: the way of a step where they share a GPU."""
-    roles, rollout = pair.roles, (await draw(pair, scale, 200))[0]
+    roles, scale, rollout = pair.roles, pair.setting.scale, (await draw(pair, 200))[0]
+    asleep = scale.gpu and pair.setting.sleep_level > 0
     experience = await as_experience(pair, rollout)
     await roles.policy.values("offload_state")
     freed = {}
-    if scale.gpu:
+    if asleep:
         awake = held(roles.generators, gpu=True)
         await roles.generators.values("sleep")
         freed["generator"] = _freed(awake, held(roles.generators, gpu=True))
@@ -120,34 +122,36 @@ async def turns(pair: Pair, scale: Scale, version: int) -> list[Row]:
         await roles.policy.values("reload_state")
     await update(pair, experience, 3)
     await roles.policy.values("offload_state")
-    if scale.gpu:
+    if asleep:
         await roles.generators.values("wake", ["weights"])
-    await pair.sync.publish(version, resend=True)  # all of it: sleeping generators dropped what they had
-    if scale.gpu:
+    # All of it: generators that slept at level 2 dropped what they had.
+    await pair.sync.publish(version, resend=pair.setting.sleep_level != 1)
+    if asleep:
         await roles.generators.values("wake", ["kv_cache"])
-    after = await gap(pair, (await draw(pair, scale, 201))[0])
+    after = await gap(pair, (await draw(pair, 201))[0])
     note = ", ".join(f"{role} gave back {text}" for role, text in freed.items()) or "sleep is for GPUs"
-    return [Row("a step in turns", f"{after:.2g}", f"parity afterwards; {note}", after <= scale.tolerance)]
+    level = f", sleep level {pair.setting.sleep_level}" if asleep else ""
+    yield judged(f"a step in turns{level}", f"{after:.2g}", after <= scale.tolerance,
+                 f"parity afterwards, at most {scale.tolerance:g}; {note}")
 
 
 def _freed(before: float | None, after: float | None) -> str:
     return "an unknown amount" if before is None or after is None else f"{(before - after) / GIB:.1f} GiB"
 
 
-def memory(pair: Pair, scale: Scale, a_round: Round, model: ModelConfig, device: Hardware | None) -> list[Row]:
+def memory(pair: Pair, device: Hardware | None) -> Iterator[Row]:
     """Measured against planned."""
-    rows, plan = [], planned(scale, a_round, model, device)
+    gpu, plan = pair.setting.scale.gpu, planned(pair.setting, pair.policy, device)
     for group in (pair.roles.generators, pair.roles.policy):
-        found = held(group, scale.gpu)
+        found = held(group, gpu)
         if found is None:
-            rows.append(Row(f"memory of {group.role}", "not told", "nvidia-smi names no process of ours"))
+            yield not_run(f"memory of {group.role}", "nvidia-smi names no process of ours")
             continue
-        off: Any = found / plan[group.role] - 1
+        off = found / plan[group.role] - 1
+        what, note = f"memory of {group.role}", f"planned {plan[group.role] / GIB:.2f} GiB ({off:+.0%})"
         # A tiny model's process is nearly all libraries, and the plan is made for others.
-        rows.append(Row(f"memory of {group.role}", f"{found / GIB:.2f} GiB",
-                        f"planned {plan[group.role] / GIB:.2f} GiB ({off:+.0%})",
-                        abs(off) <= PLAN_WITHIN if scale.gpu else None))
-    return rows
+        yield (judged(what, f"{found / GIB:.2f} GiB", abs(off) <= PLAN_WITHIN, f"{note}, within {PLAN_WITHIN:.0%}")
+               if gpu else Row(what, f"{found / GIB:.2f} GiB", note))
 
 
 MIB = 2**20
@@ -168,18 +172,18 @@ def held(group: WorkerGroup, gpu: bool) -> float | None:
     return sum(found) if found else None
 
 
-def planned(scale: Scale, a_round: Round, model: ModelConfig, device: Hardware | None) -> dict[str, float]:
+def planned(setting: PairSetting, model: ModelConfig, device: Hardware | None) -> dict[str, float]:
     """Bytes of each role where its model lies, as `rlhf-ray plan` has them for a run with these sections."""
     config = resolve(PPOConfig.model_validate({
         "model": model, "rewards": {"main": {"type": "model", "path": model.path}},
         "prompts": {"path": "prompts.jsonl", "max_tokens": PROMPT_TOKENS}, "algorithm": ALGORITHM,
-        "generator": scale.generation(a_round.apart), "policy": scale.policy(a_round.zero_stage, a_round.apart),
-        "coordinator": {"prompts_per_step": scale.rows},
-        "pools": {"default": scale.pool(a_round.apart).model_copy(update={"cpus": 8.0})},
+        "generator": setting.generation, "policy": setting.policy,
+        "coordinator": {"prompts_per_step": setting.scale.rows},
+        "pools": {"default": setting.pool.model_copy(update={"cpus": 8.0})},
     }))
     roles = {role.name: role for role in roles_of(config, lambda _, field: shape_of(model, field))}
     found = {}
     for section, name in (("generator", "generator"), ("policy", "policy_learner")):
         memory = roles[section].memory(device or CORE)
-        found[name] = memory.device_bytes if scale.gpu else memory.host_bytes
+        found[name] = memory.device_bytes if setting.scale.gpu else memory.host_bytes
     return found

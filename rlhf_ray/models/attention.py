@@ -122,10 +122,7 @@ def packed_attention(
     kernel = variable_length_kernel()
     if kernel is not None and _fits_kernel(q, v, kind):
         return attend_variable_length(kernel, packing, q, k, v, kind)[None], None
-    blocks, filler = packing.blocks, len(q) - packing.tokens
-    parts = [x.split([*(block.tokens for block in blocks), filler]) for x in (q, k, v)]
-    outputs = [_attend(block, q, k, v, kind) for block, q, k, v in zip(blocks, *parts, strict=False)]
-    return _with_filler(outputs, filler)[None], None
+    return attend_in_grids(packing, q, k, v, kind)[None], None
 
 
 def _with_filler(outputs: list[Tensor], filler: int) -> Tensor:
@@ -156,13 +153,27 @@ def _family(module: torch.nn.Module) -> str:
 
 @cache
 def variable_length_kernel() -> Callable[..., Tensor] | None:
-    """`torch.nn.attention.varlen.varlen_attn`; None where torch has none that takes windows and grouped heads."""
+    """`torch.nn.attention.varlen.varlen_attn`; None where torch has none that takes windows (before 2.11)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
     takes = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= takes.keys() else None
+    if not {"scale", "window_size"} <= takes.keys():
+        return None
+    return varlen_attn if "enable_gqa" in takes else with_repeated_heads(varlen_attn)
+
+
+def with_repeated_heads(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A kernel that takes `enable_gqa`, from one that does not (torch 2.11): each head of keys and values is repeated
+    for the heads of queries that share it."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *rows: Any, enable_gqa: bool, **others: Any) -> Tensor:
+        if enable_gqa:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        return kernel(query, key, value, *rows, **others)
+
+    return attend
 
 
 def _fits_kernel(query: Tensor, value: Tensor, kind: Kind) -> bool:
@@ -184,6 +195,14 @@ def attend_variable_length(
     out = kernel(q, k, v, packing.boundaries, packing.boundaries, packing.longest, packing.longest,
                  scale=kind.scale, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1])
     return _with_filler([out], len(query) - packing.tokens)
+
+
+def attend_in_grids(packing: Packing, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
+    """[T, heads, D] outputs of `[T, heads, D]` queries, keys and values, a grid for each block of rows."""
+    filler = len(query) - packing.tokens
+    parts = [x.split([*(block.tokens for block in packing.blocks), filler]) for x in (query, key, value)]
+    return _with_filler([_attend(block, q, k, v, kind) for block, q, k, v in zip(packing.blocks, *parts, strict=False)],
+                        filler)
 
 
 def _attend(packing: Packing, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:

@@ -1,4 +1,7 @@
-"""This machine as a node to plan for, and its NVIDIA GPUs as nvidia-smi lists them. Imports nothing heavy."""
+"""This machine as a node to plan for, and its NVIDIA GPUs as nvidia-smi lists them. Imports nothing heavy, and no
+pydantic, which a bare GPU image lacks."""
+
+from __future__ import annotations
 
 import os
 import shutil
@@ -6,11 +9,14 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.planning.hardware import H100, Hardware, gpu_of
 from rlhf_ray.planning.memory_breakdown import GIB
 from rlhf_ray.planning.node_spec import Node
+
+if TYPE_CHECKING:
+    from rlhf_ray.config.run import PoolConfig
 
 QUERY_S = 20.0
 """Timeout of nvidia-smi, which may hang with a broken driver."""

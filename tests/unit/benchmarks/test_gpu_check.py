@@ -1,63 +1,230 @@
-"""Where there is no GPU the check says so in one line; its table says what is wrong."""
+"""The GPU check loses no row to an error, saves what it prints, needs no more than it says, and notices mistakes."""
 
+import json
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-from benchmarks.gpu_check.settings import ON_CPU, ON_GPU
-from benchmarks.gpu_check.table import Row, as_text
+import pytest
+import torch
+
+from benchmarks.gpu_check import __main__ as command
+from benchmarks.gpu_check import seams
+from benchmarks.gpu_check.pair_settings import ON_CPU, ON_GPU, PairSetting
+from benchmarks.gpu_check.parts import PARTS, Check, Part, chosen
+from benchmarks.gpu_check.results import Results
+from benchmarks.gpu_check.rows import Row, failed, judged
+from benchmarks.gpu_check.runner import Place, rows_of
+from rlhf_ray.config.learner import LoRAConfig
+from tests.blocked_packages import without
 
 ROOT = Path(__file__).parents[3]
+CHECKS = [check for part in PARTS.values() for check in part.checks]
+SETTINGS = [PairSetting(ON_GPU, sleep_level=2), PairSetting(ON_GPU, "ipc", zero_stage=3, sleep_level=1),
+            PairSetting(ON_GPU, lora=LoRAConfig()), PairSetting(ON_GPU, "nccl", apart=True), PairSetting(ON_CPU),
+            PairSetting(ON_CPU, "nccl", zero_stage=3)]
+"""Those of the engine and the cluster."""
+
+
+def sample(name):
+    return Check("sample_checks", name, "a mistake", 1.0, package="tests.unit.benchmarks")
+
+
+def launched(environment, *words):
+    return subprocess.run([ROOT / "launch" / "gpu_check", *words], env={**environment, "PYTHON": sys.executable},
+                          capture_output=True, text=True, timeout=240)
 
 
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
-    environment = {**os.environ, "PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    environment["PATH"] = f"{tmp_path}:{environment['PATH']}"
-    answer = subprocess.run([ROOT / "launch" / "gpu_check"], env=environment, capture_output=True, text=True,
-                            timeout=120)
+    answer = launched({**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)})
     assert (answer.returncode, answer.stdout) == (2, "")
     assert answer.stderr.count("\n") == 1 and "--cpu" in answer.stderr
 
 
-def test_nccl_is_tried_where_there_are_two_gpus_and_ipc_on_one():
-    assert [r.transport for r in ON_GPU.rounds(1)] == ["object_store", "ipc"]
-    assert [(r.transport, r.apart) for r in ON_GPU.rounds(2)][-1] == ("nccl", True)
-    assert [r.transport for r in ON_CPU.rounds(0)] == ["object_store", "nccl"]
+def test_a_part_whose_packages_are_missing_is_refused_when_it_is_named(tmp_path):
+    answer = launched(without(tmp_path / "site", "ray", "pydantic"), "--cpu", "--part", "cluster", "--part", "learner")
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert "--part learner needs pydantic; --part cluster needs pydantic, ray" in answer.stderr
+    assert "launch/gpu_wheels" in answer.stderr
 
 
-def test_its_sections_are_such_as_a_run_could_have():
+def test_the_seams_need_none_of_the_engines_and_no_wheels(tmp_path):
+    environment = without(tmp_path / "site", "ray", "vllm", "deepspeed", "pydantic", "pydantic_settings", "hjson",
+                          "transformers", "psutil", "peft")
+    answer = launched(environment, "--cpu", "--out", str(tmp_path / "out"))
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "not run: learner, which needs deepspeed, pydantic" in answer.stdout
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()][1:]
+    assert {row["check"] for row in rows} == {"attention", "logprobs", "fingerprints", "ipc"}
+    assert {row["verdict"] for row in rows} == {"ok", "figure", "not run"}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=lambda part: part.name)
+def test_importing_a_part_takes_no_other_packages_than_it_names(part, tmp_path):
+    others = {"ray", "vllm", "deepspeed", "pydantic", "pydantic_settings"} - set(part.packages)
+    later = ", rlhf_ray.weights.direct_transport" if part.name == "seams" else ""  # imported on a GPU only
+    code = f"import sys, benchmarks.gpu_check.{part.name}{later}; print('rlhf_ray' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], env=without(tmp_path / "site", *others), text=True,
+                            capture_output=True, timeout=120)
+    assert answer.stdout == "True\n", answer.stderr[-2000:]
+
+
+def test_every_check_is_where_the_table_says():
+    for check in CHECKS:
+        assert re.search(rf"^(async )?def {check.name}\(place: Place\)",
+                         (ROOT / "benchmarks" / "gpu_check" / f"{check.part}.py").read_text(), re.M), check
+
+
+def test_without_a_choice_every_part_runs_whose_packages_are_here(monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu_check.parts.find_spec", lambda name: name not in ("ray", "vllm") or None)
+    assert [part.name for part in chosen([])] == ["seams", "learner"]
+    assert [part.name for part in chosen(["cluster", "seams"])] == ["seams", "cluster"]
+
+
+def test_an_error_costs_none_of_the_rows_before_it(tmp_path):
+    rows = list(rows_of(sample("fails"), (), tmp_path / "log.txt", 100.0))
+    assert rows[0] == Row("a figure", "1")
+    assert (rows[1].verdict, rows[1].found, rows[1].is_bad) == ("FAILED", "ValueError: no such kernel", True)
+    assert "said before the error" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(("name", "left_s", "said"), [("killed", 100.0, "signal 9"), ("hangs", 8.0, "not done within")])
+def test_a_process_that_is_killed_or_hangs_costs_its_own_rows_only(name, left_s, said, tmp_path):
+    rows = list(rows_of(sample(name), (), tmp_path / "log.txt", left_s))
+    assert [row.what for row in rows] == ["a figure", name]
+    assert rows[1].verdict == "FAILED" and said in rows[1].found
+
+
+def test_a_check_for_which_no_time_is_left_is_listed_as_not_run(tmp_path):
+    (row,) = rows_of(sample("fails"), (), tmp_path / "log.txt", 0.5)
+    assert row.verdict == "not run" and "--seconds" in row.note
+
+
+def test_all_rows_are_printed_and_saved_and_one_mistake_counts(tmp_path, capsys):
+    part = Part("sample_checks", "", (), (sample("fails"), sample("finds_a_mistake")))
+    results = Results(tmp_path, {"device": "none"})
+    assert command.run([part], (), results, 100.0) is False
+    shown = capsys.readouterr().out
+    saved = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert saved[0]["machine"] == {"device": "none"}
+    assert [(row["check"], row["verdict"]) for row in saved[1:]] == [
+        ("fails", "figure"), ("fails", "FAILED"), ("finds_a_mistake", "WRONG")]
+    assert re.search(r"WRONG +\d+\.\d s  on the CPU: True \(at most 1\)", shown)
+    assert "finds_a_mistake, which catches a mistake" in shown
+    assert command.run([part.__class__("x", "", (), ())], (), results, 100.0) is True
+
+
+def test_the_table_has_the_last_run_of_each_check(tmp_path, monkeypatch):
+    first, second = CHECKS[0], CHECKS[4]
+    results = Results(tmp_path, {"device": "GPU 1", "torch": "2.0"})
+    results.add(first, failed("old", "broken"), 1.0)
+    results.add(second, Row("kept | and escaped", "5"), 1.0)
+    monkeypatch.setattr("benchmarks.gpu_check.results.datetime", Later)
+    results = Results(tmp_path, {"device": "GPU 1", "torch": "2.1"})
+    results.add(first, judged("new", "7", False, "at most 6"), 2.04)
+    text = (tmp_path / "table.md").read_text()
+    assert text.startswith("# GPU 1, 2099-01-02\n\ntorch 2.1\n") and "old" not in text
+    assert f"Catches {first.catches}." in text and "| new | 7 | WRONG | 2.0 | at most 6 |" in text
+    assert "| kept / and escaped | 5 | figure | 1.0 |  |" in text
+
+
+class Later:
+    @staticmethod
+    def now(zone):
+        from datetime import datetime
+
+        return datetime(2099, 1, 2, tzinfo=zone)
+
+
+def wrong(rows):
+    return [row.what for row in rows if row.verdict == "WRONG"]
+
+
+def test_another_window_is_noticed(tmp_path, monkeypatch):
+    right = seams._row_by_row
+    monkeypatch.setattr(seams, "_row_by_row", lambda *a, window_size, **more: right(
+        *a, window_size=(window_size[0] + 1, 0) if window_size[0] > 0 else window_size, **more))
+    assert wrong(seams.attention(Place((), tmp_path))) == ["variable-length attention, grouped heads, a window"]
+
+
+def test_other_log_probabilities_are_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(seams, "VOCABULARY", 500)
+    assert wrong(seams.logprobs(Place((), tmp_path))) == []
+    monkeypatch.setattr(seams, "token_logprobs", partial(seams.token_logprobs, temperature=1.001))
+    assert wrong(seams.logprobs(Place((), tmp_path))) == ["log-probabilities over 500 logits"]
+
+
+def test_a_digest_that_misses_a_change_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(seams, "fingerprint", lambda entry, tensor: f"{entry.dtype} {tuple(tensor.shape)}")
+    assert len(wrong(seams.fingerprints(Place((), tmp_path)))) == 4
+
+
+def test_a_learner_in_the_wrong_precision_is_noticed(tmp_path, monkeypatch):
+    """In a process of its own, which joins a process group."""
+    code = f"""if True:
+        import os
+        os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+        from pathlib import Path
+        from benchmarks.gpu_check import learner
+        from benchmarks.gpu_check.runner import Place
+        place = Place((), Path({str(tmp_path)!r}))
+        learner.HALF = {{"autocast": "float32"}}
+        print(*[f"{{row.what}}: {{row.verdict}}" for row in learner.larger(place)], sep="\\n")
+    """
+    answer = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+                            capture_output=True, timeout=240)
+    assert "precision of the logits: WRONG" in answer.stdout, answer.stderr[-3000:]
+
+
+def test_differences_are_relative_to_all_that_is_expected():
+    from benchmarks.gpu_check.learner import apart, digest
+
+    expected = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
+    found = {**expected, "b": torch.tensor([[4.5]])}
+    assert apart(found, expected) == pytest.approx(0.1) and apart(expected, expected) == 0
+    assert digest(found) != digest(expected) == digest(dict(reversed(expected.items())))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.transport}, {s.scale.dtype}, {s.zero_stage}")
+def test_its_sections_are_such_as_a_run_could_have(setting):
     """Fields, bounds and placements are the configuration's own."""
+    from rlhf_ray.config.adapter_publication import publishes_adapters
     from rlhf_ray.config.combination_checks import check_transport
     from rlhf_ray.config.generation import WeightsConfig
     from rlhf_ray.config.stages import PPOConfig
 
-    for scale, gpus in ((ON_GPU, 1), (ON_GPU, 2)):
-        for a_round in scale.rounds(gpus):
-            generation, policy = scale.generation(a_round.apart), scale.policy(a_round.zero_stage, a_round.apart)
-            check_transport(PPOConfig.model_construct(
-                weights=WeightsConfig(transport=a_round.transport), generator=generation, policy=policy,
-                pools={"default": scale.pool(a_round.apart)}))
-            assert policy.micro_batch_tokens >= scale.context <= scale.architecture.max_positions
+    generation, policy, scale = setting.generation, setting.policy, setting.scale
+    config = PPOConfig.model_construct(
+        weights=WeightsConfig(transport=setting.transport), generator=generation, policy=policy,
+        pools={"default": setting.pool})
+    if scale.gpu:
+        check_transport(config)
+    assert policy.micro_batch_tokens >= scale.context <= scale.architecture.max_positions
+    assert publishes_adapters(config, scale.architecture.family) == (setting.lora is not None)
 
 
-def test_what_it_measures_memory_against_is_the_plan_of_such_a_run(tmp_path):
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"{s.transport}, {s.scale.dtype}, {s.zero_stage}")
+def test_what_it_measures_memory_against_is_the_plan_of_such_a_run(setting, tmp_path):
     from benchmarks.gpu_check.measures import planned
     from rlhf_ray.config.model import ModelConfig
     from rlhf_ray.planning.hardware import gpu_of
     from tests.models import make_tiny_llama
 
     model = ModelConfig(path=str(make_tiny_llama(tmp_path / "m")))
-    for scale, gpus in ((ON_CPU, 0), (ON_GPU, 2)):
-        for a_round in scale.rounds(gpus):
-            found = planned(scale, a_round, model, gpu_of("NVIDIA H100 80GB HBM3") if scale.gpu else None)
-            assert found.keys() == {"generator", "policy_learner"} and min(found.values()) > 2**20
+    found = planned(setting, model, gpu_of("NVIDIA H100 80GB HBM3") if setting.scale.gpu else None)
+    assert found.keys() == {"generator", "policy_learner"} and min(found.values()) > 2**20
 
 
-def test_the_table():
-    text = as_text([Row("parity", "1e-05", "at most 0.1", True), Row("memory", "9 GiB", "planned 4", False),
-                    Row("speed", "9 tokens/s")], "X: 3 s")
-    assert text.splitlines() == ["| X: 3 s | | | |", "|---|---|---|---|", "| parity | 1e-05 | at most 0.1 | ok |",
-                                 "| memory | 9 GiB | planned 4 | WRONG |", "| speed | 9 tokens/s |  |  |"]
+def test_the_help_and_the_page_say_what_each_check_catches():
+    answer = subprocess.run([sys.executable, "-m", "benchmarks.gpu_check", "--help"], cwd=ROOT, capture_output=True,
+                            text=True, timeout=60)
+    page = " ".join((ROOT / "docs" / "gpu.md").read_text().split())
+    for check in CHECKS:
+        assert check.catches in answer.stdout, check.name
+        assert f"| `{check.part}` | `{check.name}` | {check.catches} |" in page, check.name
+    assert "Exit codes: 0" in answer.stdout

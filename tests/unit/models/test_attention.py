@@ -193,13 +193,18 @@ def test_every_kind_of_attention_is_what_its_definition_says(kind, kv_heads, siz
         torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
 
 
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped heads", "repeated heads, as torch 2.11 needs them"])
 @pytest.mark.parametrize("window", [None, 3])
-def test_the_variable_length_kernel_receives_rows_and_windows_as_it_documents(window):
+def test_the_variable_length_kernel_receives_rows_and_windows_as_it_documents(window, grouped):
     """torch documents a window as the numbers of keys before and after the query, -1 for all."""
     q, k, v = (x[0].transpose(0, 1) for x in drawn((4, 2, 2), (6, 6, 6), sum(WIDE) + 5))
 
     def documented(q, k, v, starts, starts_k, longest, longest_k, *, scale, window_size, enable_gqa):
         assert starts.dtype == torch.int32 and starts is starts_k and longest == longest_k == 12 and enable_gqa
+        return older(q, k, v, starts, starts_k, longest, longest_k, scale=scale, window_size=window_size)
+
+    def older(q, k, v, starts, starts_k, longest, longest_k, *, scale, window_size):
+        assert grouped or q.shape == k.shape == v.shape
         before, after = window_size
         assert after == 0
         rows = [slice(int(a), int(b)) for a, b in pairwise(starts)]
@@ -208,7 +213,8 @@ def test_the_variable_length_kernel_receives_rows_and_windows_as_it_documents(wi
         ).transpose(0, 1) for row in rows])
 
     kind, packing = attention.Kind(window=window, scale=0.4), Packing.of(WIDE)
-    found = attention.attend_variable_length(documented, packing, q, k, v, kind)
+    kernel = documented if grouped else attention.with_repeated_heads(older)
+    found = attention.attend_variable_length(kernel, packing, q, k, v, kind)
     grids = packed_attention(torch.nn.Identity(), *(x.transpose(0, 1)[None] for x in (q, k, v)), None, packing=packing,
                              sliding_window=window, scaling=0.4)[0][0]
     torch.testing.assert_close(found, grids, atol=1e-9, rtol=1e-9)

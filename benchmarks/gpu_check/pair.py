@@ -1,4 +1,4 @@
-"""One generator and one learner, with other weights of the same shape, on what the check is run on."""
+"""One generator and one learner in a Ray cluster of their own, with other weights of the same shape."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_check.settings import ALGORITHM, Round, Scale
+from benchmarks.gpu_check.pair_settings import ALGORITHM, PairSetting, Scale
 from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.cluster.worker_group import WorkerGroup
@@ -28,13 +28,16 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.runtime import start_learners
 
 TIMEOUT_S = 240.0
-SEED, VOCABULARY, REVIEWS = 0, 1024, 2000
+SEED, TOKENIZER, REVIEWS = 0, 1024, 2000
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What one round is made with."""
+    """What a check is made with."""
 
+    setting: PairSetting
+    policy: ModelConfig
+    """The learner's initial weights."""
     roles: RoleGroups
     sync: WeightSync
 
@@ -43,13 +46,16 @@ def make_models(directory: Path, scale: Scale) -> dict[str, ModelConfig]:
     """Random models for learner and generator, of one shape, with a tokenizer."""
     words = directory / "tokenizer"
     words.mkdir()
-    train_tokenizer((review.text for review in make_reviews(REVIEWS, SEED)), VOCABULARY, words)
+    train_tokenizer((review.text for review in make_reviews(REVIEWS, SEED)), TOKENIZER, words)
     found = {}
     for seed, role in enumerate(("policy", "generator")):
         torch.manual_seed(seed)
         new = NewModelConfig.model_validate(
             {"architecture": scale.architecture, "tokenizer": str(words), "dtype": scale.dtype})
-        new_causal_lm(new).save_pretrained(directory / role)
+        model = new_causal_lm(new)
+        if scale.vocabulary > TOKENIZER:
+            model.resize_token_embeddings(scale.vocabulary, mean_resizing=False)
+        model.save_pretrained(directory / role)
         for file in words.glob("*.json"):
             copy(file, directory / role)
         found[role] = ModelConfig.model_validate({"path": str(directory / role), "dtype": scale.dtype})
@@ -57,29 +63,39 @@ def make_models(directory: Path, scale: Scale) -> dict[str, ModelConfig]:
 
 
 @asynccontextmanager
-async def pair(scale: Scale, a_round: Round, models: dict[str, ModelConfig]) -> AsyncIterator[Pair]:
-    """Both started, in a cluster of their own."""
-    generation, policy = scale.generation(a_round.apart), scale.policy(a_round.zero_stage, a_round.apart)
-    configs = {"default": scale.pool(a_round.apart)}
+async def pair(setting: PairSetting, directory: Path) -> AsyncIterator[Pair]:
+    """Both started. Adapters have one base on both sides."""
+    models, configs = make_models(directory, setting.scale), {"default": setting.pool}
     with ray_session(ClusterConfig(dashboard=False), configs, "gpu-check"):
         pools = Pools(configs)
         await pools.open(TIMEOUT_S)
-        generators = WorkerGroup("generator", Generator, generation, pools, lambda rank: {
-            "model": models["generator"], "generation": generation, "seed": SEED, "max_context": scale.context,
-            "name": f"generator/{rank}", "transport": a_round.transport},
-            {**accelerator_environment(generation.gpus), **generator_environment(generation)}, TIMEOUT_S)
-        learners = WorkerGroup("policy_learner", PolicyLearner, policy, pools, lambda rank: {
-            "config": policy, "model": models["policy"], "rank": rank, "world": 1, "seed": SEED, "total_steps": 100,
-            "algorithm": ALGORITHM, "temperature": 1.0}, accelerator_environment(policy.gpus), TIMEOUT_S)
+        generators = _generators(setting, models["policy" if setting.lora else "generator"], pools)
+        learners = _learners(setting, models["policy"], pools)
         try:
             await generators.start(timeout_s=TIMEOUT_S)  # first: vLLM measures what is free on a GPU that they share
             await start_learners(learners, TIMEOUT_S)
             roles = RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
-                        policy=learners, critic=None)
-            weights: Any = WeightsConfig().model_copy(update={"transport": a_round.transport})
-            yield Pair(roles, WeightSync(weights, roles, TIMEOUT_S))
+                               policy=learners, critic=None)
+            weights: Any = WeightsConfig().model_copy(update={"transport": setting.transport})
+            yield Pair(setting, models["policy"], roles, WeightSync(weights, roles, TIMEOUT_S))
             await asyncio.gather(generators.values("stop"), learners.values("leave"))
         finally:
             for group in (generators, learners):
                 group.kill()
             pools.close()
+
+
+def _generators(setting: PairSetting, model: ModelConfig, pools: Pools) -> WorkerGroup:
+    generation = setting.generation
+    return WorkerGroup("generator", Generator, generation, pools, lambda rank: {
+        "model": model, "generation": generation, "seed": SEED, "max_context": setting.scale.context,
+        "name": f"generator/{rank}", "transport": setting.transport, "lora": setting.lora},
+        {**accelerator_environment(generation.gpus), **generator_environment(generation)}, TIMEOUT_S)
+
+
+def _learners(setting: PairSetting, model: ModelConfig, pools: Pools) -> WorkerGroup:
+    policy = setting.policy
+    return WorkerGroup("policy_learner", PolicyLearner, policy, pools, lambda rank: {
+        "config": policy, "model": model, "rank": rank, "world": 1, "seed": SEED, "total_steps": 100,
+        "algorithm": ALGORITHM, "temperature": 1.0, "publishes_adapters": setting.lora is not None},
+        accelerator_environment(policy.gpus), TIMEOUT_S)

@@ -1,0 +1,308 @@
+"""`PolicyLearner` in one process, without Ray and vLLM, on random models over 128,256 tokens."""
+
+import gc
+import os
+import platform
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from benchmarks.gpu_check.random_policy import (
+    B1,
+    B3,
+    B8,
+    BUCKET,
+    SMALL,
+    TINY,
+    RandomPolicy,
+    Setting,
+    experience,
+    hardware,
+    optimizer_step,
+    state,
+)
+from benchmarks.gpu_check.rows import Row, judged, not_run
+from benchmarks.gpu_check.runner import Place
+from rlhf_ray.config.learner import LoRAConfig, OptimizerConfig
+from rlhf_ray.models.packed_model import Chunks
+from rlhf_ray.records import Experience
+
+MFU, GOAL = 0.25, 0.40
+"""Share of the GPU's peak that an update must reach, and the one to get to."""
+PLAN_WITHIN = 0.10
+GIB, GB = 2**30, 1e9
+SAVE_S = 120.0
+ROOT = Path(__file__).parents[2]
+HALF = {"autocast": "bfloat16"}
+
+
+def update(place: Place) -> Iterator[Row]:
+    """An update of 1 billion weights, then what follows one: a publication, and the way into another phase."""
+    setting = Setting(B1 if place.gpu else TINY, HALF)
+    if (short := _too_small(place, setting)) is not None:
+        yield short
+        return
+    learner, rows = setting.start(place), experience(setting.size)
+    yield from _updates(place, setting, learner, rows)
+    yield _publication(learner)
+    yield from _offload(place, learner, rows)
+    learner.leave()
+
+
+def larger(place: Place) -> Iterator[Row]:
+    """An update of 3 billion weights."""
+    yield from _alone(place, Setting(B3 if place.gpu else TINY, {**HALF, "gradient_checkpointing": True}))
+
+
+def adapters(place: Place) -> Iterator[Row]:
+    """An update of adapters on 8 billion weights."""
+    fields = {**HALF, "gradient_checkpointing": True, "lora": LoRAConfig()}
+    yield from _alone(place, Setting(B8 if place.gpu else TINY, fields))
+
+
+def _alone(place: Place, setting: Setting) -> Iterator[Row]:
+    if (short := _too_small(place, setting)) is not None:
+        yield short
+        return
+    learner = setting.start(place)
+    yield from _updates(place, setting, learner, experience(setting.size))
+    learner.leave()
+
+
+def _too_small(place: Place, setting: Setting) -> Row | None:
+    """A row instead of an update that does not fit on this GPU."""
+    device, planned = hardware() if place.gpu else None, setting.plan(place).device_bytes
+    if device is None or planned <= device.usable_memory * device.memory_bytes:
+        return None
+    return not_run("an update", f"it is planned to take {planned / GIB:.0f} GiB, and this GPU has "
+                                f"{device.memory_bytes / GIB:.0f}")
+
+
+def _updates(place: Place, setting: Setting, learner: RandomPolicy, rows: Experience) -> Iterator[Row]:
+    """Precision of the first update, speed and memory of the second."""
+    seen: set[torch.dtype] = set()
+    head = learner.engine.module.model.get_output_embeddings()
+    watch = head.register_forward_hook(lambda *call: seen.add(call[-1].dtype))
+    optimizer_step(learner, rows, 1)
+    watch.remove()
+    yield judged("precision of the logits", ", ".join(map(str, seen)), seen == {torch.bfloat16},
+                 "inside the forward pass; bfloat16 is configured")
+    highest = torch.cuda.max_memory_allocated() if place.gpu else 0
+    if place.gpu:
+        torch.cuda.reset_peak_memory_stats()
+    yield _utilization(place, setting, optimizer_step(learner, rows, 2))
+    yield from _memory(place, setting, highest)
+
+
+def _utilization(place: Place, setting: Setting, seconds: float) -> Row:
+    """Operations of the model alone, recomputed ones not counted, over the GPU's peak."""
+    size, shape = setting.size, setting.shape(place)
+    unused = 2 * shape.vocabulary * shape.hidden * (size.rows * size.length - size.predicted)
+    passes = 2 if "lora" in setting.fields else 3  # frozen weights have no gradients
+    flops = passes * (size.rows * shape.row_flops(size.length) - unused) / seconds
+    rate = f"{size.rows * size.length / seconds:,.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s"
+    note = f"{shape.parameters / 1e6:,.1f} million weights, {size.rows} rows of {size.length} tokens"
+    device = hardware() if place.gpu else None
+    if device is None:
+        return Row("speed of an update", rate, note)
+    share = flops / device.flops
+    return judged("speed of an update", f"{share:.0%} of the peak, {rate}", share >= MFU,
+                  f"{note}; at least {MFU:.0%} of {device.flops / 1e12:,.0f} TFLOP/s, the goal is {GOAL:.0%}")
+
+
+def _memory(place: Place, setting: Setting, highest: int) -> Iterator[Row]:
+    """The GPU's memory, CUDA's context included, against the plan's.
+
+    Args:
+        highest: bytes allocated before the measured update, while the learner started.
+    """
+    if not place.gpu:
+        yield not_run("memory of an update", "CUDA's allocator counts it")
+        return
+    free, total = torch.cuda.mem_get_info()
+    context, planned = total - free - torch.cuda.memory_reserved(), setting.plan(place).device_bytes
+    held = torch.cuda.max_memory_allocated() + context
+    off = held / planned - 1
+    yield judged("memory of an update", f"{held / GIB:.2f} GiB, planned {planned / GIB:.2f} ({off:+.0%})",
+                 abs(off) <= PLAN_WITHIN,
+                 f"within {PLAN_WITHIN:.0%}; {context / GIB:.2f} GiB of it CUDA's; torch reserved "
+                 f"{torch.cuda.max_memory_reserved() / GIB:.2f} GiB")
+    yield judged("memory of the start", f"{(highest + context) / GIB:.2f} GiB",
+                 highest + context <= planned * (1 + PLAN_WITHIN), "the highest up to the first update; not above the "
+                                                                   f"plan by more than {PLAN_WITHIN:.0%}")
+
+
+def _publication(learner: RandomPolicy) -> Row:
+    """All buckets of the weights as they are sent through the object store."""
+    plan, began = learner.plan_weights(BUCKET, []), time.perf_counter()
+    for index in range(plan.whole.buckets):
+        learner.weight_bucket(1, index)
+    seconds = time.perf_counter() - began
+    return Row("buckets of a publication", f"{plan.whole.nbytes / seconds / GB:.2f} GB/s",
+               f"{plan.whole.nbytes / 1e6:,.0f} MB gathered, cast, copied to main memory and sealed in {seconds:.2f} s")
+
+
+def _offload(place: Place, learner: RandomPolicy, rows: Experience) -> Iterator[Row]:
+    """The optimizer's state out of the GPU and back, and an update with it."""
+    before, held = digest(state(learner)), torch.cuda.memory_allocated() if place.gpu else 0
+    seconds = [_seconds(learner.offload_state)]
+    freed = held - torch.cuda.memory_allocated() if place.gpu else 0
+    seconds.append(_seconds(learner.reload_state))
+    same = digest(state(learner)) == before
+    optimizer_step(learner, rows, 3)
+    times = f"{seconds[0]:.2f} s out, {seconds[1]:.2f} s back"
+    yield judged("offload between phases", times, same, "weights and moments are the same bits; then an update is made")
+    if place.gpu:
+        due = 8 * sum(p.numel() for p in learner.engine.module.parameters() if p.requires_grad)
+        yield judged("memory between phases", f"{freed / GIB:.2f} GiB freed", freed >= 0.95 * due,
+                     f"the two moments have {due / GIB:.2f} GiB")
+
+
+def _seconds(call: object) -> float:
+    assert callable(call)
+    began = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of names and bytes."""
+    whole = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        whole.update(name.encode())
+        whole.update(tensors[name].contiguous().view(torch.uint8).numpy().data)
+    return whole.hexdigest()
+
+
+def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Norm of the difference of all tensors over the norm of what is expected.
+
+    Raises:
+        KeyError: they have other names.
+    """
+    off = sum(float((found[name].double() - tensor.double()).square().sum()) for name, tensor in expected.items())
+    return float((off / sum(float(tensor.double().square().sum()) for tensor in expected.values())) ** 0.5)
+
+
+def _freed() -> None:
+    """What learners that are no longer used leave in cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def gradients(place: Place) -> Iterator[Row]:
+    """The gradients of one update in several ways; AdamW's first moment is a tenth of them."""
+    size = SMALL if place.gpu else TINY
+    bound = 1e-2 if place.gpu else 1e-5
+    fields = {"optimizer": OptimizerConfig(grad_clip=0.0)}
+    again, chunked = {"gradient_checkpointing": True}, Chunks(elements=64 * size.vocabulary)
+    plain = Setting(size, fields, Chunks(elements=2**40))
+    expected = _gradients(place, plain)
+    settings = {
+        "the same again": plain,
+        "recomputed activations": replace(plain, fields={**fields, **again}),
+        "logits in chunks": replace(plain, chunks=chunked),
+        "ZeRO-3": Setting(size, {**fields, "zero_stage": 3}),
+        "ZeRO-3 with recomputed activations": Setting(size, {**fields, **again, "zero_stage": 3}),
+    }
+    for name, setting in settings.items():
+        off = apart(_gradients(place, setting), expected)
+        yield judged(f"gradients: {name}", f"{off:.1e}", off <= bound,
+                     f"relative to stage 0 with kept activations and whole logits; at most {bound:g}")
+
+
+def _gradients(place: Place, setting: Setting) -> dict[str, Tensor]:
+    learner = setting.start(place)
+    optimizer_step(learner, experience(setting.size), 1)
+    found = {name: tensor for name, tensor in state(learner).items() if name.startswith("exp_avg:")}
+    del learner
+    _freed()
+    return found
+
+
+def resume(place: Place) -> Iterator[Row]:
+    """Checkpoints of ZeRO-0 and ZeRO-3, loaded at both, and the update after."""
+    size, saved, after = SMALL if place.gpu else TINY, {}, {}
+    rows = experience(size)
+    for stage in (0, 3):
+        learner = Setting(size, {"zero_stage": stage}).start(place)
+        optimizer_step(learner, rows, 1)
+        _save(learner, place.directory / str(stage))
+        saved[stage] = digest(state(learner)), torch.get_rng_state(), learner.engine.optimizer_steps
+        optimizer_step(learner, rows, 2)
+        after[stage] = state(learner)
+        del learner
+        _freed()
+    for stage in (0, 3):
+        learner = Setting(size, {"zero_stage": stage}).start(place)
+        for origin in (3 - stage, stage):
+            learner.load(str(place.directory / str(origin)))
+            known, random, steps = saved[origin]
+            same = (digest(state(learner)) == known and torch.equal(torch.get_rng_state(), random)
+                    and learner.engine.optimizer_steps == steps)
+            yield judged(f"resume at ZeRO-{stage} from ZeRO-{origin}", "the same bits" if same else "other bits", same,
+                         "weights, moments, counters, random numbers")
+        optimizer_step(learner, rows, 2)
+        found = state(learner)
+        equal, off = digest(found) == digest(after[stage]), apart(found, after[stage])
+        what, note = f"the next update at ZeRO-{stage}", f"differs by {off:.1e}, relative"
+        # Backward passes of attention on GPUs add in any order.
+        yield Row(what, "the same bits" if equal else note) if place.gpu else judged(what, note, equal)
+        del learner
+        _freed()
+
+
+def _save(learner: RandomPolicy, directory: Path) -> None:
+    learner.begin_save(str(directory))
+    end = time.monotonic() + SAVE_S
+    while not learner.save_progress().done:
+        if time.monotonic() > end:
+            raise TimeoutError(f"a checkpoint was not written within {SAVE_S:g} s")
+        time.sleep(0.05)
+
+
+def cpu_adam(place: Place) -> Iterator[Row]:
+    """Two updates by DeepSpeed's CPU Adam, against torch's AdamW."""
+    _compile_apart()
+    # With such an eps a step is about its gradient, and nothing is divided by a small number.
+    optimizer = OptimizerConfig(learning_rate=0.1, eps=1.0, grad_clip=0.0)
+    size, bound = SMALL if place.gpu else TINY, 2e-2 if place.gpu else 1e-4
+    usual = Setting(size, {"optimizer": optimizer})
+    moved = Setting(size, {"optimizer": optimizer, "zero_stage": 1, "offload_optimizer": True, "gpus": 1.0})
+    (expected, usual_s), (found, moved_s) = (_change(place, setting) for setting in (usual, moved))
+    off = apart(found, expected)
+    yield judged("steps of CPU Adam", f"{off:.1e}", off <= bound, f"relative to AdamW's; at most {bound:g}")
+    yield Row("its update", f"{moved_s:.2f} s", f"{usual_s:.2f} s with AdamW")
+
+
+def _compile_apart() -> None:
+    """Let torch compile in a folder of this check: a compilation that is killed leaves a lock, for which later ones
+    would wait."""
+    folder = ROOT / "benchmarks" / ".cache" / f"torch_extensions-{platform.python_version()}-{torch.__version__}"
+    for lock in folder.glob("*/lock"):
+        lock.unlink()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+
+
+def _change(place: Place, setting: Setting) -> tuple[dict[str, Tensor], float]:
+    """What two updates change in the weights, and seconds of the second."""
+    learner, rows = setting.start(place), experience(setting.size)
+    before = _weights(learner)
+    optimizer_step(learner, rows, 1)
+    seconds = optimizer_step(learner, rows, 2)
+    after = _weights(learner)
+    del learner
+    _freed()
+    return {name: after[name] - tensor for name, tensor in before.items()}, seconds
+
+
+def _weights(learner: RandomPolicy) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state(learner).items() if name.startswith("weights:")}

@@ -1,0 +1,98 @@
+"""The parts of the check: what each of their checks catches, what it needs, and where it is.
+
+Nothing heavy is imported here: a check is imported in the process that runs it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+
+@dataclass(frozen=True)
+class Check:
+    """One process of the check."""
+
+    part: str
+    name: str
+    catches: str
+    """What is wrong where one of its rows is."""
+    seconds: float
+    """What it is expected to take on an H200; an estimate, nobody has measured it."""
+    package: str = __package__
+    """Where the module `part` has the generator `name` of its rows."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Checks that need the same packages."""
+
+    name: str
+    says: str
+    packages: tuple[str, ...]
+    """What they import besides torch and transformers."""
+    checks: tuple[Check, ...]
+
+    def missing(self) -> list[str]:
+        """Those of its packages that are not installed here."""
+        return [package for package in self.packages if find_spec(package) is None]
+
+
+def _part(name: str, says: str, packages: tuple[str, ...], **checks: tuple[float, str]) -> Part:
+    return Part(name, says, packages, tuple(Check(name, key, catches, seconds)
+                                            for key, (seconds, catches) in checks.items()))
+
+
+WHEELS = ("deepspeed", "pydantic", "pydantic_settings")
+"""What `launch/gpu_wheels` brings to an image that has torch and transformers."""
+PARTS = {part.name: part for part in (
+    _part(
+        "seams", "Functions with a path of their own on GPUs, each alone.", (),
+        attention=(20, "another torch's variable-length kernel that computes other values or gradients than the "
+                       "grids, or is slower than they are"),
+        logprobs=(20, "log-probabilities, entropies or gradients that lose digits over 128,256 logits in bfloat16, or "
+                      "copy all of them"),
+        fingerprints=(20, "digests that differ between GPU and CPU, by which every publication over nccl and ipc would "
+                          "be refused, or that take as long as the transfer"),
+        ipc=(30, "GPU memory that stays occupied after another process has read it by handle, which fills the GPU "
+                 "publication by publication"),
+    ),
+    _part(
+        "learner", "`PolicyLearner` in one process, without Ray and vLLM.", WHEELS,
+        update=(50, "updates in float32 although bfloat16 is configured, a slow update, a plan of memory that is off, "
+                    "slow publications, optimizer state that stays on the GPU between phases"),
+        larger=(50, "the same with 3 billion weights and recomputed activations"),
+        adapters=(60, "the same of adapters on 8 billion frozen weights"),
+        gradients=(40, "recomputed activations, chunked logits or sharded weights that change the gradients"),
+        resume=(40, "checkpoints that lose a bit of weights, moments, counters or random numbers, at one ZeRO stage or "
+                    "between two"),
+        cpu_adam=(100, "an optimizer in main memory that does not compile here, or makes another step"),
+    ),
+    _part(
+        "engine", "One generator with vLLM and one learner, on one GPU.", (*WHEELS, "ray", "vllm"),
+        object_store=(130, "generators that compute with other weights than were published, a slow or long "
+                           "publication, slow generation over 128,256 tokens, a plan of memory that is off, memory "
+                           "that level 2 of sleep does not give back"),
+        ipc_handles=(90, "the same where generators read the learner's memory by handle, with weights sharded by "
+                         "ZeRO-3 and level 1 of sleep"),
+        adapters=(90, "adapters that vLLM computes with otherwise than the learner"),
+    ),
+    _part(
+        "cluster", "Processes that come, go, or have a GPU each.", (*WHEELS, "ray", "vllm"),
+        restart=(120, "a lost generator that finds no memory beside a live learner, or does not catch up"),
+        nccl=(120, "broadcasts between GPUs that hang, or arrive with other weights"),
+    ),
+)}
+
+
+def text() -> str:
+    """All checks with what they catch, for `--help`."""
+    lines = []
+    for part in PARTS.values():
+        needs = f" Needs {', '.join(part.packages)}." if part.packages else ""
+        lines += ["", f"{part.name}: {part.says}{needs}", *(f"  {c.name:<13} {c.catches}" for c in part.checks)]
+    return "\n".join(lines[1:])
+
+
+def chosen(names: Sequence[str]) -> list[Part]:
+    """The parts named, in the order of `PARTS`; without names, those whose packages are here."""
+    return [part for part in PARTS.values() if (part.name in names if names else not part.missing())]
