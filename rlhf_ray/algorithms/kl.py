@@ -57,8 +57,7 @@ class FixedKL:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Goes on from a `state_dict`."""
-        self.value = float(state["value"])
+        """Does nothing: a resumed run has the coefficient of its own configuration."""
 
 
 class AdaptiveKL(FixedKL):
@@ -98,3 +97,7 @@ class AdaptiveKL(FixedKL):
         error = observed / self.target - 1
         error = min(max(error, -MAX_PROPORTIONAL_ERROR), MAX_PROPORTIONAL_ERROR)
         self.value *= 1 + error * n / self.horizon
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continues from a `state_dict`."""
+        self.value = float(state["value"])

@@ -71,6 +71,14 @@ def test_fixed_controller_stays():
     assert controller.value == 0.05
 
 
+def test_a_resumed_run_has_the_fixed_coefficient_of_its_configuration_and_the_adapted_one_of_its_checkpoint():
+    saved = {"value": 0.2}
+    fixed, adaptive = FixedKL(0.05), AdaptiveKL(0.05, target=6.0, horizon=1000)
+    fixed.load_state_dict(saved)
+    adaptive.load_state_dict(saved)
+    assert (fixed.value, adaptive.value) == (0.05, 0.2)
+
+
 def test_adaptive_controller_by_hand():
     controller = AdaptiveKL(0.1, target=6.0, horizon=1000)
     controller.update(6.6, 100)  # error +0.1: 0.1 * (1 + 0.1 * 100 / 1000)
