@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +32,8 @@ from rlhf_ray.internals.ray import (
     start_options,
 )
 
+LEAVE_S = 15.0
+"""Longest time in which a local cluster's raylet answers that the driver leaves."""
 CLUSTER_ENDS_S = 5.0
 """Time for the processes of a local cluster to end after its shutdown; then they are killed."""
 INLINE_BYTES = 4096
@@ -112,11 +115,29 @@ def family(processes: Iterable[psutil.Process]) -> set[tuple[int, float]]:
 @contextmanager
 def ended_with(members: Iterable[tuple[int, float]]) -> Iterator[None]:
     """End these processes with the enclosed shutdown of a local cluster. Ray gives its raylet one second and kills it
-    then; its agents outlive it for a minute, because they report that to the control service, which is gone as well."""
+    then; its agents outlive it for a minute, because they report that to the control service, which is gone as well.
+
+    Ray's shutdown first takes leave of the raylet, without a deadline. One that does not answer, because it is stopped
+    or its disk hangs, is killed after `LEAVE_S`.
+    """
+    members = set(members)
+    unanswered = threading.Timer(LEAVE_S, _kill_raylets, (members,))
+    unanswered.daemon = True
+    unanswered.start()
     try:
         yield
     finally:
+        unanswered.cancel()
         kill(members, CLUSTER_ENDS_S)
+
+
+def _kill_raylets(members: Iterable[tuple[int, float]]) -> None:
+    """Kill the raylets among these processes. The head stays: without it the driver would end with an error."""
+    for pid, began in members:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process.name() == "raylet" and process.create_time() == began:
+                process.kill()
 
 
 def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: JobConfig) -> None:

@@ -127,6 +127,6 @@ print(*(process.pid for process in family if process.is_running() and process.st
 """A session whose raylet is killed in its shutdown, because it does not end in the second that Ray gives it."""
 
 
-def test_no_agent_of_ray_outlives_a_raylet_that_is_killed_in_the_shutdown():
+def test_a_raylet_that_is_stopped_holds_up_no_shutdown_and_none_of_ray_s_agents_outlives_it():
     ended = subprocess.run([sys.executable, "-c", AGENTS], capture_output=True, text=True, timeout=200)
     assert (ended.returncode, ended.stdout.strip()) == (0, ""), ended.stderr
