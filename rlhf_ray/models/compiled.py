@@ -10,6 +10,7 @@ from torch import nn
 
 from rlhf_ray.errors import ModelError
 from rlhf_ray.internals.transformers import decoder_layers
+from rlhf_ray.models.cpu.linear import use_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +30,7 @@ def compile_layers(model: "PreTrainedModel") -> int:
         raise ModelError(f"compile_layers=true finds neither norms nor MLPs in the layers of {type(model).__name__}; "
                          "set it to false")
     for part in parts:
+        use_torch(part)
         part.compile(dynamic=True)
     return len(parts)
 

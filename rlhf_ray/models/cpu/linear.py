@@ -67,6 +67,13 @@ def use_onednn(model: "PreTrainedModel") -> "PreTrainedModel":
     return model
 
 
+def use_torch(module: nn.Module) -> None:
+    """Undo `use_onednn` for the layers in a module: the compiler knows torch's own only."""
+    for layer in module.modules():
+        if type(layer) is OneDNNLinear:
+            layer.__class__ = nn.Linear
+
+
 def filler_of(tokens: Tensor) -> int:
     """Number of unused tokens to append after the last row, so that shapes repeat on CPUs (see `rounded_up`)."""
     return rounded_up(len(tokens)) - len(tokens) if tokens.is_cpu else 0
