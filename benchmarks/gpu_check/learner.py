@@ -4,6 +4,7 @@ import gc
 import os
 import platform
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from benchmarks.gpu_check.runner import Place
 from rlhf_ray.config.learner import LoRAConfig, OptimizerConfig
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.records import Experience
+from rlhf_ray.roles.micro_batch import AverageMeter
+from rlhf_ray.roles.ppo_update import training_batch
 
 MFU, GOAL = 0.25, 0.40
 """Share of the GPU's peak that an update must reach, and the one to get to."""
@@ -49,6 +52,7 @@ def update(place: Place) -> Iterator[Row]:
         return
     learner, rows = setting.start(place), experience(setting.size)
     yield from _updates(place, setting, learner, rows)
+    yield _readings(place, learner, rows)
     yield _publication(learner)
     yield from _offload(place, learner, rows)
     learner.leave()
@@ -135,6 +139,22 @@ def _memory(place: Place, setting: Setting, highest: int) -> Iterator[Row]:
     yield judged("memory of the start", f"{(highest + context) / GIB:.2f} GiB",
                  highest + context <= planned * (1 + PLAN_WITHIN), "the highest up to the first update; not above the "
                                                                    f"plan by more than {PLAN_WITHIN:.0%}")
+
+
+def _readings(place: Place, learner: RandomPolicy, rows: Experience) -> Row:
+    """How often the passes of an optimizer step read a number from the GPU, each time waiting for all its work."""
+    what = "readings from the GPU in the passes of an update"
+    if not place.gpu:
+        return not_run(what, "torch counts them on GPUs")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            shares = sum(1 for _ in learner.shares(training_batch([rows], whiten=False), AverageMeter()))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    count = sum("synchroniz" in str(one.message) for one in found)
+    return judged(what, f"{count} in {shares} passes", not count, "none, so that the CPU stays ahead of the GPU")
 
 
 def _publication(learner: RandomPolicy) -> Row:

@@ -58,8 +58,9 @@ PARTS = {part.name: part for part in (
     ),
     _part(
         "learner", "`PolicyLearner` in one process, without Ray and vLLM.", WHEELS,
-        update=(50, "updates in float32 although bfloat16 is configured, a slow update, a plan of memory that is off, "
-                    "slow publications, optimizer state that stays on the GPU between phases"),
+        update=(50, "updates in float32 although bfloat16 is configured, a slow update, passes that wait for the GPU, "
+                    "a plan of memory that is off, slow publications, optimizer state that stays on the GPU between "
+                    "phases"),
         larger=(50, "the same with 3 billion weights and recomputed activations"),
         adapters=(60, "the same of adapters on 8 billion frozen weights"),
         gradients=(40, "recomputed activations, chunked logits or sharded weights that change the gradients"),
