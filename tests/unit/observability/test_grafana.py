@@ -34,7 +34,7 @@ SHOWN = {
     "Where roles' time goes": ("ray_rlhf_share", "percentunit"),
     "Oldest call that is not answered": ("ray_rlhf_live_oldest_call", "s"),
     "Weight publication": ("ray_rlhf_weights_publish_seconds ray_rlhf_weights_pause_seconds", "s"),
-    "Generator against learner": ("ray_rlhf_rollout_logprob_gap", "short"),
+    "Generator against learner": ("ray_rlhf_rollout_logprob_gap ray_rlhf_rollout_logprob_gap_p99", "short"),
     "Weights sent": ("ray_rlhf_weights_published_mb", "mbytes"),
     "Versions behind the policy": ("ray_rlhf_live_versions_behind", "short"),
     "Experience in the object store": ("ray_rlhf_live_buffer_mb", "mbytes"),

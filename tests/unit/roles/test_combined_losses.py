@@ -116,8 +116,9 @@ def slope(module, loss, directions):
 
 @pytest.mark.parametrize("cls", [PolicyLearner, ActorCriticLearner])
 @pytest.mark.parametrize("with_text", [False, True])
-@pytest.mark.parametrize("changes", [{}, {"aggregate": "sequence"}, {"ratio": "sequence", "aggregate": "sequence"},
-                                     EVERYTHING, {**EVERYTHING, "aggregate": "sequence"}], ids=str)
+@pytest.mark.parametrize("changes", [
+    {}, {"aggregate": "sequence"}, {"ratio": "sequence", "aggregate": "sequence", "importance": "none"}, EVERYTHING,
+    {**EVERYTHING, "aggregate": "sequence"}], ids=str)
 def test_gradient_check_of_the_whole_objective(modules, cls, with_text, changes):
     module, part = modules[cls], batch()
     if "ratio" in changes:  # one ratio a row has this gradient where the row has one advantage (`policy_ratios`)

@@ -116,7 +116,7 @@ def test_a_sample_is_one_reward_request_with_the_tokens_of_all_its_rows(segments
 
 def test_losses_by_sequence_weigh_samples_equally(segments, policy_model):
     batch = training_batch([assembled(segments, policy_model, estimator="reinforce", coef=0.5)[0]], whiten=False)
-    algorithm = AlgorithmConfig(aggregate="sequence")
+    algorithm = AlgorithmConfig(aggregate="sequence", importance="none")
     learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, algorithm, 1.0, "update")
     learner.engine = SimpleNamespace(
         device="cpu", forward=lambda tokens, packing, predicted, _, mask: (tokens[predicted] / 10, None))
