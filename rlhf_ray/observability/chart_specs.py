@@ -172,7 +172,8 @@ CHARTS = (
         "Generator against learner", ("rollout/logprob_gap", "rollout/logprob_gap_p99"), "System",
         "Small and flat: numerical noise (below about 0.01 in float32, 0.05 in bfloat16). A rise means that the two do "
         "not compute the same policy.",
-        ("weights", "generator"), names=("Mean", "99 % of tokens are below"), axis="Gap of log-probabilities (nats per token)",
+        ("weights", "generator"), names=("Mean", "99 % of tokens are below"),
+        axis="Gap of log-probabilities (nats per token)",
     ),
     ChartPlan(
         "Replay buffer", ("buffer/samples",), "System",
