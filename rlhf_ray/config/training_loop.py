@@ -9,6 +9,9 @@ from rlhf_ray.config.data import PromptsSource
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.section import Section
 
+MAX_PATIENCE = 100
+"""Longest `early_stop.patience`, in steps: so many of a run's metrics are in its checkpoints."""
+
 
 class CoordinatorConfig(Section):
     """Batch size, staleness and concurrency of the loop."""
@@ -85,7 +88,7 @@ class EarlyStopConfig(Section):
     reward_below_start: float | None = Field(None, ge=0)
     """Stop when the mean reward (`reward/mean`) is more than this below its mean over the run's first `patience`
     steps; off if empty."""
-    patience: int = Field(5, ge=1)
+    patience: int = Field(5, ge=1, le=MAX_PATIENCE)
     """Number of consecutive steps beyond a limit that end the run."""
 
 

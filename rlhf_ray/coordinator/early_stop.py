@@ -3,32 +3,30 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_ray.config.training_loop import EarlyStopConfig
+from rlhf_ray.config.training_loop import MAX_PATIENCE, EarlyStopConfig
 
 
 @dataclass
 class EarlyStop:
-    """Checks two metrics of every step. Its state has the metrics and no verdict, so that a resumed run is checked
-    against its present limits."""
+    """Checks two metrics of every step. Its state has as many of them as the longest patience needs and no verdict, so
+    that a resumed run is checked against its present limits as if it had had them from the start."""
 
     config: EarlyStopConfig
     step: int = 0
     """The last step."""
     kl: list[float] = field(default_factory=list)
-    """Mean sequence KL of the last `patience` steps, in nats; empty without a reference."""
+    """Mean sequence KL of the last `MAX_PATIENCE` steps, in nats; empty without a reference."""
     reward: list[float] = field(default_factory=list)
-    """Mean reward of the last `patience` steps."""
+    """Mean reward of the last `MAX_PATIENCE` steps."""
     start: list[float] = field(default_factory=list)
-    """Mean reward of the run's first `patience` steps."""
+    """Mean reward of the run's first `MAX_PATIENCE` steps."""
 
     def observe(self, step: int, kl: float | None, reward: float) -> None:
         """Add the metrics of a finished step; `kl` is None without a reference."""
-        patience = self.config.patience
         self.step = step
-        self.kl = [] if kl is None else [*self.kl, kl][-patience:]
-        self.reward = [*self.reward, reward][-patience:]
-        if step <= patience:  # by the step number, since patience may have been raised meanwhile
-            self.start.append(reward)
+        self.kl = [] if kl is None else [*self.kl, kl][-MAX_PATIENCE:]
+        self.reward = [*self.reward, reward][-MAX_PATIENCE:]
+        self.start = [*self.start, reward][:MAX_PATIENCE]
 
     def reason(self) -> str | None:
         """Why the run should end: metric, value, limit and steps; None to continue."""
@@ -39,10 +37,9 @@ class EarlyStop:
         return {"step": self.step, "kl": self.kl, "reward": self.reward, "start": self.start}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, also with another patience."""
+        """Continue from a `state_dict`."""
         self.step = state["step"]
-        self.kl, self.reward = (list(state[name])[-self.config.patience :] for name in ("kl", "reward"))
-        self.start = list(state["start"])[: self.config.patience]
+        self.kl, self.reward, self.start = (list(state[name]) for name in ("kl", "reward", "start"))
 
     def _kl_blew_up(self) -> str | None:
         limit = self.config.kl_above
@@ -55,7 +52,8 @@ class EarlyStop:
         drop = self.config.reward_below_start
         if drop is None or not self.start:
             return None
-        begun = sum(self.start) / len(self.start)
+        start = self.start[: self.config.patience]
+        begun = sum(start) / len(start)
         if not self._all_over([reward >= begun - drop for reward in self.reward]):
             return None
         return (f"reward/mean was more than early_stop.reward_below_start={drop:g} below its start of {begun:.4g} "
@@ -63,7 +61,8 @@ class EarlyStop:
 
     def _all_over(self, within: list[bool]) -> bool:
         """Whether the last `patience` steps were all over the limit. NaN exceeds every limit."""
-        return len(within) == self.config.patience and not any(within)
+        last = within[-self.config.patience :]
+        return len(last) == self.config.patience and not any(last)
 
     def _when(self) -> str:
         first = self.step - self.config.patience + 1

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rlhf_ray.config.training_loop import EarlyStopConfig
+from rlhf_ray.config.training_loop import MAX_PATIENCE, EarlyStopConfig
 from rlhf_ray.coordinator.early_stop import EarlyStop
 
 NAN = float("nan")
@@ -87,12 +87,24 @@ def test_a_resumed_run_is_judged_by_its_own_limits(limits, goes_on):
     assert (again.reason() is None) is goes_on
 
 
-def test_patience_that_grew_makes_no_later_step_one_of_the_first():
-    limits = {"reward_below_start": 1.0}
-    _, short = watched(rewards(4, 6, 5, 5), **limits, patience=2)
-    longer = EarlyStop(EarlyStopConfig(**limits, patience=3))
-    longer.load_state_dict(short.state_dict())
-    for step in (5, 6, 7):
-        longer.observe(step, 0.0, 3.5)
-    assert longer.start == [4, 6], "the start is what it was"
-    assert "its start of 5 in each of the steps 5 to 7" in longer.reason()
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (1, 5)])
+def test_patience_may_change_as_if_it_had_been_so_from_the_start(before, after):
+    """Both what is found and what is saved."""
+    rows = rewards(4, 6, 8, 5, 3.5, 3.5, 3.5, 3.5, 3.5, 3.5)
+    whole, always = watched(rows, reward_below_start=1.0, patience=after)
+    assert whole != []
+    _, first = watched(rows[:4], reward_below_start=1.0, patience=before)
+    again = EarlyStop(EarlyStopConfig(reward_below_start=1.0, patience=after))
+    again.load_state_dict(first.state_dict())
+    found = []
+    for step, (kl, reward) in enumerate(rows[4:], start=5):
+        again.observe(step, kl, reward)
+        if again.reason():
+            found.append(step)
+    assert found == [step for step in whole if step > 4]
+    assert again.state_dict() == always.state_dict()
+
+
+def test_the_state_stays_small():
+    _, long = watched(kls(*range(3 * MAX_PATIENCE)), kl_above=10, patience=1)
+    assert [len(long.state_dict()[name]) for name in ("kl", "reward", "start")] == [MAX_PATIENCE] * 3
