@@ -20,6 +20,7 @@ OWN_RUN, COMING_FROM = ROOT / "docs/own_run.md", ROOT / "docs/coming_from.md"
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DIFF = re.compile(r"^```diff[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 YAML = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ANY_YAML = re.compile(r"^```yaml[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\\)\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)|(?:src|href)=\"([^\"]+)\"")
 SETTING = re.compile(r"^[A-Z_][A-Z0-9_]*=")
 
@@ -119,18 +120,23 @@ def test_overrides_on_command_lines_are_accepted(stage, monkeypatch):
         load(STAGES[stage], path, overrides)
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward-model", "process-reward", "ppo"])
-def test_configurations_of_an_own_run_are_accepted(stage, tmp_path):
+def yaml_blocks() -> list[tuple[str, str]]:
+    """(page and number, text) of every YAML block outside the guides, whose blocks `tests/slow/test_guides.py` runs."""
+    pages = (page for page in PAGES if page.parent.name != "guides")
+    return [(f"{page.relative_to(ROOT)}-{number}", text) for page in pages
+            for number, text in enumerate(ANY_YAML.findall(page.read_text(encoding="utf-8")), start=1)]
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in yaml_blocks()])
+def test_a_yaml_block_is_a_configuration_or_what_changes_one(text, tmp_path):
+    """The sections that a block lacks are those of the PPO configuration in the README."""
+    (readme,) = YAML.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    stage = next((name for name in STAGES if text.startswith(f"# {name.replace('-', '_')}.yaml")), "ppo")
+    needed = {name for name, field in STAGES[stage].model_fields.items() if stage == "ppo" or field.is_required()}
+    others = {name: section for name, section in yaml.safe_load(readme).items() if name in needed}
     file = tmp_path / "config.yaml"
-    file.write_text(recipes()[stage])
+    file.write_text(yaml.safe_dump(others | yaml.safe_load(text)))
     load(STAGES[stage], file, [])
-
-
-def test_the_configuration_in_the_readme_is_accepted(tmp_path):
-    (text,) = YAML.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    assert load(STAGES["ppo"], file, []).checkpoint.every == 50
 
 
 def test_our_options_beside_those_of_other_systems_exist():
