@@ -120,6 +120,13 @@ class GenerationConfig(PlacementConfig):
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
+    def engine_kind(self) -> Literal["in_process", "async"]:
+        """`engine`, where "auto" is async on GPUs and with several processes, and in_process otherwise."""
+        if self.engine != "auto":
+            return self.engine
+        return "async" if self.gpus > 0 or self.devices > 1 else "in_process"
+
+    @property
     def cache_mb(self) -> int | None:
         """`kv_cache_mb`, with the default for CPUs if empty; None leaves the size to vLLM."""
         return self.kv_cache_mb or (None if self.gpus else CACHE_ON_CPU_MB)
@@ -144,7 +151,7 @@ class GenerationConfig(PlacementConfig):
         if not isinstance(tokens, int) or tokens < self.max_sequences:
             raise ValueError(f"vllm.max_num_batched_tokens={tokens} is not a number of tokens of at least one for each "
                              f"of max_sequences={self.max_sequences}; raise it, or lower max_sequences")
-        if self.vllm.get("async_scheduling") and self.engine != "async" and not self.gpus:
+        if self.vllm.get("async_scheduling") and self.engine_kind == "in_process":
             raise ValueError("vllm.async_scheduling=true needs engine=async: in the in_process engine weights change "
                              "between two steps, which must not overlap; remove it, or set engine to async")
         return self

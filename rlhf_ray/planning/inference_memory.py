@@ -45,11 +45,6 @@ class GeneratorAdapters:
 WITHOUT_ADAPTERS = GeneratorAdapters(0, 0.0)
 
 
-def is_async(config: GenerationConfig) -> bool:
-    """Whether vLLM runs in separate processes (roles/engines/vllm_adapter.py, `engine_kind`)."""
-    return config.engine == "async" or (config.engine == "auto" and (config.gpus > 0 or config.devices > 1))
-
-
 def generator_memory(
     config: GenerationConfig, shape: ModelShape, longest: int, device: Hardware, bucket_bytes: float,
     through_memory: float = 0.0, adapters: GeneratorAdapters = WITHOUT_ADAPTERS,
@@ -94,7 +89,7 @@ def _on_cpu(config: GenerationConfig, shape: ModelShape, adapters: GeneratorAdap
         WEIGHTS: shape.weight_bytes + head,
         BUFFERS: received,
         CACHE: (config.cache_mb or 0) * MIB,
-        RUNTIME: GENERATOR + (ENGINE_CORE if is_async(config) else 0),
+        RUNTIME: GENERATOR + (ENGINE_CORE if config.engine_kind == "async" else 0),
     })
 
 

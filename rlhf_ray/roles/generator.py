@@ -41,7 +41,7 @@ from rlhf_ray.records import (
 from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
 from rlhf_ray.roles.engines.interface import AdapterSettings, Completion, EngineSettings, SampleRequest, SamplingEngine
 from rlhf_ray.roles.engines.partial_rollouts import AbortableEngine, PartialRolloutEngine
-from rlhf_ray.roles.engines.vllm_adapter import engine_kind, generator_environment
+from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 from rlhf_ray.weights.manifest import fused_groups
 from rlhf_ray.weights.receiver import Receiver
 
@@ -310,7 +310,7 @@ class Generator:
 def build_engine(settings: EngineSettings, in_flight: Literal["keep", "abort"] = "keep") -> SamplingEngine:
     """The configured engine; vLLM is imported when it starts."""
     engine: AbortableEngine
-    if engine_kind(settings.generation) == "async":
+    if settings.generation.engine_kind == "async":
         engine = AsynchronousEngine(settings)
     else:
         from rlhf_ray.roles.engines.in_process import InProcessEngine

@@ -33,13 +33,6 @@ fraction, but still checks it (vllm/v1/worker/utils.py, `request_memory`). Its d
 is on the same GPU."""
 
 
-def engine_kind(config: GenerationConfig) -> str:
-    """"in_process" or "async"; "auto" means async on GPUs and in_process on CPUs."""
-    if config.engine != "auto":
-        return config.engine
-    return "async" if config.gpus > 0 or config.devices > 1 else "in_process"
-
-
 def refuse_open_serialization() -> None:
     """Reject a vLLM setting that unpickles messages between its processes, which lets senders run code.
 
@@ -61,7 +54,7 @@ def generator_environment(config: GenerationConfig) -> dict[str, str]:
     """
     refuse_open_serialization()
     variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if engine_kind(config) == "async" else "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if config.engine_kind == "async" else "0",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -130,7 +123,7 @@ def _operators(settings: EngineSettings) -> dict[str, Any]:
 
 
 def _parallelism(generation: GenerationConfig) -> dict[str, Any]:
-    if engine_kind(generation) == "in_process":
+    if generation.engine_kind == "in_process":
         # Steps must not overlap: weights change between two of them.
         return {"async_scheduling": False}
     if generation.devices == 1:

@@ -29,12 +29,7 @@ from rlhf_ray.planning.node_spec import parse_nodes
 from rlhf_ray.planning.plan import make_plan
 from rlhf_ray.records import Experience, SampleKey
 from rlhf_ray.roles.engines.interface import EngineSettings, SampleRequest
-from rlhf_ray.roles.engines.vllm_adapter import (
-    engine_arguments,
-    engine_kind,
-    generator_environment,
-    sampling_parameters,
-)
+from rlhf_ray.roles.engines.vllm_adapter import engine_arguments, generator_environment, sampling_parameters
 from rlhf_ray.roles.ppo_update import training_batch
 
 Observe = Callable[[Any, Any], Any]
@@ -376,7 +371,7 @@ ROWS: list[Row] = [
           "tests/unit/coordinator/test_best_checkpoint.py::test_better_is_better_and_nothing_else"),
     Refused(("checkpoint.best_mode",), "min", "best_mode=min without best_metric"),
     # Generators
-    Differs(("generator.engine",), ("in_process", "async"), lambda config, _: engine_kind(config.generator)),
+    Differs(("generator.engine",), ("in_process", "async"), lambda config, _: config.generator.engine_kind),
     Differs(("generator.max_sequences",), (8, 16), vllm_arguments),
     Differs(("generator.kv_cache_mb",), (32, 64), vllm_arguments),
     Differs(("generator.vllm",), ({}, {"block_size": 64}), vllm_arguments),

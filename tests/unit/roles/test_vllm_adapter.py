@@ -86,6 +86,7 @@ class TestFurtherArguments:
         ({"vllm": {"max_num_batched_tokens": 8}}, "max_num_batched_tokens=8 .* max_sequences=64"),
         ({"vllm": {"max_num_batched_tokens": "many"}}, "max_num_batched_tokens=many"),
         ({"vllm": {"async_scheduling": True}}, "engine=async"),
+        ({"vllm": {"async_scheduling": True}, "gpus": 1, "engine": "in_process"}, "engine=async"),
     ])
     def test_what_would_sample_wrongly_is_refused(self, changes, message):
         with pytest.raises(ValidationError, match=message):
