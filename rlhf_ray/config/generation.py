@@ -25,6 +25,9 @@ EngineArgument = Literal[
 Others have a field here, or would make log-probabilities or publications wrong."""
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower positive temperatures to this (`_MAX_TEMP` in vllm/sampling_params.py)."""
+MOST_STOP_TOKENS = 120
+"""vLLM's model runner for GPUs takes 128 in all (`MAX_NUM_STOP_TOKEN_IDS` in vllm/v1/worker/gpu/sample/logit_bias.py),
+and ends with an error in the middle of a step if a request has more."""
 
 
 class SamplingConfig(Section):
@@ -66,6 +69,10 @@ class SamplingConfig(Section):
         if "" in self.stop:
             raise ValueError(f"stop={self.stop} contains an empty text, which is complete before the first "
                              "token; remove it")
+        if self.min_tokens and len(self.stop_token_ids) > MOST_STOP_TOKENS:
+            raise ValueError(f"stop_token_ids has {len(self.stop_token_ids)} tokens; with min_tokens vLLM excludes at "
+                             f"most {MOST_STOP_TOKENS} besides the model's own on GPUs; remove some, or set "
+                             "min_tokens to 0")
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids={self.stop_token_ids} contains a negative number; tokens are "
                              "numbered from 0")

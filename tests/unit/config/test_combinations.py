@@ -52,6 +52,8 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--generator.sampling.temperature=3"], ["generator.sampling.temperature", "2"]),
         ("ppo", ["--generator.sampling.min_p=1.5"], ["generator.sampling.min_p", "1"]),
         ("ppo", ["--generator.sampling.min_tokens=300"], ["min_tokens=300", "max_tokens=256"]),
+        ("ppo", ["--generator.sampling.min_tokens=3", f"--generator.sampling.stop_token_ids={list(range(2, 123))}"],
+         ["stop_token_ids has 121 tokens", "at most 120"]),
         ("ppo", ["--generator.sampling.stop=['']"], ["generator.sampling: stop=['']", "empty text"]),
         ("ppo", ["--generator.sampling.stop_token_ids=[3, -1]"], ["stop_token_ids=[3, -1]", "negative"]),
         ("ppo", ["--generator.sampling.repetition_penalty=1.1"], ["generator.sampling.repetition_penalty=1.1"]),
