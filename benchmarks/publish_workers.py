@@ -38,6 +38,12 @@ class Sizes:
     intermediate: int
     layers: int
 
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of each that vLLM packs, but for the small output head."""
+        width, inner = self.hidden, self.intermediate
+        return [(3 * width, width), (width, width), (2 * inner, width), (width, inner)] * self.layers
+
 
 def make_models(directory: Path, name: str, sizes: Sizes) -> tuple[ModelConfig, ModelConfig]:
     """Random float32 models for the learner and the generators, saved beside the workload's tokenizer."""

@@ -13,9 +13,8 @@ from rlhf_ray.cli.main import app
 from rlhf_ray.cli.stage import split_arguments
 from rlhf_ray.config.derived import placements_of
 from rlhf_ray.config.load import STAGES, load
+from tests.pages import PAGES, ROOT, fences
 
-ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md")), *sorted(ROOT.glob("*/README.md"))]
 OWN_RUN, COMING_FROM = ROOT / "docs/own_run.md", ROOT / "docs/coming_from.md"
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 DIFF = re.compile(r"^```diff[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -91,6 +90,15 @@ def test_the_patches_in_the_guides_apply(tmp_path):
         assert answer.returncode == 0, answer.stderr
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_that_are_not_run_name_what_runs_them_or_what_they_need(page):
+    """All others are run by `tests/slow/test_pages.py`."""
+    comments = re.findall(r"^<!-- not run here: (.+) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert comments == [fence.why_not_run for fence in fences(page) if fence.language == "sh" and fence.why_not_run]
+    for reason in comments:
+        assert (ROOT / reason).is_file() or not reason.startswith("tests/"), reason
+
+
 def by_subcommand() -> dict[str, list[str]]:
     """Command lines of `rlhf-ray` by subcommand ("jobs list", "ppo"); under "" those without one."""
     groups = {group.name for group in app.registered_groups}
@@ -121,7 +129,7 @@ def test_overrides_on_command_lines_are_accepted(stage, monkeypatch):
 
 
 def yaml_blocks() -> list[tuple[str, str]]:
-    """(page and number, text) of every YAML block outside the guides, whose blocks `tests/slow/test_guides.py` runs."""
+    """(page and number, text) of every YAML block outside the guides, which `tests/slow/test_pages.py` runs."""
     pages = (page for page in PAGES if page.parent.name != "guides")
     return [(f"{page.relative_to(ROOT)}-{number}", text) for page in pages
             for number, text in enumerate(ANY_YAML.findall(page.read_text(encoding="utf-8")), start=1)]
