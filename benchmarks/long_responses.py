@@ -167,7 +167,9 @@ async def gaps(directory: Path, dtype: Dtype) -> list[Gap]:
     buckets = policy.plan_weights(64 * MIB, generator.fused_groups()).whole.buckets
     for version in range(1, VERSIONS):
         while generator.tokens_made() < version * SAMPLES * RESPONSE // VERSIONS:
-            await asyncio.sleep(0.01)
+            await asyncio.wait([sampling], timeout=0.01)
+            if sampling.done():  # it failed
+                await sampling
         policy.update(version, 0.0, experience(4, 256))
         await generator.begin_weights(version, version, buckets)
         for index in range(buckets):

@@ -79,6 +79,18 @@ def check_all_prompts(config: PreferencesStageConfig) -> None:
                          "pairs")
 
 
+def check_prefill(config: PPOConfig | PreferencesStageConfig) -> None:
+    """A pass of a generator on a CPU holds a whole sequence: one that begins again with new weights is as long as its
+    prompt and what was sampled, and vLLM cannot divide it there (`vllm_adapter.engine_arguments`)."""
+    generation = config.generator
+    longest = derive(config).longest_sample if isinstance(config, PPOConfig) else (
+        config.prompts.max_tokens + generation.sampling.max_tokens)
+    if not generation.gpus and generation.prefill_tokens(longest) < longest:
+        raise ValueError(f"generator.vllm.max_num_batched_tokens={generation.prefill_tokens(longest)} is less than a "
+                         f"prompt and its response, {longest} tokens, which a generator on a CPU computes in one pass; "
+                         "raise it, or remove it")
+
+
 def check_backbone(config: PPOConfig) -> None:
     """A critic that is the policy's model needs the policy's own pass, and is trained with it only."""
     if config.critic.backbone == "own":
@@ -315,11 +327,11 @@ def check_schedules(config: PPOConfig) -> None:
 
 CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     StageConfig: (check_pools, check_effects),
-    PreferencesStageConfig: (check_all_prompts, check_pairs),
+    PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
     PPOConfig: (
         check_backbone, check_reward_components, check_critic_start, check_groups, check_held_out,
-        check_overlong_buffer, check_sampling, check_best_metric, check_mini_batches, check_chunks, check_buffer,
-        check_deadlines, check_micro_batches, check_transport, check_phases, check_schedules,
+        check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches, check_chunks,
+        check_buffer, check_deadlines, check_micro_batches, check_transport, check_phases, check_schedules,
     ),
 }
 """The checks of a configuration and of those derived from it, in the order in which they are made."""

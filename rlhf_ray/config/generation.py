@@ -1,8 +1,9 @@
 """Rollouts: sampling, the generation engine, and the transport of its weights."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+import yaml
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section
@@ -145,12 +146,23 @@ class GenerationConfig(PlacementConfig):
         return 2 * max(self.max_sequences, self.chunk)
 
     def prefill_tokens(self, context: int) -> int:
-        """Tokens of one vLLM pass: `vllm.max_num_batched_tokens`; if it is not set, at least one per sequence, and at
-        most those of all sequences at `context` tokens each."""
+        """Tokens of one vLLM pass: `vllm.max_num_batched_tokens`; if it is not set, at least one per sequence, on CPUs
+        at least a whole sequence, and at most those of all sequences at `context` tokens each."""
         if (given := self.vllm.get("max_num_batched_tokens")) is not None:
             return int(str(given))
-        usual = PREFILL_ON_GPU if self.gpus else PREFILL_ON_CPU
+        usual = PREFILL_ON_GPU if self.gpus else max(PREFILL_ON_CPU, context)
         return min(max(usual, self.max_sequences), self.max_sequences * context)
+
+    @field_validator("vllm", mode="before")
+    @classmethod
+    def _values_of_texts(cls, given: Any) -> Any:
+        """On a command line and in the environment, values are texts: "2048" and "false" are a number and no."""
+        if not isinstance(given, dict):
+            return given
+        try:
+            return {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in given.items()}
+        except yaml.YAMLError:
+            raise ValueError(f"vllm={given} has a text that is no value; write numbers, true, false or words") from None
 
     @model_validator(mode="after")
     def _arguments_fit(self) -> "GenerationConfig":
@@ -158,6 +170,9 @@ class GenerationConfig(PlacementConfig):
         if not isinstance(tokens, int) or tokens < self.max_sequences:
             raise ValueError(f"vllm.max_num_batched_tokens={tokens} is not a number of tokens of at least one for each "
                              f"of max_sequences={self.max_sequences}; raise it, or lower max_sequences")
+        if self.vllm.get("enable_chunked_prefill") and not self.gpus:
+            raise ValueError("vllm.enable_chunked_prefill=true: on CPUs vLLM fails when a request with a seed is "
+                             "divided; remove it")
         if self.vllm.get("async_scheduling") and self.engine_kind == "in_process":
             raise ValueError("vllm.async_scheduling=true needs engine=async: in the in_process engine weights change "
                              "between two steps, which must not overlap; remove it, or set engine to async")

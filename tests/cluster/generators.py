@@ -35,9 +35,9 @@ def make_prompts():
 PROMPTS = make_prompts()
 
 
-def make_generator(directory, engine="in_process", in_flight="keep", sampling=SHORT):
+def make_generator(directory, engine="in_process", in_flight="keep", sampling=SHORT, **vllm):
     """A generator that records sampling masks, not started."""
-    settings = GenerationConfig(engine=engine, max_sequences=8, kv_cache_mb=16, sampling=sampling)
+    settings = GenerationConfig(engine=engine, max_sequences=8, kv_cache_mb=16, sampling=sampling, vllm=vllm)
     return Generator(ModelConfig(path=str(directory)), settings, seed=0, max_context=CONTEXT, in_flight=in_flight,
                      record_masks=True)
 

@@ -219,6 +219,32 @@ def test_weights_published_in_flight_take_effect_from_one_token_to_the_next(loop
     assert_each_token_matches_its_weights(rollout, old, new_models[kind])
 
 
+@pytest.mark.parametrize("engine", ["in_process", pytest.param("async", marks=pytest.mark.slow)])
+def test_where_a_pass_has_no_room_for_all_sequences_they_begin_one_after_the_other(
+        loop, directories, new_models, engine):
+    """New prompts, and sequences of prompt and response that begin again with new weights."""
+    old, new, rows = load_model(directories["tied"]), new_models["tied"], range(8)
+    tokens = np.random.default_rng(6).integers(2, VOCAB, 8 * 60).astype(np.int32)
+    prompts = Prompts(offsets_of([60] * 8), tokens, [""] * 8, [{} for _ in rows], np.arange(8))
+    keys = [SampleKey(0, row, 0) for row in rows]
+
+    async def check():
+        generator = make_generator(directories["tied"], engine, max_num_batched_tokens=CONTEXT)
+        await generator.start()
+        try:
+            together = await generator.generate(prompts, keys, 1)
+            each = [await generator.generate(prompts, [key], 1) for key in keys]
+            in_flight = await publish_in_flight(generator, new)
+        finally:
+            await generator.stop()
+        return together, type(together).concat(each), in_flight
+
+    together, each, in_flight = loop.run_until_complete(check())
+    assert_same(together, each)
+    assert len(in_flight.tokens) > 3 * CONTEXT
+    assert_each_token_matches_its_weights(in_flight, old, new)
+
+
 def aborted_and_continued(loop, generator, model):
     """A rollout as `publish_in_flight` makes it, of a generator that aborts what new weights meet."""
     kept = generator._engine

@@ -90,6 +90,9 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         max_model_len=settings.max_context,
         max_num_seqs=generation.max_sequences,
         max_num_batched_tokens=generation.prefill_tokens(settings.max_context),
+        # vLLM 0.32 takes back the random numbers of a divided request by its generator's offset, which generators of
+        # CPUs do not have (v1/worker/gpu_model_runner.py, `_bookkeeping_sync`).
+        enable_chunked_prefill=False if on_cpu else None,
         seed=settings.seed,
         logprobs_mode="processed_logprobs",
         max_logprobs=-1,  # as many as a request asks for

@@ -72,6 +72,11 @@ class TestFurtherArguments:
         assert (asked.block_size, asked.enforce_eager, asked.kv_cache_dtype) == (32, True, "fp8")
         assert arguments(gpus=1).enforce_eager is False
 
+    def test_texts_of_a_command_line_become_what_they_say(self):
+        texts = {"max_num_batched_tokens": "4096", "enforce_eager": "false", "kv_cache_dtype": "fp8"}
+        given = GenerationConfig.model_validate({"vllm": texts})
+        assert given.vllm == {"max_num_batched_tokens": 4096, "enforce_eager": False, "kv_cache_dtype": "fp8"}
+
     def test_vllm_has_all_of_them(self):
         from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -85,6 +90,8 @@ class TestFurtherArguments:
         ({"vllm": {"quantization": "fp8"}}, "vllm.quantization"),
         ({"vllm": {"max_num_batched_tokens": 8}}, "max_num_batched_tokens=8 .* max_sequences=64"),
         ({"vllm": {"max_num_batched_tokens": "many"}}, "max_num_batched_tokens=many"),
+        ({"vllm": {"block_size": "[16"}}, "has a text that is no value"),
+        ({"vllm": {"enable_chunked_prefill": True}}, "enable_chunked_prefill=true"),
         ({"vllm": {"async_scheduling": True}}, "engine=async"),
         ({"vllm": {"async_scheduling": True}, "gpus": 1, "engine": "in_process"}, "engine=async"),
     ])
@@ -102,6 +109,12 @@ class TestPrefill:
     def test_it_has_room_for_one_token_of_every_sequence_and_for_no_more_than_all_of_them(self):
         assert arguments(gpus=1, max_sequences=10_000).max_num_batched_tokens == 10_000
         assert arguments(gpus=1, max_sequences=4).max_num_batched_tokens == 4 * CONTEXT
+
+    @pytest.mark.parametrize("engine", ["async", "in_process"])
+    def test_on_cpus_a_pass_holds_a_whole_sequence_and_none_is_divided(self, engine):
+        asked = engine_arguments(replace(settings(engine=engine), max_context=5000))
+        assert asked.max_num_batched_tokens == 5000 and asked.enable_chunked_prefill is False
+        assert arguments(gpus=1).enable_chunked_prefill is None  # vLLM's default
 
     def test_it_is_what_vllm_s_scheduler_works_with(self, tmp_path):
         from vllm.usage.usage_lib import UsageContext
