@@ -152,7 +152,7 @@ def prompts(directory: Path, rows: int, length: int) -> Prompts:
 
 async def started(directory: Path, dtype: Dtype, config: GenerationConfig, context: int) -> Generator:
     """A generator in this process."""
-    made = Generator(ModelConfig(path=str(directory), dtype=dtype), config, SEED, context)
+    made = Generator(ModelConfig(path=str(directory), dtype=dtype), config, SEED, context, record_masks=True)
     await made.start()
     return made
 

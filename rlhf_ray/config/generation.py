@@ -170,9 +170,10 @@ class GenerationConfig(PlacementConfig):
         if not isinstance(tokens, int) or tokens < self.max_sequences:
             raise ValueError(f"vllm.max_num_batched_tokens={tokens} is not a number of tokens of at least one for each "
                              f"of max_sequences={self.max_sequences}; raise it, or lower max_sequences")
-        if self.vllm.get("enable_chunked_prefill") and not self.gpus:
-            raise ValueError("vllm.enable_chunked_prefill=true: on CPUs vLLM fails when a request with a seed is "
-                             "divided; remove it")
+        for name in ("enable_chunked_prefill", "long_prefill_token_threshold"):
+            if self.vllm.get(name) and not self.gpus:
+                raise ValueError(f"vllm.{name}={self.vllm[name]} divides requests over passes, and on CPUs vLLM fails "
+                                 "when one with a seed is divided; remove it")
         if self.vllm.get("async_scheduling") and self.engine_kind == "in_process":
             raise ValueError("vllm.async_scheduling=true needs engine=async: in the in_process engine weights change "
                              "between two steps, which must not overlap; remove it, or set engine to async")

@@ -14,7 +14,7 @@ from benchmarks.growth.settings import LENGTHS, SIZES
 from benchmarks.side_process import SideProcess
 
 pytestmark = pytest.mark.slow
-TINY = replace(SIZES[0], name="tiny", hidden=32, layers=1, heads=2, tokens=128)
+TINY = replace(SIZES[0], name="tiny", hidden=64, layers=1, heads=2, tokens=128)
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,8 @@ class TestFurtherArguments:
         ({"vllm": {"max_num_batched_tokens": 8}}, "max_num_batched_tokens=8 .* max_sequences=64"),
         ({"vllm": {"max_num_batched_tokens": "many"}}, "max_num_batched_tokens=many"),
         ({"vllm": {"block_size": "[16"}}, "has a text that is no value"),
-        ({"vllm": {"enable_chunked_prefill": True}}, "enable_chunked_prefill=true"),
+        ({"vllm": {"enable_chunked_prefill": True}}, "enable_chunked_prefill=True divides"),
+        ({"vllm": {"long_prefill_token_threshold": 64}}, "long_prefill_token_threshold=64 divides"),
         ({"vllm": {"async_scheduling": True}}, "engine=async"),
         ({"vllm": {"async_scheduling": True}, "gpus": 1, "engine": "in_process"}, "engine=async"),
     ])
