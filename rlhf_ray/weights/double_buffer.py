@@ -68,10 +68,16 @@ class LayerCopy:
 
 
 class DoubleBuffer:
-    """One publication's weights next to a running model's; a `receiver.Stage`."""
+    """One publication's weights next to a running model's; a `receiver.Stage`.
 
-    def __init__(self, routes: Routes) -> None:
-        self._routes = routes
+    Args:
+        threads: number of threads that the model computes with. oneDNN chooses the layout of packed weights by the
+            number of threads of the thread that packs them, and on AVX2 the products of another layout are wrong: vLLM
+            shares kernels among all matrices of a shape. (Example: 192x64 in float32, one thread and two.)
+    """
+
+    def __init__(self, routes: Routes, threads: int) -> None:
+        self._routes, self._threads = routes, threads
         self._copies: dict[str, LayerCopy] = {}
         self._missing: dict[str, set[str]] = {}
         self._loaded: set[str] = set()
@@ -79,6 +85,7 @@ class DoubleBuffer:
 
     def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
         """Load tensors, and process each layer once it is complete."""
+        torch.set_num_threads(self._threads)  # of the calling thread; a thread pool's has the process's default
         for name, tensor in unpack(tensors):
             if name in self._loaded:  # its bucket was damaged further on, and was sent again
                 continue

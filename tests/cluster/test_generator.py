@@ -4,6 +4,7 @@ import asyncio
 import copy
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
@@ -124,6 +125,17 @@ def test_logprobs_equal_hugging_face_before_and_after_a_publication(loop, runnin
     assert set(before.versions[before.response_mask]) == {0} and set(after.versions[after.response_mask]) == {1}
     scored = loop.run_until_complete(generator.score(before))
     assert np.allclose(scored.values, reference_logprobs(new_models[kind], before) * before.response_mask, atol=1e-4)
+
+
+def test_new_weights_are_packed_as_those_that_the_engine_began_with(loop, running, new_models):
+    """In a thread with another number of compute threads. On AVX2 oneDNN's layout of `qkv_proj` is another one there."""
+    kind, generator, _ = running
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as pool:
+        loop.set_default_executor(pool)
+        loop.run_until_complete(publish(generator, new_models[kind], 1))
+    loop.set_default_executor(ThreadPoolExecutor())
+    rollout = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
+    assert gap(new_models[kind], rollout) < 1e-4
 
 
 def test_logprobs_are_those_after_temperature(loop, running):

@@ -166,7 +166,7 @@ class InProcessEngine:
 
         if self._routes is None:
             self._routes = Routes(self._model, self._engine.model_config.hf_config, self._settings.shapes)
-        return DoubleBuffer(self._routes)
+        return DoubleBuffer(self._routes, self._settings.generation.threads)
 
     async def apply(self, stage: DoubleBuffer | StagedBuckets, version: int) -> float:
         """See `SamplingEngine.apply`."""
