@@ -26,7 +26,7 @@ def require_run(run: Path) -> None:
 
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory; or a job's id, with --address.")],
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Update every two seconds until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Update every two seconds until the run ends, or Ctrl-C.")] = False,
     address: Annotated[str | None, typer.Option(
         envvar="RAY_API_SERVER_ADDRESS", help="Job server of the cluster with the job (http://HOST:8265).")] = None,
     allow_plain_http: AllowPlainHTTP = False,
@@ -45,6 +45,7 @@ def status(
     from rich.console import Console
     from rich.live import Live
 
+    from rlhf_ray.observability.owner_record import read_owner
     from rlhf_ray.observability.status_page import status_page
 
     console = Console(highlight=False, soft_wrap=True)
@@ -52,9 +53,10 @@ def status(
         console.print(status_page(run))
         return
     with Live(status_page(run), console=console, refresh_per_second=2) as view:
-        while True:
+        while (owner := read_owner(run)) is None or not owner.ended:
             time.sleep(2)
             view.update(status_page(run))
+        view.update(status_page(run))
 
 
 def scale(
