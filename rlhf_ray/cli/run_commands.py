@@ -26,7 +26,8 @@ def require_run(run: Path) -> None:
 
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory; or a job's id, with --address.")],
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Update every two seconds until the run ends, or Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option(
+        "--watch", "-w", help="Update every two seconds until the run ends, or Ctrl-C.")] = False,
     address: Annotated[str | None, typer.Option(
         envvar="RAY_API_SERVER_ADDRESS", help="Job server of the cluster with the job (http://HOST:8265).")] = None,
     allow_plain_http: AllowPlainHTTP = False,

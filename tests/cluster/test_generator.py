@@ -128,7 +128,7 @@ def test_logprobs_equal_hugging_face_before_and_after_a_publication(loop, runnin
 
 
 def test_new_weights_are_packed_as_those_that_the_engine_began_with(loop, running, new_models):
-    """In a thread with another number of compute threads. On AVX2 oneDNN's layout of `qkv_proj` is another one there."""
+    """Also in a thread with another number of compute threads, where oneDNN's layout of `qkv_proj` differs on AVX2."""
     kind, generator, _ = running
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as pool:
         loop.set_default_executor(pool)

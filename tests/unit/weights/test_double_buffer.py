@@ -70,7 +70,8 @@ def test_weights_are_packed_with_the_number_of_threads_that_the_model_computes_w
 def test_a_tied_head_gets_the_embedding_and_its_own_bias_in_any_order(order):
     for names in (order, [name for name in order if "bias" not in name]):
         model = Tied(len(names) == 3)
-        buffer = DoubleBuffer(Routes(model, transformers.LlamaConfig(), {name: SHAPES[name] for name in names}), threads=1)
+        routes = Routes(model, transformers.LlamaConfig(), {name: SHAPES[name] for name in names})
+        buffer = DoubleBuffer(routes, threads=1)
         new = {name: torch.randn(SHAPES[name]) for name in names}
         for name, tensor in new.items():
             entry = TensorEntry(name, "float32", SHAPES[name], tensor.nbytes)
