@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.machine import describe_machine
+from benchmarks.side_process import run_in_process
 from benchmarks.summary import commit
 from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.checkpoint.state_files import encoded_state, load_state
@@ -175,24 +176,31 @@ async def figures_of(directory: RunDirectory, marks: list[int]) -> list[Figures]
                 with timed(checkpoints):
                     await run.save()
                 loop.append(time.thread_time() - before)
-        status, audit, resume = list[float](), list[float](), list[float]()
-        with timed(status):
-            status_page(directory.path)
-        with timed(audit), closing(open_for_reading(directory.ledger)) as db:
-            require_sound(db, ended=False)
+        status, audit = run_in_process(readers, directory.path)
+        resume = list[float]()
         run.close()
         with timed(resume):
             run = Run(directory, mark)
         if run.state.step != mark or next(metric_rows_from_end(directory.path))["step"] != mark:
             raise RuntimeError(f"the run did not go on after step {mark}")
         found.append(Figures(
-            mark, run.state.samples, median(steps), median(checkpoints), median(loop), resume[0], status[0], audit[0],
+            mark, run.state.samples, median(steps), median(checkpoints), median(loop), resume[0], status, audit,
             mib(run.store.path(mark) / LEDGER), sum(map(mib, directory.metrics_parts())),
             sum(len(files) for place, _, files in os.walk(directory.path) if "checkpoints" not in place),
             int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20))
         print(json.dumps(asdict(found[-1])), file=sys.stderr, flush=True)
     run.close()
     return found
+
+
+def readers(run: Path) -> tuple[float, float]:
+    """CPU seconds of `rlhf-ray status` and `rlhf-ray ledger --check`, which read the run in processes of their own."""
+    status, audit = list[float](), list[float]()
+    with timed(status):
+        status_page(run)
+    with timed(audit), closing(open_for_reading(RunDirectory(run).ledger)) as db:
+        require_sound(db, ended=False)
+    return status[0], audit[0]
 
 
 def mib(path: Path) -> float:
