@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md")), *sorted(ROOT.glob("*/README.md"))]
 _FENCE = re.compile(r"(?:^<!-- not run here: (?P<why>.+?) -->\n)?^```(?P<language>\w+)(?: (?P<file>\S+))?\n"
                     r"(?P<text>.*?)^```", re.MULTILINE | re.DOTALL)
-_NAME = re.compile(r"# ([\w.]+\.(?:yaml|py))\n")
+_NAME = re.compile(r"# ([\w.]+\.(?:yaml|py))(?::|\n)")
 
 
 @dataclass(frozen=True)

@@ -82,5 +82,5 @@ def run(script: str, home: Path, page: str) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
                    "PYTHONPATH": f"{package}:{home}"}
     answer = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=home, env=environment, text=True,
-                            input="The hotel was\n", capture_output=True, timeout=900)
+                            input="The hotel was\n", capture_output=True, timeout=1500)
     assert answer.returncode == 0, f"{page}:\n{script}\n{answer.stdout[-3000:]}\n{answer.stderr[-3000:]}"
