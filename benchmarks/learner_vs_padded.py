@@ -46,8 +46,9 @@ class PaddedLearnerSide(LearnerSide):
         columns: dict[str, Any] = {}
         for column in (f.name for f in fields(Experience) if f.metadata.get("axis") == "token"):
             values = getattr(whole, column)
-            columns[column] = np.zeros(count * longest, dtype=values.dtype)
-            columns[column][places] = values
+            if values is not None:
+                columns[column] = np.zeros(count * longest, dtype=values.dtype)
+                columns[column][places] = values
         return replace(whole, offsets=offsets_of(np.full(count, longest)), **columns)
 
 
