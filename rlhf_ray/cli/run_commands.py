@@ -10,6 +10,8 @@ import typer
 from rlhf_ray.cli.jobs import AllowPlainHTTP
 from rlhf_ray.errors import DataError
 
+WATCH_EVERY_S, RESTART_S = 2, 60
+"""`status --watch` looks so often, and ends after so long without a driver: a resumed run has its next one by then."""
 SHOWN_OPERATORS = 5
 """Operators of each worker that `rlhf-ray profile` shows."""
 
@@ -27,7 +29,8 @@ def require_run(run: Path) -> None:
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory; or a job's id, with --address.")],
     watch: Annotated[bool, typer.Option(
-        "--watch", "-w", help="Update every two seconds until the run ends, or Ctrl-C.")] = False,
+        "--watch", "-w", help="Update every two seconds until the run is finished, has had no driver for a minute, or "
+        "Ctrl-C.")] = False,
     address: Annotated[str | None, typer.Option(
         envvar="RAY_API_SERVER_ADDRESS", help="Job server of the cluster with the job (http://HOST:8265).")] = None,
     allow_plain_http: AllowPlainHTTP = False,
@@ -46,18 +49,19 @@ def status(
     from rich.console import Console
     from rich.live import Live
 
-    from rlhf_ray.observability.owner_record import read_owner
-    from rlhf_ray.observability.status_page import status_page
+    from rlhf_ray.observability.status_page import has_driver, is_finished, status_page
 
     console = Console(highlight=False, soft_wrap=True)
     if not watch:
         console.print(status_page(run))
         return
     with Live(status_page(run), console=console, refresh_per_second=2) as view:
-        while (owner := read_owner(run)) is None or not owner.ended:
-            time.sleep(2)
+        finished, without_driver = is_finished(run), 0
+        while not finished and without_driver < RESTART_S:
+            time.sleep(WATCH_EVERY_S)
+            finished = is_finished(run)
+            without_driver = 0 if has_driver(run) else without_driver + WATCH_EVERY_S
             view.update(status_page(run))
-        view.update(status_page(run))
 
 
 def scale(

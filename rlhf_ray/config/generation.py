@@ -166,6 +166,9 @@ class GenerationConfig(PlacementConfig):
 
     @model_validator(mode="after")
     def _arguments_fit(self) -> "GenerationConfig":
+        for name, value in self.vllm.items():
+            if value is None:
+                raise ValueError(f"vllm.{name} is empty; give it a value, or remove it")
         tokens = self.vllm.get("max_num_batched_tokens", self.max_sequences)
         if not isinstance(tokens, int) or tokens < self.max_sequences:
             raise ValueError(f"vllm.max_num_batched_tokens={tokens} is not a number of tokens of at least one for each "

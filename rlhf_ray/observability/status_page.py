@@ -19,7 +19,7 @@ from rlhf_ray.observability.control_files import SILENT_S
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metric_catalogue import readable
 from rlhf_ray.observability.metrics import metric_rows_from_end
-from rlhf_ray.observability.owner_record import ProcessIdentity, day_and_time, read_owner
+from rlhf_ray.observability.owner_record import ProcessIdentity, Record, day_and_time, read_owner
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -63,6 +63,23 @@ def status_page(path: Path) -> RenderableType:
     return Group(*parts)
 
 
+def has_driver(path: Path) -> bool:
+    """Whether a driver owns the run's directory. One on another machine counts until its record says that it ended."""
+    owner = read_owner(path)
+    return owner is not None and not owner.ended and not _is_gone(owner)
+
+
+def is_finished(path: Path) -> bool:
+    """Whether the run made all of its steps, and its summary is written."""
+    run = RunDirectory(path)
+    return _live(run).get("ended") == "finished" and bool(_summary(run))
+
+
+def _is_gone(owner: Record) -> bool:
+    """Whether the driver is known to be dead, and could not say so."""
+    return not owner.ended and owner.process.lives(ProcessIdentity.own()) is False
+
+
 def _live(run: RunDirectory) -> dict[str, Any]:
     if not run.status.is_file():
         return {}
@@ -83,7 +100,7 @@ def _summary(run: RunDirectory) -> dict[str, Any]:
 def _headline(run: RunDirectory, live: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
               summary: Mapping[str, Any]) -> str:
     owner = read_owner(run.path)
-    gone = owner is not None and not owner.ended and owner.process.lives(ProcessIdentity.own()) is False
+    gone = owner is not None and _is_gone(owner)
     process = f"{owner.process}" if owner else "its driver"
     if not live:
         where = f"{run.path}: step {rows[-1]['step']}"

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from rlhf_ray.internals.torch import onednn_product
-from rlhf_ray.models.cpu.kernel_choice import computes_on_cpu, takes_cpu_kernel
+from rlhf_ray.models.cpu.kernel_choice import onednn_is_faster, takes_cpu_kernel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,9 +58,9 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def use_onednn(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Make the linear layers of a model that `computes_on_cpu` use oneDNN; returns the same model. On a GPU layers stay
-    `nn.Linear`, because libraries check for that exact class."""
-    if computes_on_cpu():
+    """Make the linear layers of a model use oneDNN if `onednn_is_faster`; returns the same model. Elsewhere they stay
+    `nn.Linear`; libraries for GPUs check for that exact class."""
+    if onednn_is_faster():
         for layer in model.modules():
             if type(layer) is nn.Linear and layer.out_features >= SMALLEST:
                 layer.__class__ = OneDNNLinear

@@ -8,17 +8,19 @@ import pytest
 import torch
 
 from rlhf_ray.models import cpu
-from rlhf_ray.models.cpu.kernel_choice import computes_on_cpu, takes_cpu_kernel
+from rlhf_ray.models.cpu.kernel_choice import onednn_is_faster, takes_cpu_kernel
 from rlhf_ray.models.cpu.short_rows import LONGEST, takes_short_rows
 from rlhf_ray.models.packing import Packing
 
 
-@pytest.mark.parametrize(("gpu", "onednn", "expected"), [
-    (False, True, True), (True, True, False), (False, False, False), (True, False, False)])
-def test_a_process_computes_on_cpus_if_it_has_no_gpu_and_torch_has_onednn(monkeypatch, gpu, onednn, expected):
+@pytest.mark.parametrize(("gpu", "onednn", "instructions", "expected"), [
+    (False, True, "AVX512", True), (True, True, "AVX512", False), (False, False, "AVX512", False),
+    (False, True, "AVX2", False)])
+def test_onednn_is_for_processors_with_avx_512_and_no_gpu(monkeypatch, gpu, onednn, instructions, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
-    assert computes_on_cpu() == expected
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    assert onednn_is_faster() == expected
 
 
 def of(*kinds, device="cpu"):

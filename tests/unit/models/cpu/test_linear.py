@@ -9,6 +9,12 @@ from torch import nn
 from rlhf_ray.models.cpu.linear import SMALLEST, OneDNNLinear, rounded_up, use_onednn
 
 
+@pytest.fixture(autouse=True)
+def processor_with_avx_512(monkeypatch):
+    """oneDNN computes on others, too, where it is not faster."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
 def layers(inputs, outputs, bias, dtype=torch.float32):
     """The same layer twice: ours and torch's."""
     torch.manual_seed(0)
