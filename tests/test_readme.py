@@ -92,11 +92,29 @@ def test_the_patches_in_the_guides_apply(tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_that_are_not_run_name_what_runs_them_or_what_they_need(page):
-    """All others are run by `tests/slow/test_pages.py`."""
+    """All others are run by `tests/slow/test_pages.py`. A test that is named knows the subcommands."""
     comments = re.findall(r"^<!-- not run here: (.+) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    assert comments == [fence.why_not_run for fence in fences(page) if fence.language == "sh" and fence.why_not_run]
-    for reason in comments:
-        assert (ROOT / reason).is_file() or not reason.startswith("tests/"), reason
+    not_run = [fence for fence in fences(page) if fence.language == "sh" and fence.why_not_run]
+    assert comments == [fence.why_not_run for fence in not_run]
+    for fence in not_run:
+        if fence.why_not_run.startswith("tests/"):
+            test = (ROOT / fence.why_not_run).read_text(encoding="utf-8").replace("_", "-")
+            assert [name for name in re.findall(r"rlhf-ray ([a-z][a-z-]+)", fence.text) if name not in test] == []
+
+
+def runs_of(page: Path) -> set[str]:
+    """Directories of the runs that a page starts."""
+    text = "\n".join(fence.text for fence in fences(page) if fence.file or fence.language == "sh")
+    return {found for found in re.findall(r"run\.dir=(runs/\S+)|^run: {dir: (runs/[^,}]+)", text, re.MULTILINE)
+            for found in found if found}
+
+
+def test_no_two_pages_start_the_same_run():
+    """A directory that holds a run is refused."""
+    pages = {page: runs_of(page) for page in PAGES}
+    assert len(pages[OWN_RUN]) > 5
+    assert {(run, page.name) for page, runs in pages.items() for other, others in pages.items()
+            for run in runs & others if page != other} == set()
 
 
 def by_subcommand() -> dict[str, list[str]]:

@@ -24,8 +24,6 @@ rlhf-ray() {
 }
 """
 """Preferences have no steps, and refuse the variable."""
-TRAINED = (("sft", "base"), ("reward_model", "reward_model"))
-"""Stages of a user's run `runs/mine`, and the user's model that stands for what each one trained."""
 RUNNABLE = [page for page in PAGES if any(fence.language == "sh" and not fence.why_not_run for fence in fences(page))]
 
 
@@ -38,8 +36,7 @@ def after_quickstart(tmp_path_factory):
     (home / ".venv/bin").mkdir(parents=True)
     (home / ".venv/bin/activate").touch()
     made = home / "runs/quickstart"
-    for name, model in (("base", "sft"), ("reward_model", "reward_model")):
-        for_long_texts(shutil.copytree(made / model / "model", home / "my-models" / name))
+    for_long_texts(shutil.copytree(made / "sft/model", home / "my-models/base"))
     (home / "data").mkdir()
     for name, file in (("prompts", "data/eval_prompts"), ("held_out_prompts", "data/eval_prompts"),
                        ("demonstrations", "preferences/preferences"), ("preferences", "preferences/preferences")):
@@ -60,9 +57,6 @@ def test_every_command_of_a_page_works(page, after_quickstart, tmp_path):
     home = tmp_path / "home"
     shutil.copytree(after_quickstart, home)
     found = fences(page)
-    if not any("rlhf-ray sft sft.yaml" in fence.text for fence in found):  # the page goes on from models of that run
-        for stage, model in TRAINED:
-            shutil.copytree(home / f"my-models/{model}", home / f"runs/mine/{stage}/model")
     if any(fence.language == "diff" for fence in found):  # of a checkout
         for name in CHECKOUT:
             if (ROOT / name).is_dir():
