@@ -7,7 +7,8 @@ The passes of a step of the quickstart, each bare, on the same two cores and wit
 - updates: the policy's and the critic's at the same time, one thread each.
 
 The passes take turns with the loop. The list is fixed: a pass that the loop saves still counts among its parts, so
-saving it raises the figure.
+saving it raises the figure, and `seconds_of_saved_passes` says by how much. (The quickstart saves the policy's own
+log-probabilities: `algorithm.old_logprobs: generator`.)
 """
 
 import sys
@@ -35,6 +36,8 @@ from rlhf_ray.observability.metrics import read_metrics
 
 GOAL = 0.85
 CORES = 2
+FORWARDS = 4
+"""Passes of a step: log-probabilities of policy and reference, values, rewards."""
 REPEATS = 3
 """Of the bare passes in each turn."""
 
@@ -119,12 +122,14 @@ def measure(directory: Path, repeats: int) -> dict[str, Figure]:
     limits = [sum(part.values()) for part in allowed]
     ratios = [limit / step for limit, step in zip(limits, steps, strict=True)]
     samples = config.coordinator.samples_per_step
+    saved = 1 / FORWARDS if config.algorithm.old_logprobs == "generator" else 0.0
     return {"step_vs_parts": Figure(
         value=median(ratios), repeats=ratios, better="higher", goal=GOAL, ours_is=OURS_IS,
         theirs_is="the bare passes of its step (vLLM, torch)", ours=samples / median(steps),
         theirs=samples / median(limits), unit="samples/s", more={
             "seconds_a_step": median(steps),
             "seconds_of_parts": {phase: median(part[phase] for part in allowed) for phase in PARTS},
+            "seconds_of_saved_passes": saved * median(part["forwards"] for part in allowed),
             "seconds_of_phases": phases(rows[1:])})}
 
 
@@ -146,7 +151,7 @@ def _phase_cost(phase: str, turns: Sequence[Turn]) -> float:
     if phase == "generation":
         return max(turn.seconds for turn in turns) / sum(turn.amount for turn in turns)
     if phase == "forwards":  # each process makes two of the four passes
-        return sum(2 * turn.seconds / turn.amount for turn in turns) / CORES
+        return sum(FORWARDS / CORES * turn.seconds / turn.amount for turn in turns) / CORES
     return max(turn.seconds / turn.amount for turn in turns)
 
 

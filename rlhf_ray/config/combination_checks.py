@@ -83,8 +83,7 @@ def check_prefill(config: PPOConfig | PreferencesStageConfig) -> None:
     """A pass of a generator on a CPU holds a whole sequence: one that begins again with new weights is as long as its
     prompt and what was sampled, and vLLM cannot divide it there (`vllm_adapter.engine_arguments`)."""
     generation = config.generator
-    longest = derive(config).longest_sample if isinstance(config, PPOConfig) else (
-        config.prompts.max_tokens + generation.sampling.max_tokens)
+    longest = derive(config).longest_sample if isinstance(config, PPOConfig) else config.longest_sample
     if not generation.gpus and generation.prefill_tokens(longest) < longest:
         raise ValueError(f"generator.vllm.max_num_batched_tokens={generation.prefill_tokens(longest)} is less than a "
                          f"prompt and its response, {longest} tokens, which a generator on a CPU computes in one pass; "

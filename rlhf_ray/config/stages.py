@@ -158,6 +158,11 @@ class PreferencesStageConfig(StageConfig):
     pairs: SamplePairsConfig = Field(default_factory=SamplePairsConfig)
     """How pairs are ranked."""
 
+    @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest prompt with the longest response."""
+        return self.prompts.max_tokens + self.generator.sampling.max_tokens
+
 
 def check_revision(path: str | None, revision: str | None) -> None:
     """Refuse a revision of no model."""

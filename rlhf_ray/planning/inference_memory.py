@@ -65,10 +65,7 @@ def generator_memory(
         return _on_cpu(config, shape, adapters, longest)
     spans = config.devices
     weights = shape.weight_bytes / spans
-    half = shape.bytes_per_value == 2
-    micro_batch = MicroBatch(config.prefill_tokens(longest), longest, on_gpu=True, half_model=half)
-    parts = {WEIGHTS: weights, ACTIVATIONS: scoring_bytes(shape, micro_batch) / spans,
-             LOGITS: 2 * config.max_sequences * shape.vocabulary * 4.0, BUFFERS: bucket_bytes, RUNTIME: GPU_CONTEXT}
+    parts = {WEIGHTS: weights, **_of_a_pass(config, shape, longest), BUFFERS: bucket_bytes, RUNTIME: GPU_CONTEXT}
     taken = device.memory_bytes * config.gpu_memory_utilization if config.cache_mb is None else 0.0
     if config.cache_mb is not None:
         parts[CACHE] = config.cache_mb * float(MIB)
@@ -80,6 +77,14 @@ def generator_memory(
     return Memory(device=parts, host=host)
 
 
+def _of_a_pass(config: GenerationConfig, shape: ModelShape, longest: int) -> dict[str, float]:
+    """A prefill's activations, of one GPU or of all processes on CPUs, and the logits of all sequences with a copy."""
+    micro_batch = MicroBatch(config.prefill_tokens(longest), longest, on_gpu=bool(config.gpus),
+                             half_model=shape.bytes_per_value == 2)
+    return {ACTIVATIONS: scoring_bytes(shape, micro_batch) / (config.devices if config.gpus else 1),
+            LOGITS: 2 * config.max_sequences * shape.vocabulary * 4.0}
+
+
 def _on_cpu(config: GenerationConfig, shape: ModelShape, adapters: GeneratorAdapters, longest: int) -> Memory:
     head = shape.vocabulary * shape.hidden * shape.bytes_per_value if shape.tied else 0
     received = 2.0 * (shape.weight_bytes + head)
@@ -87,6 +92,7 @@ def _on_cpu(config: GenerationConfig, shape: ModelShape, adapters: GeneratorAdap
         received = adapters.held_bytes(config.prefill_tokens(longest), shape)
     return Memory(host={
         WEIGHTS: shape.weight_bytes + head,
+        **_of_a_pass(config, shape, longest),
         BUFFERS: received,
         CACHE: (config.cache_mb or 0) * MIB,
         RUNTIME: GENERATOR + (ENGINE_CORE if config.engine_kind == "async" else 0),

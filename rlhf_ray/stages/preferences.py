@@ -93,18 +93,17 @@ class _Sampler:
     def __init__(self, config: PreferencesStageConfig, runtime: Runtime, health: HealthMonitor) -> None:
         self._config, self._health, model = config, health, config.model
         generation, pool = config.generator, PlacementConfig(pool=config.generator.pool, cpus=0)
-        longest = config.prompts.max_tokens + generation.sampling.max_tokens
         self._generators = runtime.spawn(
             "generator", Generator, generation,
             lambda rank: {"model": model, "generation": generation, "seed": config.run.seed,
-                          "max_context": longest, "name": f"generator/{rank}"},
+                          "max_context": config.longest_sample, "name": f"generator/{rank}"},
             {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
         )
         self._dispatcher = WorkerDispatcher(self._generators, health)
         judge = scorer_rewards(config.pairs.judge, "pairs.judge")
         ranker = runtime.spawn("pair_ranker", PairRanker, pool,
                                lambda _: {"model": model, "judge": judge, "min_margin": config.pairs.min_margin,
-                                          "longest": longest}, shutdown_method="stop")
+                                          "longest": config.longest_sample}, shutdown_method="stop")
         self._ranker = WorkerDispatcher(ranker, health)
         reader = runtime.spawn("prompt_reader", PromptReader, pool,
                                    lambda _: {"model": model, "directory": Path(config.run.dir).absolute()})

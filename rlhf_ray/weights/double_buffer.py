@@ -85,7 +85,7 @@ class DoubleBuffer:
 
     def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
         """Load tensors, and process each layer once it is complete."""
-        torch.set_num_threads(self._threads)  # of the calling thread; a thread pool's has the process's default
+        torch.set_num_threads(self._threads)  # of this thread, which may be any of a pool's
         for name, tensor in unpack(tensors):
             if name in self._loaded:  # its bucket was damaged further on, and was sent again
                 continue

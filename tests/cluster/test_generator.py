@@ -130,10 +130,12 @@ def test_logprobs_equal_hugging_face_before_and_after_a_publication(loop, runnin
 def test_new_weights_are_packed_as_those_that_the_engine_began_with(loop, running, new_models):
     """Also in a thread with another number of compute threads, where oneDNN's layout of `qkv_proj` differs on AVX2."""
     kind, generator, _ = running
-    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as pool:
-        loop.set_default_executor(pool)
-        loop.run_until_complete(publish(generator, new_models[kind], 1))
-    loop.set_default_executor(ThreadPoolExecutor())
+    try:
+        with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as pool:
+            loop.set_default_executor(pool)
+            loop.run_until_complete(publish(generator, new_models[kind], 1))
+    finally:
+        loop.set_default_executor(ThreadPoolExecutor())
     rollout = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
     assert gap(new_models[kind], rollout) < 1e-4
 

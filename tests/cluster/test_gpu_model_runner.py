@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
 CHECKS = {
-    "log-probabilities are those of what was sampled from, over all chunks": (
+    "log-probabilities are those of what was sampled from": (
         "test_generator.py", "logprobs_equal or logprobs_are or temperature_zero"),
     "a seed gives the same tokens alone and in a batch": ("test_generator.py", "a_key_gives"),
     "requests in flight go on with new weights, and every token has its version": (
