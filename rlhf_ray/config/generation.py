@@ -162,7 +162,7 @@ class GenerationConfig(PlacementConfig):
         try:
             return {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in given.items()}
         except yaml.YAMLError:
-            raise ValueError(f"vllm={given} has a text that is no value; write numbers, true, false or words") from None
+            raise ValueError(f"vllm={given} has a value that cannot be read; write numbers, true, false or words") from None
 
     @model_validator(mode="after")
     def _arguments_fit(self) -> "GenerationConfig":
@@ -171,7 +171,7 @@ class GenerationConfig(PlacementConfig):
                 raise ValueError(f"vllm.{name} is empty; give it a value, or remove it")
         tokens = self.vllm.get("max_num_batched_tokens", self.max_sequences)
         if not isinstance(tokens, int) or tokens < self.max_sequences:
-            raise ValueError(f"vllm.max_num_batched_tokens={tokens} is not a number of tokens of at least one for each "
+            raise ValueError(f"vllm.max_num_batched_tokens={tokens} must be a number, at least one for each "
                              f"of max_sequences={self.max_sequences}; raise it, or lower max_sequences")
         for name in ("enable_chunked_prefill", "long_prefill_token_threshold"):
             if self.vllm.get(name) and not self.gpus:

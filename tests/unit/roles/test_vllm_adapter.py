@@ -90,7 +90,7 @@ class TestFurtherArguments:
         ({"vllm": {"quantization": "fp8"}}, "vllm.quantization"),
         ({"vllm": {"max_num_batched_tokens": 8}}, "max_num_batched_tokens=8 .* max_sequences=64"),
         ({"vllm": {"max_num_batched_tokens": "many"}}, "max_num_batched_tokens=many"),
-        ({"vllm": {"block_size": "[16"}}, "has a text that is no value"),
+        ({"vllm": {"block_size": "[16"}}, "has a value that cannot be read"),
         ({"vllm": {"enable_chunked_prefill": True}}, "enable_chunked_prefill=True divides"),
         ({"vllm": {"enable_chunked_prefill": None}}, "enable_chunked_prefill is empty"),
         ({"vllm": {"async_scheduling": None}, "gpus": 1, "engine": "in_process"}, "async_scheduling is empty"),
