@@ -162,7 +162,8 @@ class GenerationConfig(PlacementConfig):
         try:
             return {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in given.items()}
         except yaml.YAMLError:
-            raise ValueError(f"vllm={given} has a value that cannot be read; write numbers, true, false or words") from None
+            raise ValueError(f"vllm={given} has a value that cannot be read; write numbers, true, false or words"
+                             ) from None
 
     @model_validator(mode="after")
     def _arguments_fit(self) -> "GenerationConfig":
