@@ -15,7 +15,7 @@ from benchmarks.figure import Figure
 from benchmarks.side_process import SideFailed
 
 MIB = 2**20
-TIMEOUT_S = 240.0
+TIMEOUT_S = 900.0
 GOAL = 0.15
 ROLES = {"Generator": "generator", "ReferenceScorer": "reference", "RewardScorer": "reward", "PolicyLearner": "policy",
          "CriticLearner": "critic", "SFTLearner": "learner"}
