@@ -7,7 +7,7 @@ The passes of a step of the quickstart, each bare, on the same two cores and wit
 - updates: the policy's and the critic's at the same time, one thread each.
 
 The passes take turns with the loop. The list is fixed: a pass that the loop saves still counts among its parts, so
-saving it raises the figure, and `seconds_of_saved_passes` says by how much. (The quickstart saves the policy's own
+saving it raises the figure, and `seconds_of_saved_passes` is its part. (The quickstart saves the policy's own
 log-probabilities: `algorithm.old_logprobs: generator`.)
 """
 

@@ -10,8 +10,8 @@ import typer
 from rlhf_ray.cli.jobs import AllowPlainHTTP
 from rlhf_ray.errors import DataError
 
-WATCH_EVERY_S, RESTART_S = 2, 60
-"""`status --watch` looks so often, and ends after so long without a driver: a resumed run has its next one by then."""
+WATCH_EVERY_S = 2
+"""Interval of `status --watch`."""
 SHOWN_OPERATORS = 5
 """Operators of each worker that `rlhf-ray profile` shows."""
 
@@ -29,8 +29,8 @@ def require_run(run: Path) -> None:
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory; or a job's id, with --address.")],
     watch: Annotated[bool, typer.Option(
-        "--watch", "-w", help="Update every two seconds until the run is finished, has had no driver for a minute, or "
-        "Ctrl-C.")] = False,
+        "--watch", "-w", help="Update every two seconds until the run is finished, its driver has not moved for a "
+        "minute, or Ctrl-C.")] = False,
     address: Annotated[str | None, typer.Option(
         envvar="RAY_API_SERVER_ADDRESS", help="Job server of the cluster with the job (http://HOST:8265).")] = None,
     allow_plain_http: AllowPlainHTTP = False,
@@ -49,18 +49,20 @@ def status(
     from rich.console import Console
     from rich.live import Live
 
-    from rlhf_ray.observability.status_page import has_driver, is_finished, status_page
+    from rlhf_ray.observability.owner_record import read_owner
+    from rlhf_ray.observability.ownership import SILENT_S
+    from rlhf_ray.observability.status_page import is_finished, status_page
 
     console = Console(highlight=False, soft_wrap=True)
     if not watch:
         console.print(status_page(run))
         return
     with Live(status_page(run), console=console, refresh_per_second=2) as view:
-        finished, without_driver = is_finished(run), 0
-        while not finished and without_driver < RESTART_S:
+        finished, record, unchanged_s = is_finished(run), read_owner(run), 0
+        while not finished and unchanged_s < SILENT_S:  # a live driver renews its record every few seconds
             time.sleep(WATCH_EVERY_S)
-            finished = is_finished(run)
-            without_driver = 0 if has_driver(run) else without_driver + WATCH_EVERY_S
+            before, finished, record = record, is_finished(run), read_owner(run)
+            unchanged_s = unchanged_s + WATCH_EVERY_S if record == before else 0
             view.update(status_page(run))
 
 

@@ -172,8 +172,8 @@ class GenerationConfig(PlacementConfig):
                 raise ValueError(f"vllm.{name} is empty; give it a value, or remove it")
         tokens = self.vllm.get("max_num_batched_tokens", self.max_sequences)
         if not isinstance(tokens, int) or tokens < self.max_sequences:
-            raise ValueError(f"vllm.max_num_batched_tokens={tokens} must be a number, at least one for each "
-                             f"of max_sequences={self.max_sequences}; raise it, or lower max_sequences")
+            raise ValueError(f"vllm.max_num_batched_tokens={tokens} must be a number of tokens, at least "
+                             f"max_sequences={self.max_sequences}; raise it, or lower max_sequences")
         for name in ("enable_chunked_prefill", "long_prefill_token_threshold"):
             if self.vllm.get(name) and not self.gpus:
                 raise ValueError(f"vllm.{name}={self.vllm[name]} divides requests over passes, and on CPUs vLLM fails "

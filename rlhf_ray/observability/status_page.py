@@ -19,7 +19,7 @@ from rlhf_ray.observability.control_files import SILENT_S
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metric_catalogue import readable
 from rlhf_ray.observability.metrics import metric_rows_from_end
-from rlhf_ray.observability.owner_record import ProcessIdentity, Record, day_and_time, read_owner
+from rlhf_ray.observability.owner_record import ProcessIdentity, day_and_time, read_owner
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -30,6 +30,8 @@ RECENT_STEPS = 20
 RECENT_ROWS = 10 * RECENT_STEPS
 """Rows of metrics that are read: those of steps, and of the evaluations between them."""
 GONE = "is gone (--resume continues the run)"
+FINISHED, STOPPED_EARLY = "finished", "stopped early"
+"""Ends of a run after which it does not go on."""
 SMALLEST = 0.005
 """Shares below this are not shown."""
 
@@ -63,21 +65,12 @@ def status_page(path: Path) -> RenderableType:
     return Group(*parts)
 
 
-def has_driver(path: Path) -> bool:
-    """Whether a driver owns the run's directory. One on another machine counts until its record says that it ended."""
-    owner = read_owner(path)
-    return owner is not None and not owner.ended and not _is_gone(owner)
-
-
 def is_finished(path: Path) -> bool:
-    """Whether the run made all of its steps, and its summary is written."""
-    run = RunDirectory(path)
-    return _live(run).get("ended") == "finished" and bool(_summary(run))
-
-
-def _is_gone(owner: Record) -> bool:
-    """Whether the driver is known to be dead, and could not say so."""
-    return not owner.ended and owner.process.lives(ProcessIdentity.own()) is False
+    """Whether the stage is over for good: its driver has left, its summary is written, and it was not asked to stop.
+    Only `ppo` says how it ended; files of an earlier end do not count while a driver owns the run."""
+    owner, run = read_owner(path), RunDirectory(path)
+    end = str(_live(run).get("ended") or FINISHED)
+    return owner is not None and owner.ended and bool(_summary(run)) and end.startswith((FINISHED, STOPPED_EARLY))
 
 
 def _live(run: RunDirectory) -> dict[str, Any]:
@@ -100,7 +93,7 @@ def _summary(run: RunDirectory) -> dict[str, Any]:
 def _headline(run: RunDirectory, live: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
               summary: Mapping[str, Any]) -> str:
     owner = read_owner(run.path)
-    gone = owner is not None and _is_gone(owner)
+    gone = owner is not None and not owner.ended and owner.process.lives(ProcessIdentity.own()) is False
     process = f"{owner.process}" if owner else "its driver"
     if not live:
         where = f"{run.path}: step {rows[-1]['step']}"

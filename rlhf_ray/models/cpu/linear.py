@@ -1,8 +1,8 @@
-"""Linear layers on CPUs in float32, computed by oneDNN.
+"""Linear layers in float32 on CPUs with AVX-512, computed by oneDNN.
 
-On CPUs torch computes float32 matrix products with MKL, which uses only half of the vector units of other makers'
-processors than Intel's: 95 GFLOP/s on a core of a Zen 5 EPYC, where oneDNN, which torch includes, reaches 200. The
-products differ only in the order of summation.
+On CPUs torch computes float32 matrix products with MKL, which uses AVX-512 on Intel's processors only: 95 GFLOP/s on a
+core of a Zen 5 EPYC, where oneDNN, which torch includes, reaches 200. The products differ only in the order of
+summation.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from rlhf_ray.internals.torch import onednn_product
-from rlhf_ray.models.cpu.kernel_choice import onednn_is_faster, takes_cpu_kernel
+from rlhf_ray.models.cpu.kernel_choice import takes_cpu_kernel, uses_onednn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,9 +58,9 @@ def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def use_onednn(model: "PreTrainedModel") -> "PreTrainedModel":
-    """Make the linear layers of a model use oneDNN if `onednn_is_faster`; returns the same model. Elsewhere they stay
+    """Make the linear layers of a model use oneDNN if `uses_onednn`; returns the same model. Elsewhere they stay
     `nn.Linear`; libraries for GPUs check for that exact class."""
-    if onednn_is_faster():
+    if uses_onednn():
         for layer in model.modules():
             if type(layer) is nn.Linear and layer.out_features >= SMALLEST:
                 layer.__class__ = OneDNNLinear
@@ -75,8 +75,8 @@ def use_torch(module: nn.Module) -> None:
 
 
 def filler_of(tokens: Tensor) -> int:
-    """Number of unused tokens to append after the last row, so that shapes repeat on CPUs (see `rounded_up`)."""
-    return rounded_up(len(tokens)) - len(tokens) if tokens.is_cpu else 0
+    """Number of unused tokens to append after the last row, so that shapes repeat for oneDNN (see `rounded_up`)."""
+    return rounded_up(len(tokens)) - len(tokens) if tokens.is_cpu and uses_onednn() else 0
 
 
 def rounded_up(tokens: int) -> int:

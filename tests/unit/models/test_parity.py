@@ -142,7 +142,7 @@ def test_in_every_kind_attention_that_sees_other_rows_is_refused(kind, monkeypat
 
 
 def spoil_onednn(monkeypatch):
-    monkeypatch.setattr(linear, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(linear, "uses_onednn", lambda: True)
     right = linear._weight_gradient
     monkeypatch.setattr(linear, "_weight_gradient", lambda grad, x: right(grad, x) * 1.01)
 

@@ -12,7 +12,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.internals.vllm import BACKENDS
 from rlhf_ray.planning.hardware import H100
 from rlhf_ray.planning.inference_memory import generator_memory
-from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, CACHE, MIB
+from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, CACHE, LOGITS, MIB
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.roles.engines.interface import EngineSettings
 from rlhf_ray.roles.engines.vllm_adapter import engine_arguments, inspect_architectures
@@ -129,6 +129,15 @@ class TestPrefill:
         asked.distributed_executor_backend = "uni"
         config = asked.create_engine_config(UsageContext.ENGINE_CONTEXT)  # as AsyncLLM.from_engine_args makes it
         assert config.scheduler_config.max_num_batched_tokens == 8192
+
+    def test_the_plan_counts_a_pass_on_cpus_too(self):
+        """A prefill's activations, and logits of all sequences twice."""
+        def counted(**more):
+            return generator_memory(GenerationConfig(**more), SHAPE, CONTEXT, H100, 0.0).host
+
+        few, many = counted(max_sequences=2), counted(max_sequences=64)
+        assert many[LOGITS] == 2 * 64 * SHAPE.vocabulary * 4 and few[LOGITS] == many[LOGITS] / 32
+        assert many[ACTIVATIONS] * 2 * CONTEXT == few[ACTIVATIONS] * 2048 > 0
 
     def test_the_plan_counts_the_same(self):
         def activations(**more):

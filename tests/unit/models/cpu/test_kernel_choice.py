@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlhf_ray.models import cpu
-from rlhf_ray.models.cpu.kernel_choice import onednn_is_faster, takes_cpu_kernel
+from rlhf_ray.models.cpu.kernel_choice import takes_cpu_kernel, uses_onednn
 from rlhf_ray.models.cpu.short_rows import LONGEST, takes_short_rows
 from rlhf_ray.models.packing import Packing
 
@@ -20,7 +20,7 @@ def test_onednn_is_for_processors_with_avx_512_and_no_gpu(monkeypatch, gpu, oned
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
-    assert onednn_is_faster() == expected
+    assert uses_onednn() == expected
 
 
 def of(*kinds, device="cpu"):

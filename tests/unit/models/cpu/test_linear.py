@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlhf_ray.models.cpu.linear import SMALLEST, OneDNNLinear, rounded_up, use_onednn
+from rlhf_ray.models.cpu.linear import SMALLEST, OneDNNLinear, filler_of, rounded_up, use_onednn
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +84,13 @@ def test_a_process_that_computes_on_a_gpu_keeps_torch_s_own_class(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     model = use_onednn(nn.Sequential(nn.Linear(24, 40)))
     assert type(model[0]) is nn.Linear
+
+
+def test_a_processor_without_avx_512_keeps_torch_s_layers_and_needs_no_filler(monkeypatch):
+    assert filler_of(torch.zeros(129)) == 3
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    model = use_onednn(nn.Sequential(nn.Linear(24, 40)))
+    assert type(model[0]) is nn.Linear and filler_of(torch.zeros(129)) == 0
 
 
 def test_numbers_of_tokens_are_rounded_up_to_few():
