@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,8 +40,8 @@ class PermutedScores(RewardScorer):
     """The reward model's scores, dealt out to the wrong samples of the batch."""
 
     async def score(self, rollout: Rollout, prompts: Prompts) -> RewardScores:
-        scores = (await super().score(rollout, prompts)).scores
-        return RewardScores(np.random.default_rng(rollout.seeds[0]).permutation(scores))
+        rewards = await super().score(rollout, prompts)
+        return replace(rewards, scores=np.random.default_rng(rollout.seeds[0]).permutation(rewards.scores))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
