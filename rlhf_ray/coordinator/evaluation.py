@@ -48,7 +48,7 @@ class Evaluator:
         self._slots = self._present_slots()
         # First samples first, so that the texts that are kept are for different prompts.
         self._keys = [SampleKey(0, row, n) for n in range(self._evaluation.samples_per_prompt)
-                      for row in range(prompts.rows)]
+                      for row in prompts.numbers]
 
     async def measure(self) -> Evaluation:
         """Evaluate the policy that the generators hold now.

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 from rlhf_ray.cluster.worker_group import WorkerGroup
@@ -43,11 +44,22 @@ class PromptSource:
     """Rows of the data sets that were left out."""
     held_out: "PromptSource | None" = None
     """The held-out rows of this table, if any."""
+    limit: int | None = None
+    """Only the first rows of each data set are used; None for all."""
 
     @property
     def rows(self) -> int:
-        """All its rows."""
-        return sum(self.sizes)
+        """How many rows are used."""
+        return sum(map(self._used, self.sizes))
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the rows that are used."""
+        starts = accumulate(self.sizes, initial=0)
+        return [start + i for start, size in zip(starts, self.sizes, strict=False) for i in range(self._used(size))]
+
+    def _used(self, size: int) -> int:
+        return size if self.limit is None else min(size, self.limit)
 
     @classmethod
     async def open(cls, reader: WorkerDispatcher, table: str, config: PromptsConfig) -> "PromptSource":
@@ -58,16 +70,14 @@ class PromptSource:
         """
         _, table_info = await reader.call_and_get(0, "open", table, config)
         held_out = None
-        if table_info["held_out"]:
-            held_out = cls(reader, HELD_OUT, [table_info["held_out"]], [], table_info["contents"])
+        if any(table_info["held_out"]):
+            held_out = cls(reader, HELD_OUT, table_info["held_out"], [], table_info["contents"])
         return cls(reader, table, table_info["sizes"], table_info["reports"], table_info["contents"],
                    table_info["left_out"], held_out)
 
     def first_held_out(self, limit: int | None) -> "PromptSource | None":
-        """The held-out rows of this table, or the first `limit` of them."""
-        if self.held_out is None:
-            return None
-        return replace(self.held_out, sizes=[min(self.held_out.rows, limit or self.held_out.rows)])
+        """The held-out rows of this table, or the first `limit` of each data set."""
+        return None if self.held_out is None else replace(self.held_out, limit=limit)
 
     async def of(self, keys: Iterable[SampleKey]) -> Any:
         """Reference to the prompts of a chunk, each row once."""

@@ -19,7 +19,8 @@ ASSISTANT = "assistant"
 
 
 def checked_messages(value: Any, place: str, column: str) -> Messages:
-    """`value`, if it is a list of chat messages.
+    """`value`, if it is a list of chat messages, without keys whose value is None: parquet gives every message the keys
+    of all, and a template would write the missing ones.
 
     Raises:
         DataError: it is not; names the place, the column and what is wrong.
@@ -32,7 +33,13 @@ def checked_messages(value: Any, place: str, column: str) -> Messages:
             raise DataError(f"{place}: column {column!r}: each message must be an object with role and content")
         checked_text(message["role"], place, f"{column}.role")
         checked_text(message["content"], place, f"{column}.content", may_be_empty=True)
-    return value
+    return [_without_none(message) for message in value]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -132,25 +139,29 @@ class PromptFormat:
         self._column, self._as_chat, self._may_be_empty = column, as_chat, may_be_empty
         self._messages: bool | None = None
 
-    def read(self, rows: Rows, i: int) -> PromptText:
+    def read(self, rows: Rows, i: int, *, as_chat: bool = False) -> PromptText:
         """The prompt of row i.
 
+        Args:
+            as_chat: take a text of this row for a user's message.
+
         Raises:
-            DataError: it is neither a text nor messages, or not of the first row's kind.
+            DataError: it is neither a text nor messages, not of the first row's kind, or a text that a system message
+                cannot be put before.
             ModelError: messages, but the tokenizer has no chat template or the template refuses them.
         """
-        value, place = rows.value(i, self._column), rows.place(i)
+        value, place, as_chat = rows.value(i, self._column), rows.place(i), as_chat or self._as_chat
         if self._messages is None:
             self._messages = isinstance(value, list)
-        if self._messages or self._as_chat:
+        if self._messages or as_chat:
             self.template.require(rows.source, self._column)
         if self._messages:
             return self.chat(checked_messages(value, place, self._column), place)
         text = checked_text(value, place, self._column, may_be_empty=self._may_be_empty)
-        if self.template.system is not None and not (self._as_chat or self._may_be_empty):
+        if self.template.system is not None and not as_chat:
             raise DataError(f"{place}: column {self._column!r} is a text, so system={brief(self.template.system)} has "
                             "no effect; set as_chat to make it a user message, or leave system out")
-        return self.chat([{"role": "user", "content": text}], place) if self._as_chat else PromptText(text, None)
+        return self.chat([{"role": "user", "content": text}], place) if as_chat else PromptText(text, None)
 
     def chat(self, messages: Messages, place: str) -> PromptText:
         """A prompt of these messages, which ends where the assistant's turn begins."""

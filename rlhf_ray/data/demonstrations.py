@@ -19,11 +19,13 @@ from rlhf_ray.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NO_LOSS = "the chat template marks no text of the assistant"
+
 
 def load_demonstrations(config: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase,
                         row_errors: RowErrors | None = None) -> tuple[Sequences, LoadReport]:
     """Token sequences of one data set in file order, each ended by the end-of-sequence token, and a report of the
-    rows left out (longer ones).
+    rows left out (longer ones, and conversations without a token that carries loss).
 
     All tokens of a plain text carry loss; of a prompt with a response, the response's and the final token do; of a
     conversation, those of the assistant's turns.
@@ -44,7 +46,9 @@ def load_demonstrations(config: DemonstrationsConfig, tokenizer: PreTrainedToken
             continue
         sequences = sequences_of(form.encode(values))
         shortest = min(shortest, sequences.lengths.min())
-        kept = report.keep(rows, {f"longer than max_tokens={config.max_tokens}": sequences.lengths > config.max_tokens})
+        kept = report.keep(rows, {
+            NO_LOSS: sequences.lengths == 0,
+            f"longer than max_tokens={config.max_tokens}": sequences.lengths > config.max_tokens})
         blocks.append(sequences if len(kept) == len(rows) else sequences.select(kept))
     row_errors.finish(report, f"The shortest row has {shortest} tokens; raise max_tokens or shorten the texts")
     return Sequences.concat([sequences_of([]), *blocks]), report

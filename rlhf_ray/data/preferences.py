@@ -1,4 +1,4 @@
-"""Preference pairs for reward models, and their split into training and held-out pairs."""
+"""Preference pairs for reward models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rlhf_ray.config.data import PreferencesConfig
 from rlhf_ray.data.chat import ASSISTANT, Messages, PromptFormat, PromptText, checked_messages, contents
 from rlhf_ray.data.encoding import Encoded, Piece, TurnEnds, encode_pieces, encode_prompts
-from rlhf_ray.data.held_out import held_out_rows
+from rlhf_ray.data.held_out import group_digest
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.row_readers import section_rows
 from rlhf_ray.data.rows import Rows, checked_text
@@ -26,9 +26,9 @@ EMPTY = "a side is neither a text nor finished"
 
 
 def load_preferences(config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase,
-                     row_errors: RowErrors | None = None) -> tuple[Pairs, Pairs, LoadReport]:
-    """(training pairs, held-out pairs, report of what was left out: equal sides, empty sides, longer sides) of one data
-    set.
+                     row_errors: RowErrors | None = None) -> tuple[Pairs, NDArray[np.uint64], LoadReport]:
+    """(pairs, [N] `group_digest` of each pair's prompt, report of what was left out: equal sides, empty sides, longer
+    sides) of one data set.
 
     A side ends with the end-of-sequence token, as a finished response does when it is scored during PPO. Optional
     columns `chosen_finished` and `rejected_finished` are false for a response that was cut at the length limit: it is
@@ -39,13 +39,13 @@ def load_preferences(config: PreferencesConfig, tokenizer: PreTrainedTokenizerBa
         row_errors: collects malformed rows; None raises an error instead.
 
     Raises:
-        DataError: a file or rows that cannot be used (named), no pair left, or no way to hold pairs out.
+        DataError: a file or rows that cannot be used (named), or no pair left.
         ModelError: no end-of-sequence token, or chat messages without a template.
     """
     row_errors = row_errors or RowErrors()
     form, report = PreferenceFormat(config, tokenizer), LoadReport(config.location)
     blocks = [Pairs(sequences_of([]), sequences_of([]))]
-    groups: list[str] = []
+    digests: list[int] = []
     for rows in section_rows(config, row_errors):
         rows, values = row_errors.values(rows, form.read)
         if row_errors.fatal or not len(rows):
@@ -53,11 +53,9 @@ def load_preferences(config: PreferencesConfig, tokenizer: PreTrainedTokenizerBa
         pairs, prompt_lengths = form.encode(values)
         kept = _keep(report, rows, pairs, prompt_lengths, config.max_tokens)
         blocks.append(pairs.select(kept))
-        groups += [values[i].group for i in kept]
+        digests += [group_digest(values[i].group) for i in kept]
     row_errors.finish(report, "Give pairs whose sides differ, and raise max_tokens if they are too long")
-    pairs, held = Pairs.concat(blocks), held_out_rows(groups, config.held_out, config.location)
-    report.held_out = int(held.sum())
-    return pairs.select(np.flatnonzero(~held)), pairs.select(np.flatnonzero(held)), report
+    return Pairs.concat(blocks), np.array(digests, dtype=np.uint64), report
 
 
 def _keep(report: LoadReport, rows: Rows, pairs: Pairs, prompt_lengths: NDArray[np.int64],
@@ -115,9 +113,8 @@ class PreferenceFormat:
         if chats and len(chats) < len(values):
             raise DataError(f"{place}: {config.chosen!r} and {config.rejected!r} must both be texts, or both "
                             "messages; change one")
-        prompt = self._prompt_of_conversations(chats, place) if self._are_whole(chats) else self._prompts.read(rows, i)
-        if chats and prompt.messages is None:
-            prompt = self._prompts.chat([{"role": "user", "content": prompt.text}], place)
+        prompt = (self._prompt_of_conversations(chats, place) if self._are_whole(chats)
+                  else self._prompts.read(rows, i, as_chat=bool(chats)))
         chosen, rejected = (
             self._side(rows, i, column, flag, prompt, chats)
             for column, flag in ((config.chosen, "chosen_finished"), (config.rejected, "rejected_finished")))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.data.encoding import flat_tokens
-from rlhf_ray.data.held_out import group_digest, held_out_digests
+from rlhf_ray.data.held_out import group_digest, held_out_parts
 from rlhf_ray.data.load_report import LoadReport
 from rlhf_ray.data.prompts import stream_prompts
 from rlhf_ray.errors import DataError
@@ -162,14 +162,10 @@ def _split(table: PromptTable, sizes: list[int], digests: NDArray[np.uint64],
            config: PromptsConfig) -> tuple[PromptRows, PromptRows]:
     if not config.held_out:
         return PromptRows(table, None, sizes), PromptRows(table, np.empty(0, np.int64), [0] * len(sizes))
-    held = held_out_digests(digests, config.held_out, config.title)
-    kept = [int((~part).sum()) for part in np.split(held, np.cumsum(sizes)[:-1])]
-    for size, left, part in zip(sizes, kept, config.parts(), strict=True):
-        if not left:
-            raise DataError(f"prompts.held_out={config.held_out} keeps all {size} prompts of {part.location} out of "
-                            "training; lower it, or give more prompts")
-    return (PromptRows(table, np.flatnonzero(~held), kept),
-            PromptRows(table, np.flatnonzero(held), [size - left for size, left in zip(sizes, kept, strict=True)]))
+    parts = held_out_parts(np.split(digests, np.cumsum(sizes)[:-1]), config)
+    held, counts = np.concatenate(parts), [int(part.sum()) for part in parts]
+    return (PromptRows(table, np.flatnonzero(~held), [len(part) - n for part, n in zip(parts, counts, strict=True)]),
+            PromptRows(table, np.flatnonzero(held), counts))
 
 
 def write_blocks(file: BinaryIO, blocks: Iterable[Prompts]) -> None:

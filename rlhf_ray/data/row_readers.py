@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from glob import glob, has_magic
@@ -135,8 +136,13 @@ def _parse_json_row(line: bytes, place: str) -> dict[str, Any] | DataError:
 def _read_csv(file: Path) -> Numbered:
     """Rows of a CSV file with a header; every value is a text."""
     with file.open(encoding="utf-8-sig", newline="") as text:
+        csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise, less than a long document
         reader = csv.DictReader(text, strict=True)
         try:
+            names = list(reader.fieldnames or ())
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"{file}: the header names {', '.join(map(repr, twice))} more than once; rename or "
+                                "remove all but one")
             for row in reader:
                 whole = None not in row and None not in row.values()
                 yield reader.line_num, row if whole else DataError(

@@ -1,4 +1,4 @@
-"""Solutions whose steps are labelled, for process reward models, and their split into training and held-out rows."""
+"""Solutions whose steps are labelled, for process reward models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rlhf_ray.config.data import ProcessRowsConfig, StepsConfig
 from rlhf_ray.data.chat import PromptFormat, PromptText
 from rlhf_ray.data.encoding import encode_prompts, flat_tokens
-from rlhf_ray.data.held_out import held_out_rows
+from rlhf_ray.data.held_out import group_digest
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.row_readers import section_values
 from rlhf_ray.data.rows import Rows, checked_text
@@ -53,9 +53,9 @@ class StepText:
 def load_process_rows(
     config: ProcessRowsConfig, steps: StepsConfig, tokenizer: PreTrainedTokenizerBase,
     row_errors: RowErrors | None = None,
-) -> tuple[StepRows, StepRows, LoadReport]:
-    """(training rows, held-out rows, report of what was left out: long rows, rows without a label, steps that the
-    separator would split) of one data set.
+) -> tuple[StepRows, NDArray[np.uint64], LoadReport]:
+    """(rows, [N] `group_digest` of each row's prompt, report of what was left out: long rows, rows without a label,
+    steps that the separator would split) of one data set.
 
     Labels are soft as soon as one of the data set lies strictly between 0 and 1, else hard.
 
@@ -64,7 +64,7 @@ def load_process_rows(
         row_errors: collects malformed rows; None raises an error instead.
 
     Raises:
-        DataError: a file or rows that cannot be used (named), no row left, or no way to hold rows out.
+        DataError: a file or rows that cannot be used (named), or no row left.
         ModelError: the placeholder, good or bad text is not a single token; chat messages without a template.
     """
     tokens, row_errors = StepTokens.of(steps, tokenizer), row_errors or RowErrors()
@@ -80,9 +80,7 @@ def load_process_rows(
             any(steps.separator in step for step in solution) for solution in solutions], dtype=bool),
         f"longer than max_tokens={config.max_tokens}": table.lengths > config.max_tokens})
     row_errors.finish(report, "Label the steps, choose another steps.separator, or raise max_tokens")
-    held = held_out_rows([values[i].prompt.text for i in kept], config.held_out, config.location)
-    report.held_out = int(held.sum())
-    return table.select(kept[~held]), table.select(kept[held]), report
+    return table.select(kept), np.array([group_digest(values[i].prompt.text) for i in kept], dtype=np.uint64), report
 
 
 class StepFormat:

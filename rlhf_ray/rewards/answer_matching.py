@@ -10,7 +10,7 @@ from decimal import Context, Decimal
 from typing import Any
 
 from rlhf_ray.config.rewards import ExactMatchReward, NumberReward
-from rlhf_ray.rewards.rules import RuleSource, Verdict, after_marker
+from rlhf_ray.rewards.rules import RuleSource, Verdict, after_marker, answer_text
 
 # A sign only where it is no subtraction or range; 1,000 with groups of three; .5 without a leading zero; 3/4; 1.5e3.
 _PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
@@ -60,7 +60,9 @@ def has_number(answer: Any, after: str | None) -> bool:
 
 
 def _wanted(answer: Any, after: str | None) -> Decimal | None:
-    text = str(answer)
+    text = answer_text(answer)
+    if text is None:
+        return None
     marked = after is not None and after in text
     return number_in(text, after if marked else None)
 
@@ -80,19 +82,29 @@ def exact_match_source(name: str, config: ExactMatchReward) -> RuleSource:
     """The source of a section of `rewards`."""
 
     def rule(response: str, answer: Any) -> Verdict:
-        return exact_match(response, str(answer), config.after, config.ignore)
+        return exact_match(response, answer, config.after, config.ignore)
 
-    return RuleSource(name, config, rule, config.answer)
+    def usable(answer: Any) -> bool:
+        return _text(answer, config.after, config.ignore) is not None
+
+    return RuleSource(name, config, rule, config.answer, usable)
 
 
-def exact_match(response: str, answer: str, after: str | None, ignore: Collection[str]) -> Verdict:
-    """Compare two texts; the answer may contain the marker too, as the answers of GSM8K do."""
+def exact_match(response: str, answer: Any, after: str | None, ignore: Collection[str]) -> Verdict:
+    """Compare two texts; the answer may contain the marker too, as the answers of GSM8K do. The source refuses an
+    answer without text."""
     given = after_marker(response, after)
     if given is None:
         return Verdict.UNREADABLE
-    wanted = after_marker(answer, after)
-    same = normalise(given, ignore) == normalise(answer if wanted is None else wanted, ignore)
-    return Verdict.RIGHT if same else Verdict.WRONG
+    return Verdict.RIGHT if normalise(given, ignore) == _text(answer, after, ignore) else Verdict.WRONG
+
+
+def _text(answer: Any, after: str | None, ignore: Collection[str]) -> str | None:
+    """What a response has to say: the answer, or its part after the marker; None if that is blank or no text."""
+    text = answer_text(answer) or ""
+    marked = after_marker(text, after)
+    wanted = normalise(text if marked is None else marked, ignore)
+    return wanted if wanted.strip() else None
 
 
 def normalise(text: str, ignore: Collection[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhf_ray.config.rewards import JSONSchemaReward, RegexReward
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.rewards.rules import GuardedRuleSource, Verdict
+from rlhf_ray.rewards.rules import GuardedRuleSource, Verdict, answer_text
 
 GRACE_S = 5.0
 """Time beyond the deadline of a chunk after which the process, which should have reported it, is killed."""
@@ -26,7 +26,8 @@ def regex_source(name: str, config: RegexReward) -> GuardedRuleSource:
     settings = {"what": f"pattern {config.pattern!r}", "pattern": config.pattern, "match": config.match,
                 "group": config.group, "timeout_s": config.timeout_s}
     column = None if config.group is None else config.answer
-    return GuardedRuleSource(name, config, f"{__name__}:judge_pattern", settings, column, config.timeout_s + GRACE_S)
+    return GuardedRuleSource(name, config, f"{__name__}:judge_pattern", settings, column, config.timeout_s + GRACE_S,
+                             (lambda _: True) if column is None else lambda answer: bool(_words(answer)))
 
 
 def json_schema_source(name: str, config: JSONSchemaReward) -> GuardedRuleSource:
@@ -38,7 +39,7 @@ def json_schema_source(name: str, config: JSONSchemaReward) -> GuardedRuleSource
     settings = {"what": "JSON schema", "schema": read_schema(config.accepts, f"rewards.{name}.accepts"),
                 "timeout_s": config.timeout_s}
     return GuardedRuleSource(name, config, f"{__name__}:judge_json", settings, config.answer,
-                             config.timeout_s + GRACE_S)
+                             config.timeout_s + GRACE_S, is_json)
 
 
 def judge_pattern(settings: dict[str, Any], responses: Sequence[str], answers: Sequence[Any]) -> list[Verdict]:
@@ -53,7 +54,7 @@ def judge_pattern(settings: dict[str, Any], responses: Sequence[str], answers: S
         if settings["group"] is None:
             return Verdict.RIGHT
         given = match[settings["group"]]
-        return Verdict.RIGHT if given is not None and given.split() == str(answer).split() else Verdict.WRONG
+        return Verdict.RIGHT if given is not None and given.split() == _words(answer) else Verdict.WRONG
 
     return _one_by_one(verdict, responses, answers, settings["timeout_s"])
 
@@ -117,7 +118,7 @@ def parsed(answer: Any) -> Any:
     if not isinstance(answer, str):
         return answer
     try:
-        return json.loads(answer)
+        return json.loads(answer, parse_constant=_refused)
     except ValueError:
         return answer
 
@@ -140,6 +141,20 @@ class TooSlow(Exception):
         super().__init__(f"no verdict within {timeout_s:g} s (timeout_s); simplify the pattern (nested repetitions "
                          "such as (a+)+ can take for ever), or raise timeout_s")
         self.sample = sample
+
+
+def _words(answer: Any) -> list[str]:
+    """The words of a row's answer; none if it is no text."""
+    return (answer_text(answer) or "").split()
+
+
+def is_json(answer: Any) -> bool:
+    """Whether a row's answer is a JSON value, without numbers that are not finite."""
+    try:
+        json.dumps(answer, allow_nan=False, default=str)
+    except (ValueError, RecursionError):
+        return False
+    return answer is not None
 
 
 def _one_by_one(

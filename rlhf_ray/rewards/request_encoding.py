@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_ray.data.encoding import encode
-from rlhf_ray.errors import SampleError
+from rlhf_ray.data.chat import ASSISTANT, ChatTemplate, Messages
+from rlhf_ray.data.encoding import Piece, TurnEnds, encode, encode_pieces
+from rlhf_ray.errors import ModelError, SampleError
 from rlhf_ray.rewards.protocol import RewardRequest, sample_names
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, p
     """The request as a reward model of another tokenizer reads it.
 
     An encoder reads prompt and response as a pair of texts. A decoder reads a conversation through its own chat
-    template, if the prompt is chat messages and there is a template; else prompt and response as one text, with an
-    end-of-sequence token (if the tokenizer has one) where the response is finished, as in the training of reward models
-    by this package.
+    template, if the prompt is chat messages and there is a template, up to the token that ends the assistant's turn;
+    else prompt and response as one text, with an end-of-sequence token (if the tokenizer has one). A response that is
+    not finished has no such end. All this is as in the training of reward models by this package.
 
     Raises:
         RewardError: the chat template refuses the conversation.
@@ -43,22 +44,28 @@ def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, p
         both = tokenizer(request.prompt, request.response, verbose=False)
         types = both.get("token_type_ids")
         return EncodedRow(_ids(both["input_ids"]), None if types is None else _ids(types))
+    finished = request.finish_reason == "stop"
     if request.messages is not None and tokenizer.chat_template:
-        return EncodedRow(_ids(encode(tokenizer, [_conversation(request, tokenizer)], leading=False)[0]))
+        return EncodedRow(_ids(_conversation(request.messages, request, finished, tokenizer)))
     ids = encode(tokenizer, [request.prompt + request.response], leading=True)[0]
-    if request.finish_reason == "stop" and tokenizer.eos_token_id is not None:
+    if finished and tokenizer.eos_token_id is not None:
         ids = [*ids, tokenizer.eos_token_id]
     return EncodedRow(_ids(ids))
 
 
-def _conversation(request: RewardRequest, tokenizer: PreTrainedTokenizerBase) -> str:
-    messages: list[dict[str, Any]] = [*(request.messages or ()), {"role": "assistant", "content": request.response}]
+def _conversation(
+    messages: Messages, request: RewardRequest, finished: bool, tokenizer: PreTrainedTokenizerBase
+) -> list[int]:
+    template, answer = ChatTemplate(tokenizer), {"role": ASSISTANT, "content": request.response}
+    place = f"{sample_names([request.key])}, for the reward model of {tokenizer.name_or_path!r}"
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # a template is a program and may raise anything
-        raise SampleError(f"the chat template of the reward model's tokenizer {tokenizer.name_or_path!r} refuses the "
-                          f"conversation of {sample_names([request.key])}, of roles {[m['role'] for m in messages]}: "
-                          f"{error}") from error
+        prompt = template.render(messages, place, ask=True)
+        text = template.render([*messages, answer], place, ask=False) if finished else prompt + request.response
+    except ModelError as error:
+        raise SampleError(str(error)) from error
+    border = len(prompt) if text.startswith(prompt) else 0
+    [row] = encode_pieces(tokenizer, [[Piece(text[:border], loss=False), Piece(text[border:], loss=True)]])
+    return TurnEnds(tokenizer).close(row)[0] if finished and tokenizer.eos_token_id is not None else row[0]
 
 
 def _ids(values: Any) -> np.ndarray:

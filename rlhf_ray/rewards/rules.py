@@ -6,6 +6,7 @@ schemas that contain one) run in a process that can be killed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
@@ -41,7 +42,7 @@ class RuleSource:
             column: of the answers; None for a rule without answers.
             usable: whether a response can be compared with an answer.
         """
-        self._name, self._config, self._rule, self._column, self._usable = name, config, rule, column, usable
+        self._name, self._config, self._rule, self._column, self.usable = name, config, rule, column, usable
 
     async def start(self) -> None:
         """Does nothing."""
@@ -52,11 +53,7 @@ class RuleSource:
         Raises:
             RewardError: a prompt's row has no answer, or an unusable one; names the sample.
         """
-        answers = answers_of(requests, self._column, self._name)
-        for request, answer in zip(requests, answers, strict=True):
-            if not self._usable(answer):
-                raise SampleError(f"rewards.{self._name}: {self._column}={answer!r} of {sample_names([request.key])} "
-                                  "cannot be compared with a response; correct the row or remove it")
+        answers = answers_of(requests, self._column, self._name, self.usable)
         verdicts = [self._rule(r.response, answer) for r, answer in zip(requests, answers, strict=True)]
         return verdicts_as_answer(verdicts, self._config)
 
@@ -68,8 +65,9 @@ class GuardedRuleSource:
     """A rule in a process of its own, named as `module:function`; it gets `settings`, `responses` and `answers`."""
 
     def __init__(self, name: str, config: VerifiableReward, function: str, settings: dict[str, Any],
-                 column: str | None, timeout_s: float) -> None:
+                 column: str | None, timeout_s: float, usable: Callable[[Any], bool]) -> None:
         self._name, self._config, self._settings, self._column = name, config, settings, column
+        self.usable = usable
         self._process = KillableFunction(f"rewards.{name} ({settings['what']})", function,
                                          ("settings", "responses", "answers"), timeout_s)
 
@@ -81,10 +79,11 @@ class GuardedRuleSource:
         """`right` or `wrong` for each response.
 
         Raises:
-            RewardError: a prompt's row has no answer, or the rule failed or took too long; names the samples.
+            RewardError: a prompt's row has no answer, or an unusable one, or the rule failed or took too long; names
+                the samples.
         """
         given = {"settings": self._settings, "responses": [r.response for r in requests],
-                 "answers": answers_of(requests, self._column, self._name)}
+                 "answers": answers_of(requests, self._column, self._name, self.usable)}
         verdicts = await self._process.call(given, [sample_names([r.key]) for r in requests])
         return verdicts_as_answer(verdicts, self._config)
 
@@ -100,11 +99,12 @@ def verdicts_as_answer(verdicts: Sequence[float], config: VerifiableReward) -> R
     return RewardAnswer(scores, failures=int((results == Verdict.UNREADABLE).sum()))
 
 
-def answers_of(requests: Sequence[RewardRequest], column: str | None, name: str) -> list[Any]:
+def answers_of(requests: Sequence[RewardRequest], column: str | None, name: str,
+               usable: Callable[[Any], bool]) -> list[Any]:
     """[N] the answers in the prompts' rows; None for each if the rule has no column.
 
     Raises:
-        RewardError: a row has no such column, or an empty one.
+        RewardError: a row has no such column, or one that is empty or unusable.
     """
     if column is None:
         return [None] * len(requests)
@@ -113,7 +113,19 @@ def answers_of(requests: Sequence[RewardRequest], column: str | None, name: str)
             raise SampleError(f"rewards.{name}.answer={column!r}: the prompt of {sample_names([request.key])} has no "
                               "such column or an empty one; the other columns of its row are "
                               f"{sorted(request.metadata)}. Add it")
+        if not usable(request.metadata[column]):
+            raise SampleError(f"rewards.{name}: {column}={request.metadata[column]!r} of "
+                              f"{sample_names([request.key])} cannot be compared with a response; correct the row or "
+                              "remove it")
     return [request.metadata[column] for request in requests]
+
+
+def answer_text(answer: Any) -> str | None:
+    """An answer as text: "5" for the number 5.0, as parquet and JSON may give a whole number. None for what has no one
+    text: a list, an object, bytes, null, a number that is not finite."""
+    if isinstance(answer, list | dict | bytes | None) or (isinstance(answer, float) and not math.isfinite(answer)):
+        return None
+    return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer)
 
 
 def after_marker(text: str, marker: str | None) -> str | None:

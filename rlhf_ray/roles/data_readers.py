@@ -20,6 +20,7 @@ from rlhf_ray.config.data import (
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.demonstrations import load_demonstrations, load_pretraining_text
+from rlhf_ray.data.held_out import split_held_out
 from rlhf_ray.data.load_report import LeftOutRows, LoadReport, contents_of, left_out_of
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompt_table import PromptRows, open_prompts
@@ -87,13 +88,13 @@ class DataReader:
     def preferences(self, config: PreferencesConfig) -> tuple[Pairs, Pairs, DataSummary]:
         """Preference pairs."""
         loaded = [load_preferences(part, self._tokenizer) for part in config.parts()]
-        train, held_out, reports = (list(column) for column in zip(*loaded, strict=True))
+        train, held_out, reports = split_held_out(loaded, config)
         return Pairs.concat(train), Pairs.concat(held_out), _summary(config, train, reports)
 
     def process_rows(self, config: ProcessRowsConfig, steps: StepsConfig) -> tuple[StepRows, StepRows, DataSummary]:
         """Solutions with labelled steps."""
         loaded = [load_process_rows(part, steps, self._tokenizer) for part in config.parts()]
-        train, held_out, reports = (list(column) for column in zip(*loaded, strict=True))
+        train, held_out, reports = split_held_out(loaded, config)
         good = StepTokens.of(steps, self._tokenizer).good
         return join_step_rows(train, good), join_step_rows(held_out, good), _summary(config, train, reports)
 
@@ -124,14 +125,14 @@ class PromptReader:
         """Tokenise a section's data and keep it as the table `table`, and its held-out rows as "held_out".
 
         Returns:
-            sizes (rows of each data set), held_out (number of held-out rows), reports (load report of each data set),
+            sizes (rows of each data set), held_out (held-out rows of each), reports (load report of each data set),
             contents (their digests), left_out (all rows that were left out) and bytes (on disk).
         """
         opened = open_prompts(config, self._tokenizer, self._directory)
         self._tables[table] = opened.training
         if len(opened.held_out):
             self._tables[HELD_OUT] = opened.held_out
-        return {"sizes": opened.training.sizes, "held_out": len(opened.held_out),
+        return {"sizes": opened.training.sizes, "held_out": opened.held_out.sizes,
                 "bytes": opened.training.table.nbytes, "reports": [str(report) for report in opened.reports],
                 "contents": contents_of(opened.reports),
                 "left_out": left_out_of(opened.reports)}

@@ -7,7 +7,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, Rollout
-from rlhf_ray.rewards.protocol import finished, requests_of, rollout_texts
+from rlhf_ray.rewards.protocol import finished, requests_of
 from rlhf_ray.rewards.sources import make_sources
 
 MICRO_BATCH_TOKENS = 8192
@@ -38,7 +38,7 @@ class PairRanker:
 
     async def rank(self, rollout: Rollout, rows: Prompts) -> list[dict[str, Any] | None]:
         """A preference row for each pair of adjacent samples of the rollout; None if the judge's scores differ by less
-        than the minimum margin.
+        than the minimum margin. Its prompt is the one that was sampled from: messages, or the text.
 
         Args:
             rows: the prompts of the rollout's samples.
@@ -46,15 +46,16 @@ class PairRanker:
         Raises:
             RewardError: the judge has no score for a response.
         """
-        prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout.keys))
-        scores = (await self._judge.score(requests_of(rollout, rows, self._tokenizer))).scores
+        requests = requests_of(rollout, rows, self._tokenizer)
+        scores = (await self._judge.score(requests)).scores
         ended = finished(rollout)
         pairs: list[dict[str, Any] | None] = []
-        for i in range(0, len(responses), 2):
+        for i in range(0, len(requests), 2):
             better, worse = (i, i + 1) if scores[i] >= scores[i + 1] else (i + 1, i)
             margin = float(scores[better] - scores[worse])
             pairs.append(None if margin < self._min_margin else {
-                "prompt": prompts[i], "chosen": responses[better], "rejected": responses[worse],
+                "prompt": requests[i].messages or requests[i].prompt,
+                "chosen": requests[better].response, "rejected": requests[worse].response,
                 "chosen_finished": bool(ended[better]), "rejected_finished": bool(ended[worse]), "margin": margin,
             })
         return pairs

@@ -12,7 +12,6 @@ from rlhf_ray.config.rewards import (
     HTTPReward,
     JSONSchemaReward,
     ModelReward,
-    NumberReward,
     ProcessReward,
     RegexReward,
     RewardConfig,
@@ -26,8 +25,8 @@ from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import check_scalar_head, load_tokenizer
 from rlhf_ray.models.model_families import Use, check_family, is_decoder
-from rlhf_ray.rewards.answer_matching import has_number
 from rlhf_ray.rewards.http.source import HTTPSource
+from rlhf_ray.rewards.rules import GuardedRuleSource, RuleSource
 from rlhf_ray.rewards.sources import make_source
 from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_model, check_same_tokens
 from rlhf_ray.stages.scorers import check_scorer
@@ -118,11 +117,13 @@ async def _reward_errors_as_config(check: Coroutine[Any, Any, None]) -> None:
 
 
 def _check_answers(config: PPOConfig, section: str, reward: RewardConfig) -> None:
-    """Check the first rows of each local file for the columns that the reward reads, and for a number where one is
-    needed."""
+    """Check the first rows of each local file for the columns that the reward reads, and for answers that a response
+    can be compared with."""
     columns = _columns(reward)
     if not columns:
         return
+    source = make_source(section, reward, config.model, config.reward.micro_batch_tokens)
+    usable = source.usable if isinstance(source, RuleSource | GuardedRuleSource) else lambda _: True
     for field, part in _prompt_files(config):
         rows = read_rows(part.location, part.split, min(part.limit or FIRST_ROWS, FIRST_ROWS), part.subset,
                          part.revision)
@@ -130,15 +131,11 @@ def _check_answers(config: PPOConfig, section: str, reward: RewardConfig) -> Non
             row = rows.others(i, part.column)
             for key, column in columns:
                 where = f"{section}.{key}={column!r}: {rows.place(i)} ({field})"
-                _check_answer(reward, row, column, where)
-
-
-def _check_answer(reward: RewardConfig, row: dict[str, Any], column: str, where: str) -> None:
-    if column not in row:
-        raise DataError(f"{where} has no such column; the other columns are {sorted(row)}")
-    if isinstance(reward, NumberReward) and not has_number(row[column], reward.after):
-        raise DataError(f"{where} is {brief(row[column])}, which has no number to compare with; name the column with "
-                        "the answer, or fix the row")
+                if column not in row:
+                    raise DataError(f"{where} has no such column; the other columns are {sorted(row)}")
+                if not usable(row[column]):
+                    raise DataError(f"{where} is {brief(row[column])}, which a reward of type {reward.type} cannot "
+                                    "compare with a response; name the column with the answer, or fix the row")
 
 
 def _columns(reward: RewardConfig) -> list[tuple[str, str]]:

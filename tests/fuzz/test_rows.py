@@ -60,10 +60,11 @@ def answered(path, tokenizer):
 
 
 def preferences(path, tokenizer):
-    training, held, report = load_preferences(
+    pairs, digests, report = load_preferences(
         PreferencesConfig(path=path, max_tokens=16, held_out=0, margin="margin"), tokenizer
     )
-    return len(training) + len(held), report
+    assert len(digests) == len(pairs)
+    return len(pairs), report
 
 
 def prompts(path, tokenizer):

@@ -58,7 +58,7 @@ class StandInPrompts:
     """A prompt source whose answer about a chunk is a name and the chunk's rows, and perhaps others, each once."""
 
     def __init__(self, name: str, rows: int = 0) -> None:
-        self.name, self.rows = name, rows
+        self.name, self.rows, self.numbers = name, rows, range(rows)
         self.reads: list[list[int]] = []
 
     async def of(self, keys: list[Any]) -> Any:

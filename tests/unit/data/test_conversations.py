@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
-from rlhf_ray.data.demonstrations import load_demonstrations
+from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig, StepsConfig
+from rlhf_ray.data.demonstrations import NO_LOSS, load_demonstrations
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompt_table import open_prompts
+from rlhf_ray.data.stepwise_supervision import load_process_rows
 from rlhf_ray.errors import DataError, ModelError
 
 OPEN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|eos|>\n{% endfor %}"
@@ -111,6 +115,46 @@ def test_a_system_message_is_put_before_chats_that_have_none(chat, write_jsonl):
     rows, _ = load_demonstrations(config, tokenizer)
     starts = [learned(rows, tokenizer, i)[0].split("<|eos|>")[0] for i in range(2)]
     assert starts == ["[system]Be kind", "[system]Own"]
+
+
+def test_keys_without_a_value_are_not_rendered(chat, tmp_path):
+    """Parquet gives every message the keys of all, with null where a message has none: the same rows as JSON lines
+    give the same text."""
+    tokenizer = chat("{% for m in messages %}{{ m }}{% endfor %}")
+    call = {**turn("assistant", ""), "tool_calls": [{"name": "f", "arguments": {"a": "1"}}]}
+    rows = [{"prompt": [turn("user", "Hi"), call, {**turn("tool", "2"), "tool_calls": [
+        {"name": "g", "arguments": {"b": "2"}}], "name": "g"}]}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = open_prompts(PromptsConfig(path=str(tmp_path / "rows.parquet")), tokenizer).training.rows([0])
+    assert "None" not in found.texts[0] and found.messages == [rows[0]["prompt"]]
+
+
+@pytest.mark.parametrize("load, config, columns", [
+    (load_preferences, PreferencesConfig, {"chosen": " yes", "rejected": " no"}),
+    (partial(load_process_rows, steps=StepsConfig(placeholder="?")), ProcessRowsConfig,
+     {"steps": ["x"], "labels": [1]}),
+])
+def test_rows_with_text_prompts_refuse_a_system_message_too(chat, write_jsonl, load, config, columns):
+    section = config(path=write_jsonl({"prompt": "Hi", **columns}), system="Be kind")
+    with pytest.raises(DataError, match=r"'prompt' is a text, so system='Be kind' has no effect; set as_chat"):
+        load(section, tokenizer=chat(CLOSED))
+
+
+def test_sides_of_messages_make_a_text_prompt_a_chat_with_the_system_message(chat, write_jsonl):
+    row = {"prompt": "Hi", "chosen": [turn("assistant", "yes")], "rejected": [turn("assistant", "no")]}
+    tokenizer = chat(CLOSED)
+    pairs, _, _ = load_preferences(PreferencesConfig(path=write_jsonl(row), system="Be kind"), tokenizer)
+    assert tokenizer.decode(pairs.chosen.row(0, "tokens")).startswith("[system]Be kind<|eos|>\n[user]Hi<|eos|>\n")
+
+
+def test_conversations_of_which_no_text_is_marked_are_left_out(chat, write_jsonl):
+    """A row without tokens would be a micro-batch of nothing."""
+    marked = ("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+              "{% else %}{{ m.content }}{% endif %}{% endfor %}")
+    path = write_jsonl({"messages": TALK[:2]}, {"messages": [TALK[0], turn("assistant", "")]})
+    rows, report = load_demonstrations(DemonstrationsConfig(path=path, messages="messages"), chat(marked))
+    assert len(rows) == 1 and report.kept == 1
+    assert [(lines.tolist(), reason) for _, reason, lines in report.left_out_rows()] == [([2], NO_LOSS)]
 
 
 def test_a_system_message_without_chats_is_refused(chat, write_jsonl):

@@ -11,6 +11,7 @@ from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, Proces
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.data.load_report import left_out_lines
 from rlhf_ray.data.prompt_table import open_prompts
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError
@@ -69,7 +70,7 @@ def test_held_out_prompts_are_whole_groups_in_neither_half(write_jsonl, tokenize
 def test_a_data_set_that_would_be_held_out_whole_is_named(write_jsonl, tokenizer):
     mix = [{"path": write_jsonl(*({"prompt": f"We saw {n}"} for n in range(9)), name="a.jsonl")},
            {"path": write_jsonl({"prompt": "I read"}, name="b.jsonl")}]
-    with pytest.raises(DataError, match=r"prompts.held_out=0.9 keeps all 1 prompts of .*b.jsonl out"):
+    with pytest.raises(DataError, match=r"prompts.held_out=0.9 keeps all 1 rows of .*b.jsonl out"):
         open_prompts(PromptsConfig(mix=mix, held_out=0.9), tokenizer)
 
 
@@ -77,12 +78,42 @@ def test_the_prompt_reader_keeps_both_tables(two, tokenizer_directory):
     reader = PromptReader(ModelConfig(path=str(tokenizer_directory)))
     reader.start()
     found = reader.open("training", PromptsConfig(mix=two, held_out=0.2))
-    assert sum(found["sizes"]) + found["held_out"] == 11 and found["held_out"] == 2
+    assert sum(found["sizes"]) == 9 and found["held_out"] == [1, 1]
     texts = [set(reader.rows(range(n), table).texts) for n, table in ((9, "training"), (2, HELD_OUT))]
     assert len(texts[0] | texts[1]) == 11
     assert [report.split(": ")[1] for report in found["reports"]] == [
         "8 of 8 rows used, 1 of them held out", "3 of 3 rows used, 1 of them held out"]
     assert [source for source, _ in found["contents"]] == [part["path"] for part in two]
+
+
+def test_a_limited_evaluation_has_the_first_held_out_rows_of_each_data_set(write_jsonl, tokenizer_directory):
+    reader = PromptReader(ModelConfig(path=str(tokenizer_directory)))
+    reader.start()
+    mix = [{"path": write_jsonl(*({"prompt": f"{text} {n}"} for n in range(40)), name=f"{text}.jsonl")}
+           for text in ("We", "I")]
+    sizes = reader.open("training", PromptsConfig(mix=mix, held_out=0.3))["held_out"]
+    held = PromptSource(None, HELD_OUT, sizes, [])
+    source = PromptSource(None, "training", [], [], held_out=held).first_held_out(5)
+    texts = reader.rows(source.numbers, HELD_OUT).texts
+    assert [text.split()[0] for text in texts] == ["We"] * 5 + ["I"] * 5
+    assert [*held.numbers] == [*range(sum(sizes))]
+
+
+@pytest.mark.parametrize("kind", ["preferences", "process_rows"])
+def test_a_prompt_of_several_data_sets_is_held_out_of_all(kind, write_jsonl, reader):
+    columns = {"preferences": {"chosen": " yes", "rejected": " no"}, "process_rows": {"steps": ["x"], "labels": [1]}}
+    rows = [{"prompt": f"We saw {n}", **columns[kind]} for n in range(100)]
+    mix = [{"path": write_jsonl(*part, name=f"{i}.jsonl")} for i, part in enumerate((rows[:60], rows[30:] * 2))]
+    if kind == "preferences":
+        loaded = reader.preferences(PreferencesConfig(mix=mix, held_out=0.2))
+    else:
+        loaded = reader.process_rows(ProcessRowsConfig(mix=mix, held_out=0.2), StepsConfig(placeholder="?"))
+    train, held = ({rows_of(part).row(i, "tokens").tobytes() for i in range(len(part))} for part in loaded[:2])
+    assert len(held) > 5 and not train & held
+
+
+def rows_of(part):
+    return getattr(part, "chosen", part)
 
 
 def test_rows_that_are_left_out_are_all_named(write_jsonl, tokenizer_directory):

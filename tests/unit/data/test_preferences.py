@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ray.config.data import PreferencesConfig
-from rlhf_ray.data.preferences import held_out_rows, load_preferences
+from rlhf_ray.data.held_out import group_digest, held_out_digests, split_held_out
+from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.supervised_records import Pairs
 from rlhf_ray.errors import DataError
 from tests.unit.data.left_out import left_out
@@ -15,7 +16,13 @@ END = 1
 
 
 def load(tokenizer: Any, path: str, **fields: Any):
-    return load_preferences(PreferencesConfig(path=path, **{"held_out": 0.0, **fields}), tokenizer)
+    config = PreferencesConfig(path=path, **{"held_out": 0.0, **fields})
+    [train], [held], [report] = split_held_out([load_preferences(config, tokenizer)], config)
+    return train, held, report
+
+
+def held_out_rows(groups: list[str], share: float) -> np.ndarray:
+    return held_out_digests(np.array([group_digest(group) for group in groups], dtype=np.uint64), share)
 
 
 def pair(prompt: str, chosen: str, rejected: str, **flags: Any) -> dict[str, Any]:

@@ -82,6 +82,17 @@ def test_reading_stops_after_many_faults(write_jsonl, tokenizer):
                         "add it"]
 
 
+def test_a_header_that_names_a_column_twice_is_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,answer,answer\na,1,2\n")
+    with pytest.raises(DataError, match=r"rows\.csv: the header names 'answer' more than once"):
+        read_rows(str(tmp_path / "rows.csv"))
+
+
+def test_a_long_document_is_a_field(tmp_path):
+    (tmp_path / "rows.csv").write_text("text\n" + "a" * 200_000 + "\n")
+    assert len(read_rows(str(tmp_path / "rows.csv")).records[0]["text"]) == 200_000
+
+
 def test_a_lenient_reader_counts_on_and_keeps_the_good_rows(write_jsonl):
     row_errors = RowErrors(lenient=True)
     rows = list(stream_rows(bad_prompts(write_jsonl), row_errors))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_ray.config.data import ProcessRowsConfig, StepsConfig
+from rlhf_ray.data.held_out import split_held_out
 from rlhf_ray.data.stepwise_supervision import IGNORE, load_process_rows
 from rlhf_ray.errors import DataError, ModelError
 
@@ -15,7 +16,9 @@ STEPS = StepsConfig(placeholder="?", separator=" ")
 
 
 def load(tokenizer: Any, path: str, steps: StepsConfig = STEPS, **fields: Any):
-    return load_process_rows(ProcessRowsConfig(path=path, **{"held_out": 0.0, **fields}), steps, tokenizer)
+    config = ProcessRowsConfig(path=path, **{"held_out": 0.0, **fields})
+    [train], [held], [report] = split_held_out([load_process_rows(config, steps, tokenizer)], config)
+    return train, held, report
 
 
 def row(*steps: str, labels: Any, prompt: str = "1+2=") -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a reward model of another tokenizer is given to read, and what it says then."""
 
 import asyncio
+import json
 import re
 import shutil
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import transformers
 
+from rlhf_ray.config.data import PreferencesConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import ModelReward
+from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.errors import RewardError
 from rlhf_ray.models.loading import load_tokenizer
@@ -104,6 +107,28 @@ def test_messages_go_through_the_model_s_own_chat_template(policy, other, ask):
     assert scores(other, policy, [request]) == pytest.approx(plainly(other, [ids.tolist()]), abs=1e-5)
 
 
+LINES = ("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+         "{% if add_generation_prompt %}[assistant] {% endif %}")
+"""As ChatML has it: a line break after the token that ends a turn."""
+
+
+@pytest.mark.parametrize("finish_reason, end", [("stop", "<|eos|>"), ("length", "")])
+def test_a_conversation_is_scored_where_training_ends_it(other, ask, tmp_path, finish_reason, end):
+    """At the token that ends the turn, not at what the template writes after it; a cut response has no end."""
+    tokenizer = load_tokenizer(ModelConfig(path=str(other)))
+    tokenizer.chat_template = LINES
+    messages = [{"role": "user", "content": "do"}]
+    ids = encode_request(ask("so", messages=messages, finish_reason=finish_reason), tokenizer, pair=False).ids
+    assert tokenizer.decode(ids) == "[user] do<|eos|>\n[assistant] so" + end
+    sides = {"chosen": "so", "rejected": "no"}
+    if finish_reason == "stop":
+        sides = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
+    row = {"prompt": messages, **sides, "chosen_finished": finish_reason == "stop"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row))
+    trained, _, _ = load_preferences(PreferencesConfig(path=str(tmp_path / "pairs.jsonl")), tokenizer)
+    assert trained.chosen.row(0, "tokens").tolist() == ids.tolist()
+
+
 def test_messages_without_a_template_are_read_as_the_policy_saw_them(own, ask):
     request = ask("w5", prompt="w2 w3 ", messages=[{"role": "user", "content": "w2"}], finish_reason="length")
     assert encode_request(request, load_tokenizer(ModelConfig(path=str(own))), pair=False).ids.tolist() == [2, 3, 5]
@@ -113,7 +138,7 @@ def test_a_template_that_refuses_is_told_with_the_sample(other, ask, tmp_path):
     tokenizer = load_tokenizer(ModelConfig(path=str(other)))
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     request = ask("no", 4, messages=[{"role": "assistant", "content": "do"}])
-    said = r"refuses the conversation of epoch 0 row 4 sample 0, of roles \['assistant', 'assistant'\]: roles must"
+    said = r"epoch 0 row 4 sample 0, for .*: the tokenizer's chat template refuses the messages, .*: roles must"
     with pytest.raises(RewardError, match=said):
         encode_request(request, tokenizer, pair=False)
 

@@ -40,7 +40,7 @@ def test_a_group_must_be_the_answer(ask):
     cases = [("Answer: 12", 12), ("Answer: 13", "12"), ("12", 12), ("Answer:  12 ", "12 ")]
     assert by_pattern(ask, cases, pattern=r"Answer:(.*)$", group=1, right=3, wrong=-1) == ([3, -1, -1, 3], 1)
     assert by_pattern(ask, cases, pattern=r"Answer:(?P<it>.*)$", group="it") == ([1, 0, 0, 1], 1)
-    optional = [("x", ""), ("xy", "y")]
+    optional = [("x", "y"), ("xy", "y")]
     assert by_pattern(ask, optional, pattern=r"x(y)?", group=1) == ([0, 1], 0)
 
 

@@ -102,7 +102,8 @@ def test_a_long_text_of_digits_and_signs_is_read_at_once():
     ("paris", "Paris", {}, WRONG), ("paris", "Paris", {"ignore": ["case"]}, RIGHT), ("Paris.", "Paris", {}, WRONG),
     ("Paris.", "Paris", {"ignore": ["punctuation", "space"]}, RIGHT), (" Paris", "Paris", {"ignore": []}, WRONG),
     ("so: A", "A", {"after": ":"}, RIGHT), ("so A", "A", {"after": ":"}, UNREADABLE),
-    ("so: A", "because: A", {"after": ":"}, RIGHT), ("", "", {}, RIGHT),
+    ("so: A", "because: A", {"after": ":"}, RIGHT), ("", "", {}, WRONG),
+    ("5", 5.0, {}, RIGHT), ("5.5", 5.5, {}, RIGHT), ("", "so:", {"after": ":"}, UNREADABLE),
     ("straße", "STRASSE", {"ignore": ["case"]}, RIGHT),
 ])
 def test_exact_matches(response, answer, options, verdict):
@@ -113,7 +114,7 @@ def test_exact_matches(response, answer, options, verdict):
 def test_normalising_twice_is_once_and_a_text_equals_itself(text, ignore):
     once = normalise(text, ignore)
     assert normalise(once, ignore) == once
-    assert exact_match(text, text, None, ignore) is RIGHT
+    assert exact_match(text, text, None, ignore) is (RIGHT if once.strip() else WRONG)
 
 
 def test_scores_and_failures_of_a_chunk(ask):
@@ -137,6 +138,14 @@ def test_an_answer_without_a_number_is_an_error_not_a_wrong_response(ask):
     with pytest.raises(RewardError, match=r"rewards\.sum: answer='unknown' of epoch 0 row 3 sample 0 cannot be "
                                           r"compared"):
         asyncio.run(source.score([ask("4", 1, metadata={"answer": 4}), ask("4", 3, metadata={"answer": "unknown"})]))
+
+
+@pytest.mark.parametrize("answer", [" ", [], ["a"], {"a": 1}, float("nan"), float("inf")])
+def test_an_answer_that_no_text_equals_is_an_error_not_a_reward(ask, answer):
+    """A blank one would reward empty responses."""
+    source = exact_match_source("match", ExactMatchReward(type="exact_match"))
+    with pytest.raises(RewardError, match=r"rewards\.match: answer=.* cannot be compared"):
+        asyncio.run(source.score([ask("", metadata={"answer": answer})]))
 
 
 @pytest.mark.parametrize("a, b, same", [

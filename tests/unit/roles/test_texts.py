@@ -57,14 +57,14 @@ def rank(policy_model, tmp_path):
     """rank(scores, min_margin): the preference rows of two prompts with two responses each, judged so by a function
     that also reads the prompts and their other columns."""
 
-    def run(scores, min_margin):
+    def run(scores, min_margin, texts=("w2", "w3"), messages=None):
         (tmp_path / "judge.py").write_text(JUDGE.format(scores=scores))
         judge = scorer_rewards(f"{tmp_path / 'judge.py'}:judge", "pairs.judge")
         made = rollout_of([[0, 1]] * 4, ["stop", "length", "stop", "stop"])
         made = replace(made, tokens=np.array([2, 10, 2, 11, 3, 12, 3, 13], dtype=np.int32),
                        keys=[SampleKey(0, row, sample) for row in (4, 7) for sample in (0, 1)])
-        prompts = Prompts(offsets_of([1, 1]), np.array([2, 3], np.int32), ["w2", "w3"],
-                          [{"topic": "w2"}, {"topic": "w3"}], np.array([4, 7]))
+        prompts = Prompts(offsets_of([1, 1]), np.array([2, 3], np.int32), list(texts),
+                          [{"topic": text} for text in texts], np.array([4, 7]), messages)
 
         async def ranked():
             ranker = PairRanker(policy_model, judge, min_margin, longest=8)
@@ -87,6 +87,14 @@ def test_neighbours_form_pairs_and_the_better_is_chosen(rank):
         {"prompt": "w3", "chosen": "w12", "rejected": "w13", "chosen_finished": True, "rejected_finished": True,
          "margin": 2.0},
     ]
+
+
+def test_the_prompt_of_a_pair_is_the_one_that_was_sampled_from(rank):
+    """Messages, which a template has still to render, or the text with its special tokens."""
+    messages = [{"role": "user", "content": "w2"}]
+    rows = rank({"w10": 1.0, "w11": 0.0, "w12": 1.0, "w13": 0.0}, 0.1, texts=["w2", "</s>w3"],
+                messages=[messages, None])
+    assert [row["prompt"] for row in rows] == [messages, "</s>w3"]
 
 
 def test_pairs_too_close_are_left_out_in_place(rank):

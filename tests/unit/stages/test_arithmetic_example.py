@@ -43,12 +43,14 @@ def test_the_steps_configurations_fit_what_comes_before_them():
 
 
 def test_judged_steps_fit_the_judge(home):
+    from rlhf_ray.data.held_out import split_held_out
     from rlhf_ray.data.stepwise_supervision import load_process_rows
 
     judge = arithmetic_example.RECIPE.config("process-reward", home, 0)
     tokenizer = load_tokenizer(ModelConfig(path=str(home / "data" / "tokenizer")))
     for path in (judge.data.path, str(home / "data" / "soft_steps.jsonl")):
-        _, held, report = load_process_rows(judge.data.model_copy(update={"path": path}), judge.steps, tokenizer)
+        data = judge.data.model_copy(update={"path": path})
+        _, [held], [report] = split_held_out([load_process_rows(data, judge.steps, tokenizer)], data)
         assert (report.rows, report.kept, len(held)) == (8000, 8000, 800)
 
 

@@ -309,9 +309,21 @@ def test_answers_that_hold_no_number_are_refused(with_rewards, tmp_path):
     (tmp_path / "answers.jsonl").write_text('{"prompt": "w2", "answer": "A", "worked": "7 more #### 3"}\n')
     prompts = {"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32}
     ppo.preflight(with_rewards({"type": "number", "answer": "worked", "after": "####"}, prompts=prompts))
-    said = r"rewards\.extra\.answer='answer': .*answers.jsonl, line 1 \(prompts\.path\) is 'A', which has no number"
+    said = r"rewards\.extra\.answer='answer': .*answers.jsonl, line 1 \(prompts\.path\) is 'A', which a reward of type"
     with pytest.raises(DataError, match=said):
         ppo.preflight(with_rewards({"type": "number"}, prompts=prompts))
+
+
+@pytest.mark.parametrize("section, answer", [
+    ({"type": "exact_match"}, " "), ({"type": "exact_match"}, ["a", "b"]), ({"type": "number"}, [1, 2]),
+    ({"type": "regex", "pattern": "(a)", "group": 1}, ""), ({"type": "json_schema", "accepts": {}}, float("nan")),
+])
+def test_answers_that_nothing_can_equal_are_refused(with_rewards, tmp_path, section, answer):
+    (tmp_path / "answers.jsonl").write_text(json.dumps({"prompt": "w2", "answer": answer}) + "\n")
+    prompts = {"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32}
+    said = rf"rewards\.extra\.answer='answer': .* a reward of type {section['type']} cannot compare"
+    with pytest.raises(DataError, match=said):
+        ppo.preflight(with_rewards({**section, "answer": "answer"}, prompts=prompts))
 
 
 def test_answers_are_looked_for_beyond_the_first_row(with_rewards, tmp_path):
