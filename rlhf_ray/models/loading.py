@@ -146,7 +146,7 @@ def load_scalar_model(config: ModelConfig, new_head: bool, mapped: bool = False,
     if not new_head and labels == 1:
         check_scalar_head(config)
     load = _mapped if mapped else _load
-    model = load(classifier_class(pretrained_config(config)), config, num_labels=labels)
+    model = load(classifier_class(pretrained_config(config)), config, new_head=new_head, num_labels=labels)
     if new_head:
         model.score.to(getattr(torch, config.dtype))
         # Ouyang et al. 2022 and Huang et al. 2024 start scalar heads with std 1/sqrt(hidden + 1).
@@ -305,9 +305,17 @@ def stored_precisions(config: ModelConfig) -> set[torch.dtype]:
     return {kinds[name] for name in stored & kinds.keys()}
 
 
-def _load(auto: Any, config: ModelConfig, dtype: Literal["auto"] | None = None, **more: Any) -> PreTrainedModel:
-    """Load the model, with attention over packed rows where its family can run on them; `dtype="auto"` keeps the files'
-    precision, None uses the configured one."""
+def _load(auto: Any, config: ModelConfig, dtype: Literal["auto"] | None = None, new_head: bool = False,
+          **more: Any) -> PreTrainedModel:
+    """Load the model, with attention over packed rows where its family can run on them.
+
+    Args:
+        dtype: "auto" keeps the files' precision, None uses the configured one.
+        new_head: the files may lack the scalar head.
+
+    Raises:
+        ModelError: the files cannot be read or lack weights, which transformers would make random.
+    """
     import torch
 
     from rlhf_ray.models.attention import register
@@ -315,9 +323,32 @@ def _load(auto: Any, config: ModelConfig, dtype: Literal["auto"] | None = None, 
 
     attention = {} if why_padded(pretrained_config(config)) else {"attn_implementation": register()}
     try:
-        return use_onednn(auto.from_pretrained(
-            config.path, dtype=dtype or getattr(torch, config.dtype), use_safetensors=True, **config.trust,
-            **attention, **more,
-        ))
+        model, report = auto.from_pretrained(
+            config.path, dtype=dtype or getattr(torch, config.dtype), use_safetensors=True, output_loading_info=True,
+            **config.trust, **attention, **more,
+        )
     except Exception as error:  # a damaged file, pickled weights, weights of another shape
         raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
+    missing = sorted(name for name in report["missing_keys"] if not (new_head and name.startswith("score.")))
+    if missing:
+        raise ModelError(f"{config.path!r} has no weights for {', '.join(missing[:3])}"
+                         f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''} of {type(model).__name__}, "
+                         "which would be random; convert or download the model again, or name one that has them")
+    return use_onednn(model)
+
+
+def remove_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without its own dropout and router noise, whatever its configuration says.
+
+    PPO's ratio compares log-probabilities of the same weights: with dropout in the update alone it is not 1 before the
+    first step, and clips tokens at random.
+    """
+    import torch
+
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Dropout):
+            layer.p = 0.0
+        for name, value in list(vars(layer).items()):  # some layers apply them themselves
+            if isinstance(value, float) and ("dropout" in name or "jitter" in name):
+                setattr(layer, name, 0.0)
+    return model

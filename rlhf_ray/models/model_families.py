@@ -191,8 +191,11 @@ def _configuration(model: ModelConfig) -> dict[str, Any]:
 
 
 def _values(shape: PretrainedConfig) -> dict[str, Any]:
-    """The text configuration, which for multimodal models is a part, with the whole model's `model_type`."""
-    return {**shape.get_text_config().to_dict(), "model_type": shape.model_type}
+    """The text configuration, which for multimodal models is a part (`text_config`), with the whole model's
+    `model_type`."""
+    text = shape.get_text_config()
+    part = {} if text is shape else {"text_config": True}
+    return {**text.to_dict(), "model_type": shape.model_type, **part}
 
 
 def _ropes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -223,8 +226,11 @@ def _why_vllm_differs(values: Mapping[str, Any]) -> str | None:
         return "vLLM gives it a head of its own, without weights (tie_word_embeddings=true)"
     if kind in ("bloom", "cohere", "cohere2", "gemma2") and values.get("tie_word_embeddings") is False:
         return "vLLM takes its embedding for its head, or fails (tie_word_embeddings=false)"
-    if kind == "cohere2" and "sliding_attention" in (values.get("layer_types") or []):
-        return f"vLLM's sliding window is one token wider than transformers' ({values.get('sliding_window')})"
+    if kind == "cohere2" and "sliding_attention" in (values.get("layer_types") or ["sliding_attention"]):
+        return f"vLLM's sliding window is one token wider than transformers' ({values.get('sliding_window', 4096)})"
+    if values.get("text_config"):
+        return ("it is a language model within a multimodal one (text_config in its config.json), and generators hold "
+                "language models alone: export the text model with transformers, and name that")
     missing = [f"{name}={value!r}" for name, value in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"))
                if kind == "deepseek_v3" and values.get(name) != value]
     if missing:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlhf_ray.engine.parameter_shards import gather_parameter
 from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.models.loading import load_causal_lm
+from rlhf_ray.models.loading import load_causal_lm, remove_dropout
 from rlhf_ray.models.packed_model import PackedActorCritic
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
@@ -29,7 +29,8 @@ class ActorCriticLearner(PolicyLearner):
 
     def build(self) -> PackedActorCritic:  # type: ignore[override]
         """The language model with a new value head."""
-        return PackedActorCritic(load_causal_lm(self.model_config, self.mapped), self.temperature, self.chunks)
+        model = remove_dropout(load_causal_lm(self.model_config, self.mapped))
+        return PackedActorCritic(model, self.temperature, self.chunks)
 
     def logprobs_and_values(self, *rollouts: Rollout) -> tuple[TokenScores, TokenScores]:
         """The results of `PolicyLearner.logprobs` and `CriticLearner.values` from one forward pass."""

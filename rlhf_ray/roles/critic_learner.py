@@ -6,7 +6,7 @@ from rlhf_ray.algorithms.losses import value_loss, value_stats
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import CriticConfig
-from rlhf_ray.models.loading import has_scalar_head, load_scalar_model
+from rlhf_ray.models.loading import has_scalar_head, load_scalar_model, remove_dropout
 from rlhf_ray.models.packed_model import PackedScalarModel, values_before_tokens
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner import Learner
@@ -31,7 +31,7 @@ class CriticLearner(Learner):
         named = self.config.path is not None
         new_head = not has_scalar_head(self.model_config) if named else self.config.init == "policy"
         model = load_scalar_model(self.model_config, new_head=new_head, mapped=self.mapped)
-        return PackedScalarModel(model, self.head_dropout)
+        return PackedScalarModel(remove_dropout(model), self.head_dropout)
 
     def values(self, *rollouts: Rollout) -> TokenScores:
         """Values of the states before the response tokens, for this rank's contiguous share of all rows."""

@@ -108,8 +108,7 @@ class Learner:
         module = self.build()
         if self.config.lora:
             self.adapters = Adapters(module.model, self.config.lora, str(getattr(self.model_config, "path", "")))
-        if self.config.lora or self.head_dropout:
-            torch.manual_seed(self.seed + self.rank)  # ranks use different dropout
+        torch.manual_seed(self.seed + self.rank)  # ranks use different dropout
         if self.config.router_aux_loss_coef:
             self._router_balance = RouterBalance(module.model)
         sizes = {"parameters": sum(p.numel() for p in module.parameters()),

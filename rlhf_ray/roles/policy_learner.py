@@ -24,7 +24,7 @@ from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.engine.ema import WeightAverage
-from rlhf_ray.models.loading import load_causal_lm
+from rlhf_ray.models.loading import load_causal_lm, remove_dropout
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
@@ -82,7 +82,8 @@ class PolicyLearner(Learner):
 
     def build(self) -> PackedLanguageModel:
         """The language model, which returns log-probabilities at the sampling temperature."""
-        return PackedLanguageModel(load_causal_lm(self.model_config, self.mapped), self.temperature, self.chunks)
+        model = remove_dropout(load_causal_lm(self.model_config, self.mapped))
+        return PackedLanguageModel(model, self.temperature, self.chunks)
 
     def logprobs(self, *rollouts: Rollout) -> TokenScores:
         """Log-probabilities of this rank's contiguous share (`inference_plan`) of all rows, under current weights."""

@@ -108,6 +108,8 @@ class PublishedModel(PublishedTensors):
         inner = self._engine.module.model
         with torch.device("meta"):
             skeleton = type(inner)(inner.config)
+        kept = skeleton.state_dict().keys()  # training does not change buffers, such as DeepSeek's router bias
+        state.update({name: buffer.cpu() for name, buffer in inner.named_buffers() if name in kept})
         if hasattr(inner, "generation_config"):
             skeleton.generation_config = inner.generation_config
         export_model(skeleton, state, load_tokenizer(self._model), Path(directory), card, term=term)

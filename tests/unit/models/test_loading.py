@@ -18,6 +18,7 @@ from rlhf_ray.models.loading import (
     load_causal_lm,
     load_scalar_model,
     load_tokenizer,
+    remove_dropout,
     stored_precisions,
 )
 from tests.models import make_tiny_llama
@@ -112,6 +113,39 @@ def test_a_damaged_model_is_told_with_its_path(copy):
     (copy / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"no model could be loaded from '.*copy': \S"):
         load_causal_lm(config(copy))
+
+
+def without_weights(directory, part):
+    """The model without its weights of which the name contains `part`."""
+    from safetensors.torch import load_file, save_file
+
+    file = directory / "model.safetensors"
+    save_file({name: w for name, w in load_file(file).items() if part not in name}, file, metadata={"format": "pt"})
+    return directory
+
+
+def test_weights_that_the_files_lack_are_named_and_never_random(copy):
+    said = r"'.*copy' has no weights for model\.layers\.1\..* and \d+ more of LlamaForCausalLM, which would be random"
+    with pytest.raises(ModelError, match=said):
+        load_causal_lm(config(without_weights(copy, "layers.1.")))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_reward_model_without_its_head_is_refused_unless_it_gets_a_new_one(copy, mapped):
+    """Its configuration says that it is a classifier, and its head has another name."""
+    model = config(without_weights(classifier(copy, 1), "score"))
+    assert load_scalar_model(model, new_head=True, mapped=mapped).score.weight.std() > 0
+    with pytest.raises(ModelError, match=r"has no weights for score\.weight of LlamaForSequenceClassification"):
+        load_scalar_model(model, new_head=False, mapped=mapped)
+
+
+def test_dropout_of_the_model_s_own_is_removed():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokens, model = torch.arange(2, 20)[None], GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2)).train()
+    assert not torch.equal(model(tokens).logits, model(tokens).logits)
+    remove_dropout(model)
+    assert torch.equal(model(tokens).logits, model(tokens).logits) and model.config.resid_pdrop == 0.1
 
 
 def test_a_language_model_is_no_reward_model(llama):

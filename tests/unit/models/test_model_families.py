@@ -196,6 +196,23 @@ def test_what_is_known_not_to_work_is_refused_by_name_and_reason(family, shape, 
             check_family(model, "model", {use})
 
 
+def test_a_window_that_only_a_pattern_gives_is_refused_too(tmp_path):
+    """Published configurations have `sliding_window_pattern` and no `layer_types`."""
+    model = saved(tmp_path, "cohere2", sliding_window=16)
+    values = json.loads((tmp_path / "config.json").read_text())
+    del values["layer_types"]
+    (tmp_path / "config.json").write_text(json.dumps({**values, "sliding_window_pattern": 4}))
+    with pytest.raises(ModelError, match="one token wider"):
+        check_family(model, "model", DECODING)
+
+
+def test_a_language_model_within_a_multimodal_one_is_not_generated_with(tmp_path):
+    model = saved(tmp_path, "gemma3")
+    with pytest.raises(ModelError, match=r"'gemma3', which cannot be used for .*within a multimodal one \(text_config"):
+        check_family(model, "model", DECODING)
+    check_family(model, "model", PACKED)
+
+
 @pytest.mark.parametrize(("family", "shape", "uses"), [
     *((name, DECODERS[name], POLICY | PACKED) for name in (
         "cohere", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "granite", "llama", "mistral", "nemotron", "opt",

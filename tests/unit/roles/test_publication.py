@@ -4,11 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import NoWeightsPlan
+from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.roles import publication
 from rlhf_ray.roles.publication import Publication, PublishedAdapters, PublishedModel
+from tests.models import make_tiny_tokenizer
+from tests.tiny_families import DECODERS, config_of, randomised
 
 CARD = SimpleNamespace()
 
@@ -73,3 +78,24 @@ def test_only_rank_0_needs_a_plan_to_say_what_training_does_not_change():
     assert Publication(1, lockstep=False).unchanged() is None
     with pytest.raises(NoWeightsPlan, match="plan_weights"):
         Publication(0, lockstep=False).unchanged()
+
+
+def test_buffers_that_are_saved_are_exported(tmp_path, monkeypatch):
+    """DeepSeek's routers have a bias that training does not change."""
+    shape = config_of("deepseek_v3", **DECODERS["deepseek_v3"])
+    model = randomised(AutoModelForCausalLM.from_config(shape))
+    [(name, bias)] = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
+    bias.normal_()
+    weights = dict(model.named_parameters())
+    engine = SimpleNamespace(
+        device="cpu", module=SimpleNamespace(model=model), gather=lambda names, _: {n: weights[n] for n in names},
+        parameter_shapes=lambda: [(n, tuple(w.shape)) for n, w in weights.items()])
+    make_tiny_tokenizer(tmp_path / "tokenizer", 64)
+    tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path / "tokenizer")))
+    monkeypatch.setattr(publication, "load_tokenizer", lambda _: tokenizer)
+    card = ModelCardInfo(stage="sft", step=1, base_model="m", trained_on="d")
+    with torch.no_grad():
+        PublishedModel(engine, None, ModelConfig(path="m"), 0, False).export(str(tmp_path / "model"), card)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(dict(again.named_buffers())[name], bias)
+    assert all(torch.equal(w, weights[n]) for n, w in again.named_parameters())
