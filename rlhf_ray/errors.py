@@ -1,29 +1,31 @@
 """The errors of this package. Their messages say what happened, with the values, and what to do.
 
 Every expected error derives from `RLHFError`. The command line prints its message alone, without a traceback, and exits
-with `exit_code`. `retryable` says whether the same command may succeed later. Exit codes, from sysexits.h where one
-fits:
-
-     0  completed all steps
-     1  failed
-     2  refused: invalid configuration, data or models, or another driver owns the directory
-     3  stopped early
-    68  lost its Ray cluster, or could not connect to it (EX_NOHOST); retryable
-    69  lost a worker, its disk hangs, or an essential task failed (EX_UNAVAILABLE); retryable
-    74  completed, but the upload did not (EX_IOERR)
-    75  stopped on request, with a checkpoint (EX_TEMPFAIL); retryable
-    77  was superseded by another driver (EX_NOPERM)
+with `exit_code`: 0 when all steps were made, 1 after a failure, otherwise a code of `ENDINGS`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+ENDINGS: Mapping[int, str] = {
+    2: "was refused",
+    3: "stopped itself early",
+    68: "lost its Ray cluster, or could not connect to it",
+    69: "lost a worker, its disk hangs, or an essential task failed",
+    74: "completed, but its upload did not",
+    75: "was stopped, with a checkpoint",
+    77: "was superseded by another driver",
+}
+"""What a run did that ended with this exit code. From 64 on they are those of sysexits.h: EX_NOHOST, EX_UNAVAILABLE,
+EX_IOERR, EX_TEMPFAIL, EX_NOPERM."""
+RESTARTABLE = frozenset({68, 69})
+"""Exit codes of runs that lost something outside of their process: with --resume, the same command may succeed."""
 
 
 class RLHFError(Exception):
     """Base of all errors with a message for the user."""
 
     exit_code = 1
-    retryable = False
 
     def __reduce__(self) -> tuple[object, ...]:
         # Errors cross process boundaries; subclasses with several arguments still unpickle from their message.
@@ -104,7 +106,6 @@ class DiskStalled(RLHFError):
     operation, the file and the seconds. Exit code 69 (EX_UNAVAILABLE), as for a lost worker: --resume may help."""
 
     exit_code = 69
-    retryable = True
 
 
 class BackgroundTaskError(RLHFError):
@@ -112,7 +113,6 @@ class BackgroundTaskError(RLHFError):
     help."""
 
     exit_code = 69
-    retryable = True
 
 
 class UploadError(RLHFError):
@@ -138,7 +138,6 @@ class WorkerError(RLHFError):
     69 (EX_UNAVAILABLE) tells a scheduler that --resume may help."""
 
     exit_code = 69
-    retryable = True
     role: str = ""
     """Of the worker, if known."""
 
@@ -194,7 +193,6 @@ class ClusterUnavailable(ClusterError):
     --resume may help once the cluster is back."""
 
     exit_code = 68
-    retryable = True
 
 
 class StoppedEarly(RLHFError):
@@ -208,4 +206,12 @@ class RunInterrupted(RLHFError):
     """The run was stopped on request and left a resumable checkpoint; exit code 75 (EX_TEMPFAIL) tells a scheduler."""
 
     exit_code = 75
-    retryable = True
+
+
+def shell_code(code: int) -> int:
+    """The exit code by which a shell reports a process: 128 plus the number of the signal that killed it.
+
+    Args:
+        code: as `subprocess.Popen.returncode`: the negative number of a signal that killed it.
+    """
+    return code if code >= 0 else 128 - code

@@ -13,7 +13,7 @@ import torch
 
 from rlhf_ray.checkpoint.atomic_directory import clear_leftovers, replace_directory, temporary_for
 from rlhf_ray.checkpoint.disk_space import disk_full_error, is_disk_full, require_space
-from rlhf_ray.checkpoint.model_card import ModelCardInfo, adapter_card, model_card
+from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.files.fsync import fsync_tree
 from rlhf_ray.observability.owner_record import Term
@@ -173,5 +173,5 @@ def export_adapter(config: PeftConfig, state: Mapping[str, torch.Tensor], direct
     with replacing_export(directory, size, CONFIG, term) as new:
         save_file({name: t.contiguous() for name, t in state.items()}, new / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(str(new))
-        adapter_card(card, Path(directory).name).save(new / "README.md")
+        model_card(card, Path(directory).name, adapters=True).save(new / "README.md")
     return Path(directory).absolute()

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from rlhf_ray.checkpoint.atomic_directory import files_under
 from rlhf_ray.errors import CheckpointError
@@ -23,8 +22,6 @@ from rlhf_ray.files.fsync import fsync_path, moved, operation, progress, work_fo
 
 SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
-TERM = "term"
-"""Of the extra fields: in which term of the run's directory the checkpoint was made (`observability.owner_record`)."""
 _PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"}
 _HASH_THREADS = 4
 _PIECE = 2**20
@@ -55,27 +52,17 @@ class Manifest:
     package_version: str
     files: Mapping[str, FileRecord]
     """By path relative to the checkpoint, with forward slashes."""
-    extra: Mapping[str, Any]
-    """Values added by the writer, plain JSON types."""
+    term: int | None = None
+    """In which term of the run's directory it was written (`observability.owner_record`); None if no driver owned the
+    directory."""
     schema: int = SCHEMA
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        return sum(record.size for record in self.files.values())
 
-    @property
-    def term(self) -> int | None:
-        """The term in which the checkpoint was written; None if no driver owned the directory."""
-        term = self.extra.get(TERM)
-        return term if isinstance(term, int) else None
-
-
-def write_manifest(directory: Path, step: int, extra: Mapping[str, Any] | None = None) -> Manifest:
+def write_manifest(directory: Path, step: int, term: int | None = None) -> Manifest:
     """Hash every file below `directory` and write its manifest, flushed to disk.
 
     Raises:
-        CheckpointError: the directory contains a symbolic link or special file, or `extra` is not plain JSON.
+        CheckpointError: the directory contains a symbolic link or special file.
     """
     paths = [path for path in files_under(directory) if path != directory / MANIFEST_NAME]
     for path in paths:
@@ -83,12 +70,8 @@ def write_manifest(directory: Path, step: int, extra: Mapping[str, Any] | None =
             raise CheckpointError(f"{path} is not a regular file, and a checkpoint holds only these; remove it")
     records = dict(zip((_relative(path, directory) for path in paths), _hash_all(paths), strict=True))
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest = Manifest(step, created, _package_version(), records, dict(extra or {}))
-    try:
-        encoded = _encode(manifest)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the manifest's extra fields must be plain JSON: {error}") from error
-    (directory / MANIFEST_NAME).write_bytes(encoded)
+    manifest = Manifest(step, created, _package_version(), records, term)
+    (directory / MANIFEST_NAME).write_bytes(_encode(manifest))
     fsync_path(directory / MANIFEST_NAME)
     return manifest
 
@@ -204,7 +187,7 @@ def _encode(manifest: Manifest) -> bytes:
         "created": manifest.created,
         "package_version": manifest.package_version,
         "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(manifest.files.items())},
-        "extra": manifest.extra,
+        "term": manifest.term,
     }
     canonical = json.dumps(body, sort_keys=True, allow_nan=False)
     digest = hashlib.sha256(canonical.encode()).hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,11 +17,6 @@ _STAGES = {
     "process_reward": "process reward modelling on labelled steps",
     "ppo": "PPO from human feedback",
 }
-
-
-def utc_now() -> datetime:
-    """The clock of model cards."""
-    return datetime.now(UTC)
 
 
 @dataclass(frozen=True)
@@ -45,32 +40,23 @@ class ModelCardInfo:
     """Description of the weights, if they are not simply the trained ones."""
     license: str | None = None
     """Hub licence id; none is assumed, since it depends on base model and data."""
-    clock: Callable[[], datetime] = utc_now
 
 
-def model_card(info: ModelCardInfo, name: str) -> ModelCard:
-    """The card of the model exported to a directory called `name`; made offline, without a template engine."""
+def model_card(info: ModelCardInfo, name: str, adapters: bool = False) -> ModelCard:
+    """The card of the model, or of the adapters, exported to a directory called `name`; made offline, without a
+    template engine."""
     from huggingface_hub import ModelCard, ModelCardData
 
+    task = "text-classification" if info.stage == "reward_model" else "text-generation"
     data = ModelCardData(
         base_model=info.base_model if _is_hub_name(info.base_model) else None,
         license=info.license,
-        library_name="transformers",
-        pipeline_tag="text-classification" if info.stage == "reward_model" else "text-generation",
-        tags=["rlhf", "rlhf-ray", info.stage.replace("_", "-")],
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag=None if adapters else task,
+        tags=[*(["lora"] if adapters else []), "rlhf", "rlhf-ray", info.stage.replace("_", "-")],
     )
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name, _loading(info))}")
-
-
-def adapter_card(info: ModelCardInfo, name: str) -> ModelCard:
-    """The card of adapters exported to a directory called `name`."""
-    from huggingface_hub import ModelCard, ModelCardData
-
-    data = ModelCardData(
-        base_model=info.base_model if _is_hub_name(info.base_model) else None, license=info.license,
-        library_name="peft", tags=["lora", "rlhf", "rlhf-ray", info.stage.replace("_", "-")],
-    )
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name, _adapter_loading(info))}")
+    loading = _adapter_loading(info) if adapters else _loading(info)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name, loading)}")
 
 
 def _text(info: ModelCardInfo, name: str, loading: str) -> str:
@@ -79,7 +65,7 @@ def _text(info: ModelCardInfo, name: str, loading: str) -> str:
     weights = f"\n- Weights: {info.weights}" if info.weights else ""
     return f"""# {name}
 
-Trained by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {info.clock().date().isoformat()}.
+Trained by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {datetime.now(UTC).date().isoformat()}.
 
 - Base model: `{info.base_model}`{reward}{others}
 - Trained on: {info.trained_on}{weights}

@@ -10,7 +10,7 @@ import base64
 import json
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -179,29 +179,25 @@ def _from_json(value: Any) -> Any:
     return {key: _from_json(item) for key, item in value.items()}
 
 
-def load_tensors(path: Path | str, classes: Sequence[type] = (), map_location: Any = None) -> Any:
+def load_tensors(path: Path | str) -> Any:
     """Read a file written by `torch.save` without running what is in it.
 
-    A pickle may call any function. Here only tensors, plain containers and `classes` are rebuilt; a file that contains
+    A pickle may call any function. Here only tensors and plain containers are rebuilt; a file that contains
     anything else is refused before any of it has run.
-
-    Args:
-        classes: allowed beside tensors and plain types.
 
     Raises:
         CheckpointError: the file is missing or damaged, or contains other objects or calls.
     """
     import torch
 
-    with torch.serialization.safe_globals(list(classes)):
-        try:
-            return torch.load(path, map_location=map_location, weights_only=True)
-        except pickle.UnpicklingError as error:
-            match = re.search(r"GLOBAL (\S+)", str(error))
-            raise CheckpointError(f"{path} was not read: it contains {match[1] if match else 'objects'}, which no "
-                                  "checkpoint of this package does. Use another checkpoint, and find out who wrote "
-                                  "this one.") from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-        except Exception as error:  # torch raises various errors on damaged files
-            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    try:
+        return torch.load(path, weights_only=True)
+    except pickle.UnpicklingError as error:
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        raise CheckpointError(f"{path} was not read: it contains {match[1] if match else 'objects'}, which no "
+                              "checkpoint of this package does. Use another checkpoint, and find out who wrote "
+                              "this one.") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # torch raises various errors on damaged files
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error

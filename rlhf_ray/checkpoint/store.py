@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlhf_ray.checkpoint.atomic_directory import (
     clear_leftovers,
@@ -16,10 +16,9 @@ from rlhf_ray.checkpoint.atomic_directory import (
     replace_directory,
     temporary_for,
 )
-from rlhf_ray.checkpoint.disk_space import disk_full_error, is_disk_full, require_space
+from rlhf_ray.checkpoint.disk_space import disk_full_error, is_disk_full
 from rlhf_ray.checkpoint.manifest import (
     MANIFEST_NAME,
-    TERM,
     Manifest,
     NewerSchemaError,
     read_manifest,
@@ -79,24 +78,20 @@ class CheckpointStore:
         `keep`."""
         self._protected = frozenset(steps)
 
-    def begin(self, step: int, needed_bytes: int = 0) -> Path:
+    def begin(self, step: int) -> Path:
         """An empty directory to write the checkpoint of `step` into.
 
-        Args:
-            needed_bytes: estimate of its size; compared with the free space before anything is written.
-
         Raises:
-            CheckpointError: not enough space, or the directory cannot be created.
+            CheckpointError: the disk is full.
         """
         tmp = temporary_for(self.path(step), self._term)
-        require_space(self.root, needed_bytes, f"checkpoint of step {step}", self._safe())
         with self.whole_or_nothing(tmp, step):
             if tmp.exists():
                 remove_tree(tmp)
             tmp.mkdir(parents=True)
         return tmp
 
-    def commit(self, tmp: Path, step: int, extra: Mapping[str, Any] | None = None) -> Path:
+    def commit(self, tmp: Path, step: int) -> Path:
         """Make the contents of `tmp` the checkpoint of `step`, then prune. Returns its final path. If an old checkpoint
         cannot be removed, there is a warning, and another attempt after the next commit.
 
@@ -108,7 +103,7 @@ class CheckpointStore:
         with self.whole_or_nothing(tmp, step):
             fsync_tree(tmp)
             reached("checkpoint_unlisted")
-            write_manifest(tmp, step, {**(extra or {}), **({TERM: self._term.number} if self._term else {})})
+            write_manifest(tmp, step, self._term.number if self._term else None)
             fsync_path(tmp)
             reached("checkpoint_unnamed")
             replace_directory(tmp, final, self._term)

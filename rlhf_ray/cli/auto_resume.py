@@ -19,12 +19,10 @@ from typing import Any
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.stop import CHILD, SIGNALS, signals_to_handle
-from rlhf_ray.errors import ClusterUnavailable, RunInterrupted, WorkerError
+from rlhf_ray.errors import ENDINGS, RESTARTABLE, ClusterUnavailable, RunInterrupted, shell_code
 from rlhf_ray.observability.faults import STARTED_AGAIN
 
 MAIN = (sys.executable, "-m", "rlhf_ray.cli.main")
-MAY_BE_OVER = (WorkerError.exit_code, ClusterUnavailable.exit_code)
-"""Exit codes of errors after which a restart may succeed."""
 FIRST_S, LONGEST_S = 1.0, 60.0
 """Seconds between two attempts to reach a lost cluster: the first pause, doubled each time, and the longest."""
 
@@ -46,21 +44,21 @@ class Child:
 
     @property
     def exit_code(self) -> int:
-        """Exit code for the parent: 128 plus the signal number if a signal killed the child, as in a shell."""
-        return self.code if self.code >= 0 else 128 - self.code
+        """Exit code for the parent."""
+        return shell_code(self.code)
 
     @property
     def may_go_on(self) -> bool:
         """Whether a restart may succeed: an unrequested signal killed it, or its exit code allows a restart."""
         if self.asked or self.code in (0, RunInterrupted.exit_code, *(-number for number in SIGNALS)):
             return False
-        return self.code < 0 or self.code in MAY_BE_OVER
+        return self.code < 0 or self.code in RESTARTABLE
 
     def how(self) -> str:
         """How the run ended, in words."""
-        if self.code == ClusterUnavailable.exit_code:
-            return f"lost its Ray cluster, or could not connect to it (exit code {self.code})"
-        return f"died of {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
+        if self.code < 0:
+            return f"died of {signal.Signals(-self.code).name}"
+        return f"{ENDINGS.get(self.code, 'failed')} (exit code {self.code})"
 
     def loss(self) -> dict[str, Any]:
         """Record of this end for the next start, taken right after it (see `observability.faults.note_restart`)."""

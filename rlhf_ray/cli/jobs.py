@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_ray.errors import ClusterError, RunInterrupted
+from rlhf_ray.errors import ClusterError
 
 if TYPE_CHECKING:
     from rlhf_ray.cluster.jobs.job import Job
@@ -107,7 +107,6 @@ def follow_job(server: "JobServer", job_id: str, address: str | None, skip: int 
     code."""
     import asyncio
 
-    from rlhf_ray.cluster.jobs.job import KILLED
     from rlhf_ray.cluster.jobs.log_stream import follow
     from rlhf_ray.observability.progress import FollowedProgress
 
@@ -122,7 +121,7 @@ def follow_job(server: "JobServer", job_id: str, address: str | None, skip: int 
     typer.echo(f"{job_id}: {job.describe_state()}", err=job.exit_code != 0)
     if job.state == "FAILED" and job.code is None and job.message:
         typer.echo(job.message.strip(), err=True)  # Ray's message about a job whose command never started
-    if job.exit_code in (RunInterrupted.exit_code, KILLED) and job.ours:
+    if job.resumable:
         typer.echo(f"resume with: {resume_command(job, address)}", err=True)
     return job.exit_code
 

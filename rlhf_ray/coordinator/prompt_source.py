@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.data import PromptsConfig
@@ -18,14 +18,6 @@ from rlhf_ray.roles.data_readers import HELD_OUT
 
 AHEAD = 8
 """Chunks whose prompts are read in one call. Each role that reads a chunk's prompts receives all of them."""
-
-
-class Prompter(Protocol):
-    """A source of the prompts of a chunk."""
-
-    async def of(self, keys: Iterable[SampleKey]) -> Any:
-        """Reference to `Prompts` that hold at least the rows of these keys."""
-        ...
 
 
 @dataclass(frozen=True)

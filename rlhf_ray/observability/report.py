@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +58,7 @@ TILES = {
 MAX_TILES = 5
 
 
-@dataclass(frozen=True)
-class ReportContext:
-    """What the run's files do not contain. Empty fields are filled from the files."""
-
-    title: str = ""
-    description: str = ""
-    """A sentence or two under the title."""
-    notes: tuple[str, ...] = ()
-    """Remarks that get a line of their own (a warning, a limitation)."""
-
-
-def write_report(run_dir: Path, context: ReportContext | None = None, term: Term | None = None) -> Path:
+def write_report(run_dir: Path, term: Term | None = None) -> Path:
     """Write report.html from those of config.yaml, metrics.jsonl, samples/, evaluation.json, summary.json that exist.
 
     Args:
@@ -79,7 +67,7 @@ def write_report(run_dir: Path, context: ReportContext | None = None, term: Term
     Raises:
         DataError: the directory holds neither metrics nor a configuration, or one of the files is damaged.
     """
-    run, context = RunDirectory(run_dir), context or ReportContext()
+    run = RunDirectory(run_dir)
     rows = thinned(metric_rows(run.path))
     if not rows and not run.config.exists():
         raise DataError(f"{run.path} holds no run: it has neither {run.metrics.name} nor {run.config.name}; name a "
@@ -90,9 +78,9 @@ def write_report(run_dir: Path, context: ReportContext | None = None, term: Term
     summary = _parsed(run.summary, json.loads, ValueError)
     charts = sorted(charts_of(rows), key=lambda c: ("Learning", "Optimisation", "System").index(c.section))
     text = page(
-        ASSETS / "report.html", charts, kind=_kind(rows, config), title=context.title or run.path.resolve().name,
-        lead=context.description or _lead(rows, summary), facts=_facts(config), tiles=_tiles(rows),
-        notes=(*context.notes, *_endings(summary), *_losses(run), *_speed(rows, config)),
+        ASSETS / "report.html", charts, kind=_kind(rows, config), title=run.path.resolve().name,
+        lead=_lead(rows, summary), facts=_facts(config), tiles=_tiles(rows),
+        notes=(*_endings(summary), *_losses(run), *_speed(rows, config)),
         changes=changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after"))),
         texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=some_rollouts(run.samples),
         workers=workers_text(run.status), config=config_text,

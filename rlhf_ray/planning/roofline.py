@@ -84,12 +84,6 @@ class Engine:
         compute = batch * m.token_flops(context) / (self.gpus * h.flops * h.forward_share)
         return max(reading, compute) + self._communicate_s(batch) + h.step_s
 
-    def reads_most(self, batch: float, context: float) -> bool:
-        """Whether a decoding step is bound by memory bandwidth, not by operations."""
-        m, h = self.model, self.hardware
-        read = (m.read_bytes(batch) + batch * context * m.cache_bytes) / (h.memory_bandwidth * h.memory_share)
-        return read > batch * m.token_flops(context) / (h.flops * h.forward_share)
-
     def prefill_s(self, tokens: int) -> float:
         """Seconds to prefill one prompt of `tokens`."""
         return self.model.row_flops(tokens) / (self.gpus * self.hardware.flops * self.hardware.forward_share)

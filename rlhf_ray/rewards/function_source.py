@@ -25,7 +25,7 @@ import psutil
 from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.rewards.function_subprocess import HEADER
-from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, finite_scores, sample_names
+from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, finite_scores, first_of, sample_names
 
 ARGUMENTS = ("prompts", "responses", "labels", "finish_reasons")
 """Keyword arguments that a function may take: lists with an entry per response. Labels are the prompts' other
@@ -118,7 +118,7 @@ class KillableFunction:
         async with self._turn:
             if self._process is None:
                 await self._start()
-            reply = await self._exchange(arguments, self._timeout_s, f" for {_named(samples)}", SampleError)
+            reply = await self._exchange(arguments, self._timeout_s, f" for {first_of(samples)}", SampleError)
         if "error" in reply:
             raise SampleError(f"{self._who} failed for {_culprit(reply.get('sample'), samples)}: {reply['error']}. A "
                               "missing score is never replaced by a default: fix the function")
@@ -247,16 +247,11 @@ def _kill_all(processes: Sequence[psutil.Process]) -> None:
             process.kill()
 
 
-def _named(samples: Sequence[str], most: int = 3) -> str:
-    more = f" and {len(samples) - most} more" if len(samples) > most else ""
-    return ", ".join(samples[:most]) + more
-
-
 def _culprit(sample: Any, samples: Sequence[str]) -> str:
     """The sample that an error names by its number, or all of them: the attribute `sample` of a user's exception may
     be anything."""
     known = isinstance(sample, int) and 0 <= sample < len(samples)
-    return samples[sample] if known else _named(samples)
+    return samples[sample] if known else first_of(samples)
 
 
 def _ending(code: int | None) -> str:

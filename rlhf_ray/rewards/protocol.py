@@ -24,6 +24,9 @@ from rlhf_ray.records import Prompts, Rollout, SampleKey, response_start
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NAMED = 3
+"""Samples that an error message names."""
+
 
 @dataclass(frozen=True)
 class RewardRequest:
@@ -87,10 +90,15 @@ class RewardSource(Protocol):
         """Release all resources, within a few seconds even when a call hangs. May be called twice."""
 
 
-def sample_names(keys: Sequence[SampleKey], most: int = 3) -> str:
+def sample_names(keys: Sequence[SampleKey]) -> str:
     """The first samples by name, for error messages: "epoch 0 row 4 sample 1, ... and 7 more"."""
-    named = ", ".join(f"epoch {k.epoch} row {k.row} sample {k.sample}" for k in keys[:most])
-    return f"{named} and {len(keys) - most} more" if len(keys) > most else named
+    return first_of([f"epoch {k.epoch} row {k.row} sample {k.sample}" for k in keys])
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def requests_of(rollout: Rollout, prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> list[RewardRequest]:

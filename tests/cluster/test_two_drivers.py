@@ -81,7 +81,7 @@ def test_a_driver_that_was_cut_off_is_succeeded_and_changes_nothing_when_it_come
     owner = read_owner(directory)
     assert (owner.term, owner.process.host, owner.ended, owner.went_on_from) == (2, "b", True, 2)
     manifest = json.loads((directory / "checkpoints/step_4/manifest.json").read_text())
-    assert manifest["manifest"]["extra"]["term"] == 2
+    assert manifest["manifest"]["term"] == 2
     assert open_for_reading(directory / "ledger.sqlite").execute(
         "SELECT value FROM facts WHERE name = 'term'").fetchone() == (2,)
     assert_equal_runs(finished.directory, directory)

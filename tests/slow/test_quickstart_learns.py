@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from ray import cloudpickle
 
+from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages import ppo, ppo_roles, quickstart
@@ -34,6 +36,29 @@ def test_models_of_other_families_improve_as_much(family, finished_quickstart):
     assert summary["reward_model_accuracy"] >= 0.85
     assert summary["gold_before"] < 0.3 and summary["gold_after"] >= 0.9
     assert summary["kl"] <= 10 and summary["distinct"] >= 0.95
+
+
+HALF = ["--model.dtype=bfloat16", "--rewards.preference.dtype=bfloat16", "--policy.autocast=bfloat16",
+        "--critic.autocast=bfloat16", "--algorithm.old_logprobs=policy"]
+"""Generators, frozen models and passes of the learners in bfloat16. Generators and learner round differently, so the
+policy's own pass gives the old log-probabilities, and tokens get importance weights."""
+GAP = ("rollout/logprob_gap", "rollout/logprob_gap_p99")
+
+
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="no instructions for bfloat16")
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bfloat16_teaches_as_much_as_float32(seed, finished_quickstart, tmp_path):
+    directory, single = finished_quickstart(seed)
+    half = ppo.run(quickstart._config("ppo", directory, seed, [f"--run.dir={tmp_path / 'half'}", *HALF]))
+    rows = read_metrics(tmp_path / "half")
+    for name, run, summary in (("float32", directory, single), ("bfloat16", tmp_path / "half", half)):
+        rates = [row["throughput/tokens_per_second"] for row in read_metrics(run)]
+        print(f"seed {seed}, {name}: gold {summary['gold_after']:.3f}, KL {summary['kl']:.2f}, "
+              f"{np.median(rates):,.0f} tokens/s")
+    print("gap:", *(f"{np.mean([row[name] for row in rows]):.4f}" for name in GAP))
+    assert half["gold_before"] < 0.3 and half["gold_after"] >= 0.9
+    assert half["kl"] <= 8 and half["distinct"] >= 0.95
+    assert 1e-4 < np.mean([row["rollout/logprob_gap"] for row in rows]) < 0.05  # float32's is a millionth
 
 
 class PermutedScores(RewardScorer):

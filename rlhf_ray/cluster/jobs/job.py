@@ -6,17 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_ray.errors import RunInterrupted, StoppedEarly, WorkerError
+from rlhf_ray.errors import ENDINGS, RESTARTABLE, RunInterrupted, shell_code
 
-KILLED = 128 + signal.SIGKILL
-"""As shells report it."""
-ENDINGS = {
-    RunInterrupted.exit_code: "stopped; --resume continues it",
-    StoppedEarly.exit_code: "stopped itself early",
-    WorkerError.exit_code: "lost a worker; --resume may continue it",
-    KILLED: "killed; --resume may continue it",
-}
-"""Exit codes of a run with a meaning beyond failure."""
+KILLED = shell_code(-signal.SIGKILL)
+STOPPED = "stopped; --resume continues it"
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,7 @@ class Job:
         """Exit code of a command that followed the job to its end: the run's own code, 128 plus the signal's number for
         a run killed by a signal, 75 for a stopped one."""
         if self.code is not None:
-            return self.code if self.code >= 0 else 128 - self.code
+            return shell_code(self.code)
         return {"SUCCEEDED": 0, "STOPPED": RunInterrupted.exit_code}.get(self.state, 1)
 
     @property
@@ -61,9 +54,21 @@ class Job:
         """Arguments of `submit`, without the address and --resume."""
         return list(json.loads(self.about.get("arguments", "[]")))
 
+    @property
+    def resumable(self) -> bool:
+        """Whether its run may go on with --resume: it was stopped, killed, or lost something outside of its process."""
+        return self.ours and self.exit_code in {RunInterrupted.exit_code, KILLED, *RESTARTABLE}
+
     def describe_state(self) -> str:
         """The job's state in words."""
         if self.state == "FAILED":
-            return ENDINGS.get(self.exit_code, f"failed (exit code {self.exit_code})")
+            return self._describe_failure()
         return {"PENDING": "waiting to start", "RUNNING": "running", "SUCCEEDED": "finished",
-                "STOPPED": "stopped; --resume continues it"}.get(self.state, self.state.lower())
+                "STOPPED": STOPPED}.get(self.state, self.state.lower())
+
+    def _describe_failure(self) -> str:
+        code = self.exit_code
+        if code == RunInterrupted.exit_code:
+            return STOPPED
+        ending = "killed" if code == KILLED else f"{ENDINGS.get(code, 'failed')} (exit code {code})"
+        return f"{ending}; --resume may continue it" if self.resumable else ending

@@ -54,7 +54,7 @@ def test_the_term_stands_in_temporary_names_and_manifests(tmp_path):
     b = Driver(tmp_path, "b")
     b.save(4)
     assert [CheckpointStore(tmp_path / "checkpoints", 9).latest().manifest.term, b.start] == [2, 2]
-    assert json.loads((tmp_path / "checkpoints/step_2/manifest.json").read_text())["manifest"]["extra"] == {"term": 1}
+    assert json.loads((tmp_path / "checkpoints/step_2/manifest.json").read_text())["manifest"]["term"] == 1
 
 
 @pytest.mark.parametrize("late", [

@@ -16,7 +16,7 @@ from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cli import auto_resume
 from rlhf_ray.cli.auto_resume import Child, Outage, run_and_resume
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.errors import RLHFError
+from rlhf_ray.errors import ENDINGS, RESTARTABLE, RLHFError
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from tests.checkpoints import new_checkpoint
 
@@ -70,8 +70,8 @@ def test_it_goes_on_with_resume_while_checkpoints_are_made(tmp_path, monkeypatch
     assert runs.started == [["ppo", "c.yaml"], *[["ppo", "c.yaml", "--resume"]] * 2]
     told = capsys.readouterr().err
     assert "died of SIGKILL; restarting it from the checkpoint of step 1" in told
-    assert "ended with exit code 69; restarting it from the checkpoint of step 3" in told
-    assert runs.told == [None, ("died", "the run died of SIGKILL"), ("failed", "the run ended with exit code 69")]
+    assert "essential task failed (exit code 69); restarting it from the checkpoint of step 3" in told
+    assert runs.told == [None, ("died", "the run died of SIGKILL"), ("failed", f"the run {ENDINGS[69]} (exit code 69)")]
 
 
 def test_a_start_after_a_loss_keeps_it_where_report_and_status_find_it(tmp_path, monkeypatch):
@@ -194,13 +194,13 @@ def test_exit_codes_in_the_docs_are_those_of_the_errors():
     page = (Path(__file__).parents[3] / "docs/recovery.md").read_text()
     rows = re.findall(r"^\| (\d+) \|.*\| (yes|no)[^|]*\|$", page, re.MULTILINE)
     documented = {int(code): again == "yes" for code, again in rows}
-    assert documented == {code: code in auto_resume.MAY_BE_OVER for code in documented}
+    assert documented == {code: code in RESTARTABLE for code in documented}
     kinds, codes = [RLHFError], {0}
     while kinds:
         kind = kinds.pop()
         codes.add(kind.exit_code)
         kinds += kind.__subclasses__()
-    assert documented.keys() == codes
+    assert documented.keys() == codes == {0, 1, *ENDINGS}
 
 
 SLEEPER = """

@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.cluster.calls import GRACE_S, Call, Timing, traffic
-from rlhf_ray.errors import RewardError, WorkerError
+from rlhf_ray.errors import RESTARTABLE, RewardError, WorkerError
 from tests.unit.cluster.local_groups import local_group
 
 
@@ -107,7 +107,7 @@ def test_an_error_without_words_names_worker_method_and_cause():
 def test_a_dead_worker_is_named():
     with pytest.raises(WorkerError, match=r"^reward_scorer/1 died in score: \S") as caught:
         answer(lambda: call(None, failing(ActorDiedError())).done())
-    assert caught.value.retryable
+    assert caught.value.exit_code in RESTARTABLE
 
 
 def test_a_lost_result_is_named():

@@ -207,7 +207,7 @@ def test_an_owner_notices_its_succession_and_touches_nothing(tmp_path):
     assert read_owner(tmp_path) == before and records(tmp_path) == ["term_2.json"]
     with pytest.raises(SupersededError, match=r"while this driver \(term 1\) gave no sign of life"):
         first.term.check()
-    assert first.lost.exit_code == 77 and not first.lost.retryable
+    assert first.lost.exit_code == 77
 
 
 def test_a_successor_that_died_before_it_removed_the_record_counts_as_well(tmp_path):

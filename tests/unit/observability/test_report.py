@@ -13,7 +13,7 @@ from rlhf_ray.errors import DataError
 from rlhf_ray.observability.chart_specs import CHARTS, PHASES
 from rlhf_ray.observability.html_page import ASSETS, figures_json
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
-from rlhf_ray.observability.report import ReportContext, write_report
+from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.report_charts import MAX_BARS, MAX_POINTS, Chart, charts_of, running_mean, series, thin
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sample_texts import SampleWriter
@@ -62,7 +62,7 @@ def test_the_page_is_self_contained_with_one_copy_of_plotly(run):
 
 
 def test_every_text_is_escaped(run):
-    page = own_part(write_report(run.path, ReportContext(title=EVIL, description=EVIL, notes=(EVIL,))).read_text())
+    page = own_part(write_report(run.path).read_text())
     assert EVIL not in page and "<img" not in page and 'alert("x")' not in page
     assert page.count("&lt;img src=http://evil.example/x&gt;") >= 10
     assert "fine &amp; dandy" in page
