@@ -28,7 +28,8 @@ BLOCK = 8 * 2**20
 """Bytes read at once when a file is read back."""
 PARALLEL_COPIES = 4
 """Files copied at the same time."""
-_MANIFEST = re.compile(rf"{CHECKPOINTS}/step_(\d+)/{MANIFEST_NAME}")
+_FILE = re.compile(rf"{CHECKPOINTS}/step_(\d+)/")
+_MANIFEST = re.compile(rf"{_FILE.pattern}{MANIFEST_NAME}")
 
 
 class RemoteDirectory:
@@ -79,6 +80,15 @@ class RemoteDirectory:
         matches = (_MANIFEST.fullmatch(name) for name in self.names(CHECKPOINTS))
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
+    def begun_steps(self) -> set[int]:
+        """Steps of all checkpoints of which a file is there, complete or not."""
+        matches = (_FILE.match(name) for name in self.names(CHECKPOINTS))
+        return {int(match[1]) for match in matches if match}
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a small file; None if it is not there."""
+        return bytes(self._fs.cat_file(self._at(name))) if name in self.names(name) else None
+
     def names(self, below: str = "") -> list[str]:
         """Names of all files below a remote directory."""
         self._fs.invalidate_cache()
@@ -90,9 +100,7 @@ class RemoteDirectory:
 
     def holds_checkpoint(self, path: Path) -> bool:
         """Whether the checkpoint at the local `path` has a complete remote copy."""
-        name = f"{CHECKPOINTS}/{path.name}/{MANIFEST_NAME}"
-        return name in self.names(f"{CHECKPOINTS}/{path.name}") and (
-            self._fs.cat_file(self._at(name)) == (path / MANIFEST_NAME).read_bytes())
+        return self.read(f"{CHECKPOINTS}/{path.name}/{MANIFEST_NAME}") == (path / MANIFEST_NAME).read_bytes()
 
     def put(self, file: Path, name: str) -> None:
         """Upload a file, replacing one of the same name."""

@@ -55,7 +55,8 @@ class CheckpointStore:
     """
 
     def __init__(self, root: Path, keep: int, warn: Callable[[str], None] | None = None, term: Term | None = None,
-                 fetch: Callable[[int, Path], bool] | None = None):
+                 fetch: Callable[[int, Path], bool] | None = None,
+                 in_use: Callable[[], int | None] = lambda: None):
         """
         Args:
             keep: how many of the newest checkpoints are kept.
@@ -63,19 +64,20 @@ class CheckpointStore:
             term: in which the caller owns the run's directory; None for a caller that only reads.
             fetch: replaces a damaged checkpoint, given by step and this directory, by an intact copy from elsewhere;
                 returns whether there was one.
+            in_use: step of a checkpoint that is being read, which is not pruned now, but with a later one.
         """
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep={keep}: keep at least one checkpoint")
         self.root = Path(root)
         self.keep = keep
         self._warn = warn or logging.getLogger(__name__).warning
-        self._term, self._fetch = term, fetch
+        self._term, self._fetch, self._in_use = term, fetch, in_use
         self._damaged: set[int] = set()
         self._protected: frozenset[int] = frozenset()
 
     def protect(self, steps: Iterable[int]) -> None:
-        """Exempt the checkpoints of these steps, instead of earlier ones, from pruning. They are not counted in
-        `keep`."""
+        """Exempt the checkpoints of these steps, instead of earlier ones, from pruning: they are kept beside the `keep`
+        newest."""
         self._protected = frozenset(steps)
 
     def begin(self, step: int) -> Path:
@@ -113,7 +115,7 @@ class CheckpointStore:
 
     def newest_name(self) -> tuple[int, Path] | None:
         """Step and path of the newest checkpoint by its name; its bytes are not verified. None without any."""
-        return next(iter(self._steps()), None)
+        return next(iter(self.steps()), None)
 
     def latest(self) -> Checkpoint | None:
         """The newest intact checkpoint, verified byte by byte; None without any. A damaged one is fetched first, if
@@ -124,7 +126,7 @@ class CheckpointStore:
             CheckpointError: all checkpoints are damaged. A run must not start anew over them.
         """
         problems = []
-        for step, path in self._steps():
+        for step, path in self.steps():
             try:
                 return self._verified(step, path)
             except NewerSchemaError:
@@ -167,8 +169,8 @@ class CheckpointStore:
         """Where the checkpoint of `step` is, or would be."""
         return self.root / f"step_{step}"
 
-    def _steps(self) -> list[tuple[int, Path]]:
-        """The run's checkpoints by their names, newest first."""
+    def steps(self) -> list[tuple[int, Path]]:
+        """Step and path of the run's checkpoints by their names, newest first; their bytes are not verified."""
         disowned = self._disowned()
         return [(step, path) for step, path in self._named() if path not in disowned]
 
@@ -198,13 +200,15 @@ class CheckpointStore:
         with self._warning(f"leftovers in {self.root}"):
             if stuck := [path for path in clear_leftovers(self.root, r"step_\d+", self._term) if path.exists()]:
                 raise OSError(f"{stuck[0]} is still there")
-        steps = self._steps()
+        steps = self.steps()
         good = [step for step, path in steps if step not in self._damaged and (path / MANIFEST_NAME).is_file()]
         if len(good) <= self.keep:
             return
         oldest_kept = good[self.keep - 1]
         for step, path in steps:
-            if step < oldest_kept and step not in self._protected and (path / MANIFEST_NAME).is_file():
+            if step in self._protected or step == self._in_use():
+                continue
+            if step < oldest_kept and (path / MANIFEST_NAME).is_file():
                 with self._warning(f"the old checkpoint {path}"):
                     remove_directory(path, self._term)
 
@@ -219,7 +223,7 @@ class CheckpointStore:
 
     def _safe(self) -> str:
         """The state of the previous checkpoint, for the message about one that failed."""
-        newest = next((path for step, path in self._steps() if step not in self._damaged), None)
+        newest = next((path for step, path in self.steps() if step not in self._damaged), None)
         return f"the previous checkpoint {newest} is intact" if newest else "no earlier checkpoint exists"
 
     @contextmanager

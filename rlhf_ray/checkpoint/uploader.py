@@ -2,6 +2,10 @@
 
 The thread checks the run's directory every few seconds. A checkpoint gets its name by one rename when it is complete,
 so any directory with such a name may be copied. A failure is logged at once and tried again; it never ends the run.
+
+The copies can be resumed from at any moment, however the upload ends: rows of metrics are there before the checkpoint
+that they lead to, the best model before best.json, which names it, and no complete copy of a checkpoint is removed
+before another is there.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,24 +41,27 @@ LIVE = ("ledger.sqlite", "status.json", "tensorboard")
 class Uploader:
     """The upload of one run. Call `start`, then `finish` when the run has written its last file."""
 
-    def __init__(self, url: str, directory: Path, silence_s: float, warn: Callable[[str], None] | None = None,
-                 term: Term | None = None) -> None:
+    def __init__(self, url: str, directory: RunDirectory, silence_s: float, keep: int,
+                 warn: Callable[[str], None] | None = None) -> None:
         """
         Args:
+            directory: of the run. When another driver owns it, its copies are not replaced any more.
             silence_s: longest time without progress, after the end of the run, before the upload is given up.
-            term: of the owner of the run's directory. Once it is over, the next owner's copies are not replaced.
+            keep: how many of the newest checkpoints are kept here, and so there.
         """
         silence_cloud_libraries()
-        self.remote = RemoteDirectory(url, self._moved, term)
+        self.remote = RemoteDirectory(url, self._moved, directory.term)
         self.step: int | None = None
         """Of the newest checkpoint that this process has uploaded."""
         self.failure: str | None = None
         """The error of the last try; None if it succeeded."""
-        self._directory, self._store = directory, CheckpointStore(directory / CHECKPOINTS, keep=1,
-                                                                  term=term)
+        self._directory, self._keep = directory, keep
+        self._store = CheckpointStore(directory.checkpoints, keep, term=directory.term)
         self._superseded: SupersededError | None = None
         self._silence_s, self._warn = silence_s, warn or logging.getLogger(__name__).warning
         self._sent: dict[str, tuple[int, int]] = {}
+        self._damaged: set[int] = set()
+        """Steps of older checkpoints that cannot be copied."""
         self._tried: tuple[int | None, float] = (None, 0.0)
         self._moved_at = time.monotonic()
         self._over = threading.Event()
@@ -91,7 +98,7 @@ class Uploader:
         if self.failure:
             newest = "no checkpoint" if self.step is None else f"the checkpoint of step {self.step}"
             raise UploadError(
-                f"not all of {self._directory} could be copied to {self.remote.url} ({self.failure}); it has "
+                f"not all of {self._directory.path} could be copied to {self.remote.url} ({self.failure}); it has "
                 f"{newest}. The local run is complete; the same command with --resume copies what is missing")
 
     def _work(self) -> None:
@@ -123,75 +130,118 @@ class Uploader:
     def _try(self, whole: bool) -> None:
         newest = self._newest()
         self._tried = (newest[0] if newest else None, time.monotonic())
-        try:
-            if newest is not None:
-                self._send_checkpoint(*newest)
-            self._send_files(whole)
-        except SupersededError as error:
-            self._superseded, self.failure = error, None
-        except Exception as error:  # whatever the library of this kind of place raises
-            if newest is not None and not newest[1].exists():
-                return  # pruned while it was copied; the newer one is next
-            self.failure = f"{type(error).__name__}: {first_line(error)}"
+        self.failure = None
+        for send in (lambda: self._send_files(whole), self._send_checkpoints, self._send_best):
+            try:
+                send()
+            except SupersededError as error:
+                self._superseded, self.failure = error, None
+                return
+            except Exception as error:  # whatever the library of this kind of place raises; the other parts may work
+                self.failure = self.failure or f"{type(error).__name__}: {first_line(error)}"
+        if self.failure:
             self._warn(f"run.upload: copying to {self.remote.url} failed ({self.failure}); it is tried again")
-        else:
-            self.failure = None
 
     def _newest(self) -> tuple[int, Path] | None:
         with suppress(OSError):  # a disk that hangs; the thread must live until the end of the run
             return self._store.newest_name()
         return None
 
-    def _send_checkpoint(self, step: int, path: Path) -> None:
-        """Copy a checkpoint, then remove the copies of those that were pruned locally."""
-        if not self.remote.holds_checkpoint(path):
-            self.remote.put_checkpoint(path)
-        self.step = step
-        for old in self.remote.steps():
-            if old != step and not self._store.path(old).exists():
+    def _send_checkpoints(self) -> None:
+        """Copy all checkpoints that have no copy, the newest first; then remove copies of those that were pruned here,
+        and what interrupted uploads left."""
+        steps = self._store.steps()
+        for number, (step, path) in enumerate(steps):
+            if step in self._damaged:
+                continue
+            try:
+                self._send_checkpoint(step, path)
+            except CheckpointError as error:
+                if not number:
+                    raise
+                self._damaged.add(step)
+                self._warn(f"run.upload: the checkpoint of step {step} is not copied: {error}")
+            if not number:
+                self.step = step
+        here = [step for step, _ in steps]
+        complete = self.remote.steps()
+        for old in complete:
+            if old not in here and sum(step > old for step in here) >= self._keep:
                 self.remote.remove(f"{CHECKPOINTS}/step_{old}")
+        for unfinished in self.remote.begun_steps() - {*complete}:
+            self.remote.remove(f"{CHECKPOINTS}/step_{unfinished}")
+
+    def _send_checkpoint(self, step: int, path: Path) -> None:
+        """Copy a checkpoint that has no copy; it is not pruned meanwhile. The only copy is not replaced, even if it
+        differs: a resumed run may have saved a step again, and both go on from there."""
+        if self.remote.holds_checkpoint(path) or self.remote.steps() == [step]:
+            return
+        self._directory.being_uploaded = step
+        try:
+            self.remote.put_checkpoint(path)
+        except FileNotFoundError:
+            if path.exists():  # otherwise it was removed meanwhile
+                raise
+        finally:
+            self._directory.being_uploaded = None
+
+    def _send_best(self) -> None:
+        """Copy the best model, and then best.json, unless that is there already: then so is the model."""
+        mark = self._directory.best_mark
+        if not mark.is_file() or (content := mark.read_bytes()) == self.remote.read(mark.name):
+            return
+        self.remote.remove(mark.name)
+        for path in files_below(self._directory.best):
+            self._send(path)
+        if mark.read_bytes() == content:  # otherwise another step has become the best meanwhile
+            self.remote.put(mark, mark.name)
 
     def _send_files(self, whole: bool) -> None:
         """Copy the other files that have changed, and remove the copies of texts and metrics that were removed here: a
         resumed run would take them up. `whole`: also those that are written continuously."""
-        present = set()
-        for path in self._files():
-            name = path.relative_to(self._directory)
+        run, present = self._directory, set()
+        apart = (CHECKPOINTS, OWNER_RECORDS, run.best.name)
+        for path in files_below(run.path, apart):
+            name = path.relative_to(run.path)
             present.add(name.as_posix())
-            if not whole and name.parts[0].startswith(LIVE):
-                continue
-            try:
-                status = path.stat()
-                mark = (status.st_size, status.st_mtime_ns)
-                if self._sent.get(name.as_posix()) == mark:
-                    continue
-                self.remote.put(path, name.as_posix())
-            except FileNotFoundError:
-                if path.exists():
-                    raise
-            else:
-                self._sent[name.as_posix()] = mark
-        run = RunDirectory(self._directory)
+            if path != run.best_mark and (whole or not name.parts[0].startswith(LIVE)):
+                self._send(path)
         removed = [copy for copy in self.remote.names(run.samples.name) if copy not in present]
         for copy in (*removed, run.metrics_part(len(run.metrics_parts()) + 1).name):
             self.remote.remove(copy)
 
-    def _files(self) -> Iterator[Path]:
-        """All files except checkpoints, owner records, links and hidden ones. Directories that are removed meanwhile
-        are skipped."""
-        for place, below, names in os.walk(self._directory):
-            here = Path(place)
-            below[:] = sorted(name for name in below if not name.startswith(".") and (
-                name not in (CHECKPOINTS, OWNER_RECORDS) or here != self._directory))
-            paths = (here / name for name in sorted(names) if not name.startswith("."))
-            yield from (path for path in paths if path.is_file() and not path.is_symlink())
+    def _send(self, path: Path) -> None:
+        """Copy a file if it has changed since it was copied; nothing if it is gone."""
+        name = path.relative_to(self._directory.path).as_posix()
+        try:
+            status = path.stat()
+            state = (status.st_size, status.st_mtime_ns)
+            if self._sent.get(name) != state:
+                self.remote.put(path, name)
+                self._sent[name] = state
+        except FileNotFoundError:
+            if path.exists():
+                raise
 
     def _moved(self) -> None:
         self._moved_at = time.monotonic()
 
 
+def files_below(directory: Path, except_for: Container[str] = ()) -> Iterator[Path]:
+    """All files below a directory except links, hidden ones, and those in its own subdirectories `except_for`.
+    Directories that are removed meanwhile are skipped."""
+    for place, below, names in os.walk(directory):
+        here = Path(place)
+        below[:] = sorted(name for name in below if not name.startswith(".") and (
+            name not in except_for or here != directory))
+        paths = (here / name for name in sorted(names) if not name.startswith("."))
+        yield from (path for path in paths if path.is_file() and not path.is_symlink())
+
+
 def fetch_newest(url: str, directory: Path, say: Callable[[str], None], term: Term | None = None) -> int | None:
-    """Before a resume, copy the run from `url` into `directory` if its checkpoint there is newer.
+    """Before a resume, copy the run from `url` into `directory` if its checkpoint there is newer; with the checkpoint
+    of the best step, if there is one. Files in `directory` that are not copied stay, among them a ledger of this
+    machine's earlier part of the run.
 
     Args:
         term: in which the caller owns the directory.
@@ -225,6 +275,9 @@ def _fetch_newest(remote: RemoteDirectory, directory: Path, say: Callable[[str],
     directory.mkdir(parents=True, exist_ok=True)
     others = f"{CHECKPOINTS}/", f"{OWNER_RECORDS}/", *LIVE, "summary.json"  # an owner record is of one directory
     remote.get_all((name for name in remote.names() if not name.startswith(others)), directory)
+    best = RunDirectory(directory).best_step()
+    if best in remote.steps() and best != there and not store.path(best).exists():
+        remote.get_checkpoint(best, store.root)
     remote.get_checkpoint(there, store.root)
     return there
 

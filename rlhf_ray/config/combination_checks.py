@@ -90,6 +90,15 @@ def check_prefill(config: PPOConfig | PreferencesStageConfig) -> None:
                          "raise it, or remove it")
 
 
+def check_target_kl(config: PPOConfig) -> None:
+    """The KL that ends an update is measured from the policy before it."""
+    a, bound = config.algorithm, config.coordinator.max_staleness
+    if a.target_kl is not None and a.old_logprobs == "generator" and bound:
+        raise ValueError(f"algorithm.target_kl={a.target_kl:g} limits how far an update moves the policy, but with "
+                         "algorithm.old_logprobs=generator its KL is measured from the weights that sampled, up to "
+                         f"coordinator.max_staleness={bound} versions before; set old_logprobs to policy")
+
+
 def check_backbone(config: PPOConfig) -> None:
     """A critic that is the policy's model needs the policy's own pass, and is trained with it only."""
     if config.critic.backbone == "own":
@@ -160,9 +169,10 @@ def check_sampling(config: PPOConfig) -> None:
         raise ValueError(f"evaluation.sampling.min_tokens={held_out.min_tokens} (from generator.sampling if it is not "
                          f"set) is more than evaluation.sampling.max_tokens={held_out.max_tokens}; lower it")
     s = config.generator.sampling
-    if s.temperature == 0:
-        raise ValueError("generator.sampling.temperature=0 is greedy and explores nothing; use a positive temperature "
-                         "for training")
+    if (field := _greedy(s)) is not None:
+        raise ValueError(f"generator.sampling.{field} is greedy and explores nothing: the only token has the "
+                         "probability 1, and the policy gets no gradient; use a positive temperature for training, and "
+                         "keep more than one token")
     if s.repetition_penalty != 1:
         raise ValueError(f"generator.sampling.repetition_penalty={s.repetition_penalty:g} makes a token's probability "
                          "depend on which tokens came before it in a way that learners do not compute, so the "
@@ -177,9 +187,15 @@ def check_sampling(config: PPOConfig) -> None:
 
 def check_pairs(config: PreferencesStageConfig) -> None:
     """The two responses of a pair can differ."""
-    if config.generator.sampling.temperature == 0:
-        raise ValueError("generator.sampling.temperature=0 is greedy and samples the same response twice; use a "
-                         "positive temperature")
+    if (field := _greedy(config.generator.sampling)) is not None:
+        raise ValueError(f"generator.sampling.{field} is greedy and samples the same response twice; use a positive "
+                         "temperature, and keep more than one token")
+
+
+def _greedy(sampling: SamplingConfig) -> str | None:
+    """The setting by which only the most likely token can be sampled; None without one."""
+    settings = {"temperature": 0.0, "top_k": 1, "min_p": 1.0}
+    return next((f"{name}={value:g}" for name, value in settings.items() if getattr(sampling, name) == value), None)
 
 
 def check_best_metric(config: PPOConfig) -> None:
@@ -328,7 +344,7 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     StageConfig: (check_pools, check_effects),
     PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
     PPOConfig: (
-        check_backbone, check_reward_components, check_critic_start, check_groups, check_held_out,
+        check_backbone, check_target_kl, check_reward_components, check_critic_start, check_groups, check_held_out,
         check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches, check_chunks,
         check_buffer, check_deadlines, check_micro_batches, check_transport, check_phases, check_schedules,
     ),

@@ -1,6 +1,5 @@
 """The best step of a run by a held-out metric: its checkpoint is kept, and its model exported to best/."""
 
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +91,7 @@ class BestKeeper:
         self._best.follow(self._config.best_metric)
         best = self._best.step
         self._store.protect({best} if best else set())
-        marked = await self._directory.files.records.run(self._marked_step)
+        marked = await self._directory.files.records.run(self._directory.best_step)
         if not best or marked == best:
             return None
         if best == step:
@@ -111,8 +110,3 @@ class BestKeeper:
     def _mark(self) -> dict[str, Any]:
         return {"step": self._best.step, "metric": self._best.metric, "mode": self._config.best_mode,
                 "value": self._best.value, "checkpoint": f"checkpoints/step_{self._best.step}", "model": "best"}
-
-    def _marked_step(self) -> int | None:
-        """The step in best.json; None without the file."""
-        file = self._directory.best_mark
-        return json.loads(file.read_text()).get("step") if file.is_file() else None

@@ -56,7 +56,11 @@ class Evaluator:
         Raises:
             RewardError: no held-out prompt has a score, or one has none and may not be left out.
         """
-        config, roles, self._slots = self._config, self._roles, self._present_slots()
+        self._slots = self._present_slots()
+        return await retry_on_lost_object(self._measure, self._config.cluster.max_restarts)
+
+    async def _measure(self) -> Evaluation:
+        config, roles = self._config, self._roles
         derived, size = derive(config), config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts, unscored = await self._measured(chunks)

@@ -2,9 +2,9 @@
 
 import asyncio
 import gc
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,8 +59,8 @@ class Coordinator:
     files: RunFiles = field(default_factory=RunFiles)
     phases: Phases | None = None
     """GPU sharing of generators and learners; `weights` switches it around a publication."""
-    _saved_at: int | None = None
-    """Step of the newest checkpoint of this process, which may still be written."""
+    saved_at: int | None = None
+    """Step of the checkpoint that the run continued from or last saved, which may still be written."""
     _row: Future[None] | None = None
     """The newest row of metrics, while it is being written."""
     _pause_s: float | None = None
@@ -89,8 +89,9 @@ class Coordinator:
         except asyncio.CancelledError:
             await self.recovery.close(patience_s=0)
             raise
-        except WorkerError:  # ranks that wait for a lost one may not answer for hours
-            await self.recovery.close(self.config.cluster.heartbeat_timeout_s)
+        except WorkerError as error:
+            if not self._learners_left(error):  # ranks that wait for a lost one may not answer for hours
+                await self.recovery.close(self.config.cluster.heartbeat_timeout_s)
             raise
         except DiskStalled:
             self.files.hurry()
@@ -108,25 +109,33 @@ class Coordinator:
         await self.profiler.begin(self.state.step + 1)
         began, received = self.roles.clock.now(), traffic.received
         # Without this check a batch that is ready would be trained before the stop, again and again.
-        lease = None if self.stop.requested else await self.stop.unless_asked(self._next_batch())
+        async with self._saved_before_the_end():
+            lease = None if self.stop.requested else await self.stop.unless_asked(self.pipeline.next_batch())
         if lease is not None:
             await self._step(lease, began, received)
             return
-        if self._saved_at != self.state.step:
+        if self.saved_at != self.state.step:
             await self._save()
         await self.recovery.settled()
         raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
                              f"{self.config.run.steps}; the checkpoint is saved, --resume continues from it")
 
-    async def _next_batch(self) -> Lease:
-        """A batch; if its workers cannot be kept alive, save everything before the run ends."""
+    @asynccontextmanager
+    async def _saved_before_the_end(self) -> AsyncIterator[None]:
+        """If the work cannot go on because workers other than the learners cannot be kept alive, save everything before
+        the run ends."""
         try:
-            return await self.pipeline.next_batch()
-        except WorkerError as error:
-            if not self.roles.trains(error.role) and self._saved_at != self.state.step:
+            yield
+        except RLHFError as error:
+            if self._learners_left(error) and self.saved_at != self.state.step:
                 with suppress(RLHFError):  # the first error is the cause; an older checkpoint may exist
                     await self._save()
             raise
+
+    def _learners_left(self, error: RLHFError) -> bool:
+        """Whether an error that ends the run is about other workers than the learners."""
+        lost = isinstance(error, WorkerError) and bool(error.role) and not self.roles.trains(error.role)
+        return lost or error is self.roles.health.irreplaceable
 
     async def _step(self, lease: Lease, began: float, received: int) -> None:
         """Learn from a batch, publish, record. `began`, `received`: clock and traffic before its rollout."""
@@ -168,7 +177,7 @@ class Coordinator:
     async def _save(self) -> None:
         await self._recorded()
         self._pause_s = await self.recovery.save()
-        self._saved_at = self.state.step
+        self.saved_at = self.state.step
 
     async def _recorded(self) -> None:
         """Wait until the last row is on disk. This happens before the next row, and before files that must not exist
@@ -208,7 +217,8 @@ class Coordinator:
         self.progress.note(f"evaluating on {self.evaluator.rows} held-out prompts")
         work = self.evaluator.measure()
         # At the end of the run a request to stop does not interrupt the evaluation.
-        evaluation = await (work if self._ended else self.stop.unless_asked(work))
+        async with self._saved_before_the_end():
+            evaluation = await (work if self._ended else self.stop.unless_asked(work))
         if evaluation is None:
             return False
         self.state.unmeasured = False

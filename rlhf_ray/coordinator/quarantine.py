@@ -39,7 +39,7 @@ class Quarantine:
         self._term = term
         self._ledger, self._file, self._limit, self._rows, self._warn = ledger, file, limit, rows, warn
         self._thread = thread
-        self._allowed = max(1, int(limit * rows))
+        self._allowed = max(1, int(round(limit * rows, 6)))  # 0.29 * 100 is a little less than 29
         known = ledger.quarantined()
         self._reasons = dict(known.reasons)
         """By row: the first reason."""

@@ -83,14 +83,15 @@ class Learning:
         return await calls[0].value()
 
     def _acknowledge(self, lease: Lease, learned: Learned) -> list[ExperienceSummary]:
-        """Acknowledge the lease and count the version. An update that changed no weight changes neither the KL
-        coefficient nor the scores' moments."""
+        """Acknowledge the lease and count the version. An update that changed no weight does not change the scores'
+        moments; one that did not change the policy, as while only the critic warms up, leaves the KL coefficient."""
         state, summaries = self._state, [entry.summary for entry in lease.entries]
         self._buffer.ack(lease, state.step)
         state.step += 1
         if learned.applied:
             self._ledger.consumed(lease.keys, state.step)
-            if (kl := mean_kl(summaries)) is not None:
+            policy_moved = learned.policy is not None and learned.policy.applied
+            if policy_moved and (kl := mean_kl(summaries)) is not None:
                 state.kl.update(kl, lease.samples)
             state.observe_scores(np.concatenate([s.scores for s in summaries]))
         else:

@@ -6,7 +6,9 @@ Torch is imported only to load models: a process that needs only a tokenizer sta
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from inspect import getsource, unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -338,17 +340,35 @@ def _load(auto: Any, config: ModelConfig, dtype: Literal["auto"] | None = None, 
 
 
 def remove_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without its own dropout and router noise, whatever its configuration says.
+    """The model without its own dropout, skipped layers and router noise, whatever its configuration says.
 
     PPO's ratio compares log-probabilities of the same weights: with dropout in the update alone it is not 1 before the
     first step, and clips tokens at random.
+
+    Raises:
+        ModelError: a layer reads one of them from the configuration at each pass (Falcon's); names the entry.
     """
     import torch
 
+    entries = set(_randomness(model.config.get_text_config()))
     for layer in model.modules():
         if isinstance(layer, torch.nn.Dropout):
             layer.p = 0.0
-        for name, value in list(vars(layer).items()):  # some layers apply them themselves
-            if isinstance(value, float) and ("dropout" in name or "jitter" in name):
-                setattr(layer, name, 0.0)
+        for name in _randomness(layer):  # some layers apply them themselves
+            setattr(layer, name, 0.0)
+        if read := entries.intersection(_read_from_config(layer) if entries else ()):
+            raise ModelError(f"{type(layer).__name__} of {model.config.name_or_path!r} drops parts at random in "
+                             f"training, which PPO must not do: set {' and '.join(sorted(read))} to 0 in its "
+                             "config.json")
     return model
+
+
+def _read_from_config(layer: torch.nn.Module) -> set[str]:
+    """Entries of the configuration that a layer's forward pass reads."""
+    return set(re.findall(r"self\.config\.(\w+)", getsource(unwrap(type(layer).forward))))
+
+
+def _randomness(owner: Any) -> list[str]:
+    """Names of the attributes by which something is dropped or disturbed at random, now."""
+    return [name for name, value in vars(owner).items()
+            if isinstance(value, float) and value and ("drop" in name or "jitter" in name)]

@@ -3,6 +3,7 @@ with a shared backbone, process reward model. All computation with parameters ha
 are packed; a family that cannot run on packed rows gets them padded (`hidden_states`)."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -123,8 +124,18 @@ class PackedLanguageModel(nn.Module):
                                             self.chunks, entropy, mask)
 
 
+def scalar_outputs(head: nn.Module, states: Tensor) -> Tensor:
+    """[T, labels] outputs of a scalar head in the precision of its weights, also under autocast: bfloat16 has eight
+    bits for a number, too few for values and scores, of which differences are taken."""
+    kind = states.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+        outputs: Tensor = head(states.to(head.weight.dtype))
+        return outputs
+
+
 class PackedScalarModel(nn.Module):
-    """A backbone with a scalar head: a critic (one value per token) or a reward model (one score per row).
+    """A backbone with a scalar head: a critic (one value per token) or a reward model (one score per row). A head in
+    half precision is converted to float32.
 
     Args:
         dropout: of the hidden states before the head, in training mode.
@@ -133,12 +144,14 @@ class PackedScalarModel(nn.Module):
     def __init__(self, model: "PreTrainedModel", dropout: float = 0.0) -> None:
         super().__init__()
         self.model, self.dropout = model, nn.Dropout(dropout)
+        if hasattr(model, "score"):  # encoders have heads of their own
+            model.score.to(torch.promote_types(model.score.weight.dtype, torch.float32))
 
     def forward(self, tokens: Tensor, packing: Packing) -> Tensor:
         """[T] float32 head outputs, one per token, each from the row up to and including that token; `[T, labels]` from
         a head with several."""
         hidden = self.dropout(hidden_states(self.model, tokens, packing))
-        return self.model.score(hidden.to(self.model.score.weight.dtype)).squeeze(-1).float()
+        return scalar_outputs(self.model.score, hidden).squeeze(-1)
 
 
 class PackedActorCritic(nn.Module):
@@ -162,8 +175,7 @@ class PackedActorCritic(nn.Module):
         hidden = hidden_states(self.model, tokens, packing).index_select(0, predicted - 1)
         logprobs, entropies = token_logprobs_and_entropies(
             self.model, hidden, tokens[predicted], temperature or self.temperature, self.chunks, entropy, mask)
-        values = self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1)
-        return logprobs, entropies, wide(values)
+        return logprobs, entropies, scalar_outputs(self.value_head, hidden).squeeze(-1)
 
 
 def last_token_scores(outputs: Tensor, packing: Packing) -> Tensor:

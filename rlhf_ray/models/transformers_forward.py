@@ -69,7 +69,7 @@ def reference_outputs(module: nn.Module, rows: PaddedRows) -> tuple[Tensor, ...]
     model: Any = module.model
     if isinstance(module, PackedScalarModel):
         hidden = _states(model.base_model(**_inputs(rows)).last_hidden_state, rows.compared)
-        return (model.score(hidden.to(model.score.weight.dtype)).squeeze(-1).float(),)
+        return (_scalars(model.score, hidden),)
     with _head_at_positions(model, rows.compared) as (backbone_states, head_states):
         logits = model(**_inputs(rows)).logits
     if logits.shape[:2] != (1, len(rows.compared)) or len(head_states) != 1:
@@ -83,8 +83,13 @@ def reference_outputs(module: nn.Module, rows: PaddedRows) -> tuple[Tensor, ...]
     if isinstance(module, PackedLanguageModel):
         return logprobs, entropies
     (states,) = backbone_states or head_states  # OPT's forward pass does not call the backbone as a module
-    values = module.value_head(states.to(module.value_head.weight.dtype)).squeeze(-1)
-    return logprobs, entropies, values.float()
+    return logprobs, entropies, _scalars(module.value_head, states)
+
+
+def _scalars(head: nn.Module, states: Tensor) -> Tensor:
+    """[n] outputs of a scalar head, whose weights are float32 also where the model computes in bfloat16."""
+    with torch.autocast(states.device.type, enabled=False):
+        return head(states.to(head.weight.dtype)).squeeze(-1)
 
 
 @contextmanager

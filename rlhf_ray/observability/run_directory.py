@@ -36,6 +36,8 @@ class RunDirectory:
         self.path = Path(path)
         self.ownership: Ownership | None = None
         """This process's ownership while it is `owned`; None in a process that only reads."""
+        self.being_uploaded: int | None = None
+        """Step of the checkpoint that is being copied to `run.upload`; it is not pruned meanwhile."""
         self.files = RunFiles()
         """The threads that write the run's files; each starts at the first write."""
         self.config = self.path / "config.yaml"
@@ -122,6 +124,10 @@ class RunDirectory:
         files = [f for f in (self.metrics, self.summary) if f.is_file() and f.stat().st_size]
         folders = (self.samples, self.checkpoints, self.model, self.model_ema, self.adapter, self.best)
         return [f.name for f in files] + [d.name + "/" for d in folders if d.is_dir() and any(d.iterdir())]
+
+    def best_step(self) -> int | None:
+        """The best step of the run by best.json; None without the file."""
+        return json.loads(self.best_mark.read_text()).get("step") if self.best_mark.is_file() else None
 
     def finished_stage(self) -> str | None:
         """The stage whose summary.json is here; None without a summary."""

@@ -77,16 +77,16 @@ class RewardScorer:
             RewardError: a source failed or returned a non-finite number; names the samples.
         """
         requests = requests_of(rollout, prompts, self._tokenizer)
-        rewards = await self._rewards(requests)
+        rewards = await self._all_scores(self._sources, requests)
         if self._judge is None:
             return rewards
-        return replace(rewards, gold=(await self._score(self._judge, requests)).scores)
+        return replace(rewards, gold=(await self._all_scores(self._judge, requests)).scores)
 
-    async def _rewards(self, requests: list[RewardRequest]) -> RewardScores:
+    async def _all_scores(self, sources: WeightedSum, requests: list[RewardRequest]) -> RewardScores:
         if self._names_samples:
-            return await score_or_name_failed(partial(self._score, self._sources), requests)
+            return await score_or_name_failed(partial(self._score, sources), requests)
         try:
-            return await self._score(self._sources, requests)
+            return await self._score(sources, requests)
         except SampleError as error:
             raise SampleError(f"{str(error).rstrip('.')}. Or drop such prompts, within a budget, by setting "
                               "reward.on_failure=quarantine") from error

@@ -133,6 +133,7 @@ async def restore_checkpoint(coordinator: Coordinator, start: Checkpoint | None,
             await coordinator.weights.publish(step, resend=again)
     if start is None:
         return
+    coordinator.saved_at = step
     await coordinator.files.records.run(check_ledger, coordinator, start.path)
     coordinator.progress.note(f"resuming after step {step}")
     coordinator.pipeline.resume()

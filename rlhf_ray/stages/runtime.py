@@ -21,6 +21,7 @@ from rlhf_ray.config.derived import model_paths, placements_of
 from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.config.training_loop import CheckpointConfig
 from rlhf_ray.data.load_report import LeftOutRows, left_out_lines
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import DiskStalled, RLHFError, StoppedEarly, SupersededError, UploadError
@@ -29,6 +30,7 @@ from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sinks import require_trackers
+from rlhf_ray.replay.ledger import discard
 
 T = TypeVar("T")
 SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0
@@ -203,15 +205,17 @@ def fetch_uploaded(config: StageConfig, directory: RunDirectory) -> None:
     Raises:
         ConfigError: the location cannot be used.
     """
-    if config.run.upload:
-        fetch_newest(config.run.upload, directory.path, logging.getLogger(__name__).warning, directory.term)
+    say = logging.getLogger(__name__).warning
+    if config.run.upload and fetch_newest(config.run.upload, directory.path, say, directory.term) is not None:
+        discard(directory.ledger)  # of another part of the run: it is not what followed the downloaded checkpoint
 
 
 def checkpoint_store(config: StageConfig, directory: RunDirectory, keep: int) -> CheckpointStore:
     """The run's checkpoints, of which `keep` are kept; damaged ones are fetched from `run.upload`, if intact there."""
     say = logging.getLogger(__name__).warning
     fetch = partial(fetch_copy, config.run.upload, say, directory.term) if config.run.upload else None
-    return CheckpointStore(directory.checkpoints, keep, term=directory.term, fetch=fetch)
+    return CheckpointStore(directory.checkpoints, keep, term=directory.term, fetch=fetch,
+                           in_use=lambda: directory.being_uploaded)
 
 
 def newest_checkpoint(store: CheckpointStore, resume: bool, directory: RunDirectory) -> Checkpoint | None:
@@ -234,7 +238,8 @@ def uploading(config: StageConfig, directory: RunDirectory, resume: bool) -> Ite
     if not config.run.upload:
         yield
         return
-    uploader = Uploader(config.run.upload, directory.path, config.cluster.call_timeout_s, term=directory.term)
+    keep: int = getattr(config, "checkpoint", CheckpointConfig()).keep  # the stage `preferences` has no checkpoints
+    uploader = Uploader(config.run.upload, directory, config.cluster.call_timeout_s, keep)
     uploader.start(resume)
     try:
         yield

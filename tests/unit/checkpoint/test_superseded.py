@@ -14,6 +14,7 @@ from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
 from rlhf_ray.errors import SupersededError
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.ownership import Ownership
+from rlhf_ray.observability.run_directory import RunDirectory
 from tests.unit.owners import Watch, host, take_over
 
 
@@ -175,7 +176,9 @@ def test_copies_elsewhere_are_the_owners(tmp_path):
     run.mkdir()
     a = Driver(run, "a")
     a.save(2)
-    uploader = Uploader(url, run, silence_s=10, term=a.term)
+    directory = RunDirectory(run)
+    directory.ownership = Ownership(a.term)
+    uploader = Uploader(url, directory, silence_s=10, keep=2)
     uploader.start(resume=False)
     a.save(4)
     b = Driver(run, "b")

@@ -1,5 +1,6 @@
 """Copies of a run elsewhere: what arrives, what is verified, what an upload that fails leaves, and the way back."""
 
+import json
 import shutil
 import threading
 import time
@@ -11,9 +12,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from rlhf_ray.checkpoint.remote import RemoteDirectory
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.checkpoint.uploader import AGAIN_S, Uploader, fetch_copy, fetch_newest
+from rlhf_ray.checkpoint.uploader import AGAIN_S, fetch_copy, fetch_newest
 from rlhf_ray.errors import CheckpointError, ConfigError, UploadError
-from tests.unit.checkpoint.uploads import save, wait_until
+from tests.checkpoints import new_checkpoint
+from tests.unit.checkpoint.uploads import save, uploader_of, wait_until
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -25,7 +27,7 @@ def url(request, tmp_path):
 
 
 def test_a_checkpoint_is_there_while_the_run_goes_on_and_the_rest_when_it_has_ended(run, url, quick):
-    uploader = Uploader(url, run, silence_s=10)
+    uploader = uploader_of(url, run)
     uploader.start(resume=False)
     save(run, 1)
     wait_until(lambda: uploader.remote.steps() == [1])
@@ -38,7 +40,7 @@ def test_a_checkpoint_is_there_while_the_run_goes_on_and_the_rest_when_it_has_en
 
 
 def test_what_is_no_longer_kept_here_goes_there_too(run, url, quick):
-    uploader = Uploader(url, run, silence_s=10)
+    uploader = uploader_of(url, run)
     uploader.start(resume=False)
     for step in (1, 2, 3):
         save(run, step)
@@ -52,7 +54,7 @@ def test_texts_and_metrics_that_were_removed_here_go_there_too(run, url, quick):
     files = ["samples/step_000001.parquet", "samples/step_000002.parquet", "metrics-00002.jsonl", "notes.txt"]
     for name in files:
         (run / name).write_text("{}\n")
-    uploader = Uploader(url, run, silence_s=10)
+    uploader = uploader_of(url, run)
     uploader.start(resume=False)
     for step in (1, 2):
         save(run, step)
@@ -68,7 +70,7 @@ def test_texts_and_metrics_that_were_removed_here_go_there_too(run, url, quick):
 
 def test_a_run_comes_back_on_another_machine_byte_for_byte(run, url, quick, tmp_path):
     save(run, 4)
-    uploader = Uploader(url, run, silence_s=10)
+    uploader = uploader_of(url, run)
     uploader.start(resume=False)
     uploader.finish()
     other = tmp_path / "elsewhere"
@@ -84,7 +86,7 @@ def test_the_owner_of_a_directory_is_not_the_owner_of_its_copies(run, url, quick
     (run / "owner").mkdir()
     (run / "owner/term_2.json").write_text("{}")
     save(run, 4)
-    uploader = Uploader(url, run, silence_s=10)
+    uploader = uploader_of(url, run)
     uploader.start(resume=False)
     uploader.finish()
     assert not [name for name in uploader.remote.names() if name.startswith("owner")]
@@ -97,7 +99,7 @@ def test_the_owner_of_a_directory_is_not_the_owner_of_its_copies(run, url, quick
 def test_a_fetch_that_is_interrupted_leaves_no_checkpoint_and_is_made_again(run, url, quick, tmp_path, monkeypatch,
                                                                             lost):
     save(run, 4)
-    uploader = Uploader(url, run, silence_s=10)
+    uploader = uploader_of(url, run)
     uploader.start(resume=False)
     uploader.finish()
     other, get = tmp_path / "elsewhere", RemoteDirectory.get
@@ -118,7 +120,7 @@ def test_a_fetch_that_is_interrupted_leaves_no_checkpoint_and_is_made_again(run,
 
 def damaged_here(run, url, lost):
     """A run with the checkpoints 3 and 4, both uploaded, of which 4 is damaged here; its store, and what it says."""
-    uploader = Uploader(url, run, silence_s=10)
+    uploader = uploader_of(url, run)
     uploader.start(resume=False)
     for step in (3, 4):
         save(run, step)
@@ -187,7 +189,7 @@ def test_a_failure_is_said_and_tried_again_and_the_run_does_not_notice(run, url,
         put(self, file, name)
 
     monkeypatch.setattr(RemoteDirectory, "put", sometimes)
-    uploader = Uploader(url, run, silence_s=10, warn=said.append)
+    uploader = uploader_of(url, run, warn=said.append)
     uploader.start(resume=False)
     save(run, 1)
     wait_until(lambda: len(said) >= 2)
@@ -203,7 +205,7 @@ def test_a_failed_copy_of_the_same_checkpoint_is_not_tried_at_every_look(run, ur
     monkeypatch.setattr(CheckpointStore, "newest_name", lambda self: looks.append(1) or newest(self))
     monkeypatch.setattr(RemoteDirectory, "put", lambda *_: (_ for _ in ()).throw(OSError("gone")))
     save(run, 1)
-    uploader = Uploader(url, run, silence_s=10, warn=warnings.append)
+    uploader = uploader_of(url, run, warn=warnings.append)
     uploader.start(resume=False)
     wait_until(lambda: len(looks) >= 6)
     assert len(warnings) == 1 and "is tried again" in warnings[0]
@@ -215,14 +217,14 @@ def test_a_failed_copy_of_the_same_checkpoint_is_not_tried_at_every_look(run, ur
 
 def test_hidden_files_stay_here(run, url, quick):
     (run / ".metrics.jsonl.partial").write_text("half")
-    uploader = Uploader(url, run, silence_s=10)
+    uploader = uploader_of(url, run)
     uploader.start(resume=False)
     uploader.finish()
     assert uploader.remote.names() == ["ledger.sqlite", "metrics.jsonl"]
 
 
 def test_a_run_whose_last_files_are_not_there_says_what_is(run, url, quick, monkeypatch):
-    uploader = Uploader(url, run, silence_s=10, warn=lambda _: None)
+    uploader = uploader_of(url, run, warn=lambda _: None)
     uploader.start(resume=False)
     save(run, 1)
     wait_until(lambda: uploader.step == 1)
@@ -242,7 +244,7 @@ def test_the_last_copy_is_tried_more_than_once(run, url, quick, monkeypatch):
         put(self, file, name)
 
     monkeypatch.setattr(RemoteDirectory, "put", once)
-    uploader = Uploader(url, run, silence_s=10, warn=lambda _: None)
+    uploader = uploader_of(url, run, warn=lambda _: None)
     uploader.start(resume=False)
     uploader.finish()
     assert not fails and "metrics.jsonl" in uploader.remote.names()
@@ -251,7 +253,7 @@ def test_the_last_copy_is_tried_more_than_once(run, url, quick, monkeypatch):
 def test_an_upload_that_hangs_does_not_hold_the_end_up_for_ever(run, url, quick, monkeypatch):
     hangs = threading.Event()
     monkeypatch.setattr(RemoteDirectory, "put", lambda *_: hangs.wait(600))
-    uploader = Uploader(url, run, silence_s=0.2, warn=lambda _: None)
+    uploader = uploader_of(url, run, silence_s=0.2, warn=lambda _: None)
     uploader.start(resume=False)
     try:
         with pytest.raises(UploadError, match=r"no progress for 0.2 s"):
@@ -262,11 +264,11 @@ def test_an_upload_that_hangs_does_not_hold_the_end_up_for_ever(run, url, quick,
 
 def test_another_run_is_never_written_over(run, url, quick, tmp_path):
     save(run, 7)
-    first = Uploader(url, run, silence_s=10)
+    first = uploader_of(url, run)
     first.start(resume=False)
     first.finish()
     with pytest.raises(ConfigError, match=r"step 7.*--resume"):
-        Uploader(url, tmp_path, silence_s=10).start(resume=False)
+        uploader_of(url, tmp_path).start(resume=False)
 
 
 @pytest.mark.parametrize(("url", "said"), [
@@ -276,12 +278,12 @@ def test_another_run_is_never_written_over(run, url, quick, tmp_path):
 ])
 def test_a_place_that_cannot_work_is_refused_before_the_run(url, said, tmp_path):
     with pytest.raises(ConfigError, match=said) as caught:
-        Uploader(url, tmp_path, silence_s=1).start(resume=False)
+        uploader_of(url, tmp_path).start(resume=False)
     assert "secret" not in str(caught.value)
 
 
 def test_what_is_removed_while_files_are_sent_is_no_failure(run, url, quick):
-    uploader, over, warned = Uploader(url, run, silence_s=10), threading.Event(), []
+    uploader, over, warned = uploader_of(url, run), threading.Event(), []
     uploader._warn = warned.append
 
     def write_and_remove():
@@ -301,7 +303,7 @@ def test_what_is_removed_while_files_are_sent_is_no_failure(run, url, quick):
 
 
 def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_copying(run, url, quick, monkeypatch):
-    uploader, answers = Uploader(url, run, silence_s=10), iter([OSError(116, "Stale file handle")] * 3)
+    uploader, answers = uploader_of(url, run), iter([OSError(116, "Stale file handle")] * 3)
 
     def stale():
         if (error := next(answers, None)) is not None:
@@ -313,3 +315,160 @@ def test_a_disk_that_does_not_answer_for_a_while_does_not_end_the_copying(run, u
     time.sleep(0.1)
     uploader.finish()
     assert "ledger.sqlite" in uploader.remote.names()
+
+
+def mark_best(run, step):
+    (run / "best").mkdir(exist_ok=True)
+    (run / "best/model.safetensors").write_bytes(f"model of {step}".encode())
+    (run / "best.json").write_text(json.dumps({"step": step}))
+
+
+def test_a_checkpoint_that_is_being_copied_is_not_pruned(run, url, quick, monkeypatch):
+    """Copies slower than the training: the one that was begun is finished, and the newest is next."""
+    uploader, begun, goes_on, put = uploader_of(url, run), threading.Event(), threading.Event(), RemoteDirectory.put
+    store = CheckpointStore(run / "checkpoints", 1, in_use=lambda: uploader._directory.being_uploaded)
+
+    def slow(self, file, name):
+        if name.endswith("step_1/policy/rank_0.bin"):
+            begun.set()
+            assert goes_on.wait(20)
+        put(self, file, name)
+
+    monkeypatch.setattr(RemoteDirectory, "put", slow)
+    uploader.start(resume=False)
+    save(run, 1)
+    assert begun.wait(20)
+    for step in (2, 3):
+        with new_checkpoint(store, step) as place:
+            (place / "coordinator.json").write_text(str(step))
+    assert [step for step, _ in store.steps()] == [3, 1]
+    goes_on.set()
+    wait_until(lambda: uploader.step == 3)
+    with new_checkpoint(store, 4) as place:
+        (place / "coordinator.json").write_text("4")
+    assert [step for step, _ in store.steps()] == [4]
+    uploader.finish()
+    assert uploader.failure is None and uploader.remote.steps()[0] == 4
+
+
+def test_what_an_interrupted_copy_left_goes(run, url, quick):
+    uploader = uploader_of(url, run)
+    uploader.remote.put(run / "metrics.jsonl", "checkpoints/step_7/policy/rank_0.bin")
+    save(run, 1)
+    uploader.start(resume=False)
+    uploader.finish()
+    assert uploader.remote.begun_steps() == {1}
+
+
+def test_the_only_copy_of_a_checkpoint_is_not_replaced(run, url, quick, monkeypatch):
+    """A resumed run that is stopped before its first step saves the same step again."""
+    save(run, 4)
+    first = uploader_of(url, run)
+    first.start(resume=False)
+    first.finish()
+    copy = first.remote.read("checkpoints/step_4/manifest.json")
+    save(run, 4)
+    manifest = run / "checkpoints/step_4/manifest.json"
+    manifest.write_bytes(manifest.read_bytes() + b" ")
+    removed = []
+    monkeypatch.setattr(RemoteDirectory, "remove", lambda self, name: removed.append(name))
+    again = uploader_of(url, run)
+    again.start(resume=True)
+    again.finish()
+    assert again.remote.read("checkpoints/step_4/manifest.json") == copy
+    assert not [name for name in removed if "step_4" in name]
+
+
+def test_the_best_checkpoint_comes_along_to_another_machine_and_stays_there(run, url, quick, tmp_path):
+    uploader = uploader_of(url, run)
+    uploader.start(resume=False)
+    store = CheckpointStore(run / "checkpoints", 2)
+    store.protect({1})
+    for step in (1, 2, 3, 4):
+        with new_checkpoint(store, step) as place:
+            (place / "coordinator.json").write_text(str(step))
+        mark_best(run, 1)
+        wait_until(lambda: uploader.step == step)  # noqa: B023
+    uploader.finish()
+    assert uploader.remote.steps() == [4, 3, 1]
+    other = tmp_path / "elsewhere"
+    assert fetch_newest(url, other, lambda _: None) == 4
+    assert [step for step, _ in CheckpointStore(other / "checkpoints", 2).steps()] == [4, 1]
+    there = uploader_of(url, other)
+    there.start(resume=True)
+    there.finish()
+    assert there.remote.steps() == [4, 3, 1], "until two newer ones are here, step 3 is one to fall back on"
+    store = CheckpointStore(other / "checkpoints", 2)
+    store.protect({1})
+    with new_checkpoint(store, 5) as place:
+        (place / "coordinator.json").write_text("5")
+    there = uploader_of(url, other)
+    there.start(resume=True)
+    there.finish()
+    assert there.remote.steps() == [5, 4, 1]
+
+
+def test_all_kept_checkpoints_are_copied_not_only_the_newest(run, url, quick):
+    for step in (1, 2):
+        save(run, step)
+    uploader = uploader_of(url, run)
+    uploader.start(resume=False)
+    uploader.finish()
+    assert uploader.remote.steps() == [2, 1]
+
+
+def test_an_older_checkpoint_that_is_damaged_holds_up_nothing(run, url, quick):
+    for step in (1, 2):
+        save(run, step)
+    (run / "checkpoints/step_1/policy/rank_0.bin").write_bytes(b"damage")
+    said = []
+    uploader = uploader_of(url, run, warn=said.append)
+    uploader.start(resume=False)
+    uploader.finish()
+    assert uploader.remote.steps() == [2]
+    assert [text for text in said if "the checkpoint of step 1 is not copied" in text] == said
+
+
+@pytest.mark.parametrize("lost", ["best/model.safetensors", "best.json"])
+def test_best_json_is_there_only_with_its_model(run, url, quick, monkeypatch, lost):
+    mark_best(run, 1)
+    uploader = uploader_of(url, run, warn=lambda _: None)
+    uploader._try(whole=False)
+    mark_best(run, 20)
+    put = RemoteDirectory.put
+
+    def away(self, file, name):
+        if name == lost:
+            raise OSError("the network is away")
+        put(self, file, name)
+
+    monkeypatch.setattr(RemoteDirectory, "put", away)
+    uploader._try(whole=False)
+    assert uploader.failure and uploader.remote.read("best.json") is None
+    monkeypatch.undo()
+    uploader._try(whole=False)
+    assert json.loads(uploader.remote.read("best.json")) == {"step": 20}
+    assert uploader.remote.read("best/model.safetensors") == b"model of 20"
+
+
+def test_rows_of_metrics_are_there_before_their_checkpoint(run, url, quick, monkeypatch):
+    names, put = [], RemoteDirectory.put
+    monkeypatch.setattr(RemoteDirectory, "put", lambda self, file, name: names.append(name) or put(self, file, name))
+    save(run, 1)
+    uploader_of(url, run)._try(whole=False)
+    assert names[0] == "metrics.jsonl" and names[-1] == "checkpoints/step_1/manifest.json"
+
+
+def test_a_file_that_cannot_be_read_holds_up_no_checkpoint(run, url, quick, monkeypatch):
+    put = RemoteDirectory.put
+
+    def refused(self, file, name):
+        if name == "metrics.jsonl":
+            raise PermissionError(13, "Permission denied")
+        put(self, file, name)
+
+    monkeypatch.setattr(RemoteDirectory, "put", refused)
+    save(run, 1)
+    uploader = uploader_of(url, run, warn=lambda _: None)
+    uploader._try(whole=False)
+    assert uploader.remote.steps() == [1] and "Permission denied" in uploader.failure

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import pytest
 
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.checkpoint.uploader import Uploader, fetch_newest
+from rlhf_ray.checkpoint.uploader import fetch_newest
 from rlhf_ray.errors import ConfigError, UploadError
-from tests.unit.checkpoint.uploads import save, wait_until
+from tests.unit.checkpoint.uploads import save, uploader_of, wait_until
 
 pytestmark = pytest.mark.skipif(not (find_spec("s3fs") and find_spec("moto")), reason="s3fs or moto is not installed")
 
@@ -49,7 +49,7 @@ def _listens(port):
 
 def test_a_run_goes_to_a_bucket_and_comes_back(run, bucket, quick, tmp_path):
     url, _ = bucket
-    uploader = Uploader(url, run, silence_s=30)
+    uploader = uploader_of(url, run, silence_s=30)
     uploader.start(resume=False)
     for step in (1, 2, 3):
         save(run, step)
@@ -63,12 +63,12 @@ def test_a_run_goes_to_a_bucket_and_comes_back(run, bucket, quick, tmp_path):
 
 def test_a_bucket_that_is_not_there_is_refused(run, bucket):
     with pytest.raises(ConfigError, match=r"s3://other/runs.*cannot be written"):
-        Uploader("s3://other/runs", run, silence_s=30).start(resume=False)
+        uploader_of("s3://other/runs", run).start(resume=False)
 
 
 def test_a_server_that_goes_away_is_told_at_the_end(run, bucket, quick):
     url, server = bucket
-    uploader = Uploader(url, run, silence_s=60, warn=lambda _: None)
+    uploader = uploader_of(url, run, silence_s=60, warn=lambda _: None)
     uploader.start(resume=False)
     save(run, 1)
     wait_until(lambda: uploader.step == 1)

@@ -3,6 +3,8 @@
 import time
 
 from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.checkpoint.uploader import Uploader
+from rlhf_ray.observability.run_directory import RunDirectory
 from tests.checkpoints import new_checkpoint
 
 
@@ -11,6 +13,10 @@ def save(run, step, keep=2):
         (place / "policy").mkdir()
         (place / "policy/rank_0.bin").write_bytes(bytes([step % 256]) * 100_000)
         (place / "coordinator.json").write_text(str(step))
+
+
+def uploader_of(url, run, **settings):
+    return Uploader(url, RunDirectory(run), **{"silence_s": 30, "keep": 2, **settings})
 
 
 def wait_until(what, timeout_s=20):

@@ -12,7 +12,7 @@ from rlhf_ray.config.derived import derive
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
-from rlhf_ray.errors import RewardError, UnscoredSamples
+from rlhf_ray.errors import RewardError, UnscoredSamples, WorkerLost
 from rlhf_ray.records import EvaluationPart, SampleKey, Unscored
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.evaluation_metrics import pass_rates, summarise
@@ -102,6 +102,27 @@ def test_every_held_out_prompt_is_asked_once_with_the_same_seed(ppo_config):
     assert asked == [(keys, 99, "held out", None) for keys in chunks * 2]
     assert one == two and one.metrics["reward"] == 4.5
     assert [text["prompt"] for text in one.texts] == [str(i) for i in range(min(TEXTS, 4))]
+
+
+def test_measured_chunks_that_are_lost_with_a_node_are_measured_again(ppo_config):
+    class LosesParts(EvaluationHarness):
+        losses = 1
+
+        async def measure(self, rank, method, *arguments):
+            if method == "sum_up" and self.losses:
+                self.losses -= 1
+                raise WorkerLost("the result of measure is lost", "assembler", 0, 1, "sum_up", "result")
+            return await super().measure(rank, method, *arguments)
+
+    async def run(losses):
+        harness = LosesParts(ppo_config(chunk=4, evaluation={"prompts": "e"}, cluster={"max_restarts": 2}), rows=10)
+        harness.losses = losses
+        return await harness.evaluator.measure(), len(harness.asked)
+
+    once, asked = asyncio.run(run(0))
+    assert asyncio.run(run(2)) == (once, 3 * asked)
+    with pytest.raises(WorkerLost):
+        asyncio.run(run(3))
 
 
 def test_when_one_chunk_fails_the_others_are_not_scored(ppo_config):

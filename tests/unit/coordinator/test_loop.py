@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from rlhf_ray.algorithms.kl import AdaptiveKL
 from rlhf_ray.config.training_loop import EarlyStopConfig, EvaluationConfig
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.errors import RunInterrupted, TrainingError, WorkerError
+from rlhf_ray.errors import RewardError, RunInterrupted, TrainingError, WorkerError
 from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.ledger import open_for_reading
 from rlhf_ray.replay.ledger_tables import OPEN
@@ -146,6 +147,48 @@ def test_workers_that_cannot_be_kept_alive_end_the_run_with_what_is_done_saved(p
     with pytest.raises(WorkerError, match="was lost once more"):
         run.go()
     assert [event for event in run.events if event.startswith("save")] == saved
+    assert run.patience[0] == (None if saved else 300), "what is saved may take its time to be written"
+
+
+def test_the_last_workers_own_error_saves_what_is_done_too(ppo_config, summary):
+    """Such as a reward model that cannot be loaded again."""
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)
+    publish, error = run.coordinator.weights.publish, RewardError("the service does not answer")
+
+    async def publish_and_lose(version):
+        if version == 2:
+            run.harness.roles.health.irreplaceable = error
+            run.harness.roles.dispatcher(run.harness.generators).scheduler.fail(error)
+        return await publish(version)
+
+    run.coordinator.weights.publish = publish_and_lose
+    with pytest.raises(RewardError, match="does not answer"):
+        run.go()
+    assert [event for event in run.events if event.startswith("save")] == ["save 2"]
+
+
+def test_workers_that_end_an_evaluation_end_it_with_the_step_saved(ppo_config, summary):
+    config = ppo_config(prompts=4, steps=4, checkpoint={"every": 2}, evaluation=EvaluationConfig(prompts="e", every=2))
+    run = CoordinatorHarness(config, summary)
+
+    run.harness.state.unmeasured = False
+
+    async def lost():
+        raise WorkerError("generator/0 was lost once more", "generator")
+
+    run.coordinator.evaluator.measure = lost
+    with pytest.raises(WorkerError, match="was lost once more"):
+        run.go()
+    assert run.events[-1] == "save 2" and run.harness.state.unmeasured
+
+
+def test_a_resumed_run_that_is_stopped_before_its_first_step_does_not_save_it_again(ppo_config, summary):
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)
+    run.coordinator.saved_at = 0  # as `restore_checkpoint` sets it
+    run.stop.ask("SIGTERM")
+    with pytest.raises(RunInterrupted, match="after step 0 of 5"):
+        run.go()
+    assert "save 0" not in run.events
 
 
 def test_a_request_in_the_last_step_changes_nothing(ppo_config, summary):
@@ -192,6 +235,21 @@ def test_a_checkpoint_that_is_there_already_is_not_written_twice(ppo_config, sum
     with pytest.raises(RunInterrupted):
         run.go()
     assert run.events.count("save 2") == 1
+
+
+@pytest.mark.parametrize(("warmup", "skipped", "moved"), [
+    (0, (), [1, 2, 3]), (2, (), [3]), (0, (("policy", 1),), [1, 3])])
+def test_the_adaptive_coefficient_moves_with_the_policy_only(ppo_config, summary, warmup, skipped, moved):
+    """It would decay while the policy, which does not move, is no farther from the reference."""
+    config = ppo_config(prompts=4, steps=3)
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(
+        update={"critic_warmup_steps": warmup})})
+    run, steps = CoordinatorHarness(config, summary, skipped=skipped), []
+    controller = SimpleNamespace(value=0.1, update=lambda kl, n: steps.append(run.harness.state.step),
+                                 state_dict=dict)
+    run.harness.state.kl = controller
+    run.go()
+    assert steps == moved
 
 
 def test_a_failure_leaves_nothing_under_way(ppo_config, summary):

@@ -94,3 +94,21 @@ def test_a_resumed_run_knows_who_left_and_forgets_who_left_after_its_checkpoint(
     again.set_aside(keys[2:], unscored(2))
     with pytest.raises(RewardError, match="3 of 20 prompts"):
         again.set_aside(keys[3:], unscored(3))
+
+
+@pytest.mark.parametrize(("limit", "rows", "allowed"), [(0.29, 100, 29), (0.57, 100, 57), (0.05, 50, 2), (0.001, 9, 1)])
+def test_the_limit_is_the_share_of_the_prompts_as_written(tmp_path, limit, rows, allowed):
+    facts = LedgerFacts(2, 1, 0, (rows,), seed=0, shuffle=False, weights=(1.0,))
+    ledger = Ledger.create(tmp_path / "ledger.sqlite", facts)
+    quarantine = Quarantine(ledger, tmp_path / "quarantine.jsonl", limit, rows, lambda _: None)
+    keys = [SampleKey(0, row, 0) for row in range(rows)]
+    ledger.admit(keys, [rows])
+    ledger.start_attempt(keys, 0)
+
+    def leave(count):
+        quarantine.set_aside(keys[:count], UnscoredSamples("no score", [
+            Unscored(key, "p", "r", "bad") for key in keys[:count]]))
+
+    leave(allowed)
+    with pytest.raises(RewardError, match=f"lets {allowed} "):
+        leave(allowed + 1)

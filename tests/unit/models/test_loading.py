@@ -139,13 +139,36 @@ def test_a_reward_model_without_its_head_is_refused_unless_it_gets_a_new_one(cop
         load_scalar_model(model, new_head=False, mapped=mapped)
 
 
-def test_dropout_of_the_model_s_own_is_removed():
-    from transformers import GPT2Config, GPT2LMHeadModel
+@pytest.mark.parametrize("random", [
+    ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+    ("llama", {"attention_dropout": 0.3}),
+    ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64, "layerdrop": 0.5, "dropout": 0.2}),
+])
+def test_dropout_of_the_model_s_own_is_removed(random):
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    tokens, model = torch.arange(2, 20)[None], GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2)).train()
+    torch.manual_seed(0)
+    family, entries = random
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+    drawn = AutoConfig.for_model(family, vocab_size=50, **(entries if family == "gpt2" else shape | entries))
+    tokens, model = torch.arange(2, 20)[None], AutoModelForCausalLM.from_config(drawn).train()
     assert not torch.equal(model(tokens).logits, model(tokens).logits)
+    before = model.config.to_dict()
     remove_dropout(model)
-    assert torch.equal(model(tokens).logits, model(tokens).logits) and model.config.resid_pdrop == 0.1
+    with torch.no_grad():
+        passes = [model(tokens).logits for _ in range(3)]
+    torch.testing.assert_close(passes[1], passes[0], rtol=0, atol=0)
+    torch.testing.assert_close(model.eval()(tokens).logits, passes[2], rtol=0, atol=1e-6)
+    assert model.config.to_dict() == before, "an export has the configuration that was loaded"
+
+
+def test_dropout_that_layers_read_from_the_configuration_is_refused():
+    from transformers import FalconConfig, FalconForCausalLM
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
+    with pytest.raises(ModelError, match="drops parts at random.*set attention_dropout and hidden_dropout to 0"):
+        remove_dropout(FalconForCausalLM(FalconConfig(hidden_dropout=0.1, attention_dropout=0.1, **shape)))
+    remove_dropout(FalconForCausalLM(FalconConfig(**shape)))
 
 
 def test_a_language_model_is_no_reward_model(llama):

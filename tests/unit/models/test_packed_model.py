@@ -255,3 +255,17 @@ def test_a_value_does_not_know_its_token(classifier, tokens, packing):
     before, after = (values_before_tokens(model(t, packing), torch.tensor([9, 10])) for t in (tokens, changed))
     assert before[0] == after[0]
     assert before[1] != after[1]
+
+
+@pytest.mark.parametrize("half", ["autocast", "weights"])
+def test_scalar_heads_have_more_digits_than_bfloat16(classifier, half):
+    """A grid of 0.125 at 20, where values and scores may lie, would be as coarse as their differences."""
+    tokens, packing = torch.arange(2, 34), Packing.of([16, 16])
+    if half == "weights":
+        classifier = classifier.bfloat16()
+    model = PackedScalarModel(classifier)
+    torch.nn.init.normal_(classifier.score.weight, std=4.0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half == "autocast"), torch.no_grad():
+        outputs = model(tokens, packing)
+    assert outputs.dtype is torch.float32
+    assert (outputs != outputs.bfloat16().float()).float().mean() > 0.9

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from rlhf_ray.config.rewards import ExactMatchReward, FunctionReward, ModelReward
 from rlhf_ray.config.scorer_names import scorer_rewards
-from rlhf_ray.errors import RewardError
+from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import Prompts, offsets_of
 from rlhf_ray.roles.micro_batch import split_scores
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
@@ -23,7 +23,7 @@ def reward(path, **fields):
     return ModelReward(type="model", path=path, **fields)
 
 
-def scored(rollout, policy, rewards, budget=1000, judge=None):
+def scored(rollout, policy, rewards, budget=1000, judge=None, **settings):
     """What a reward scorer says of the rollout, in an order of prompts that is not the rollout's."""
     order = list(reversed(range(len(rollout))))
     prompts = Prompts(
@@ -31,7 +31,7 @@ def scored(rollout, policy, rewards, budget=1000, judge=None):
         rows=np.array(order), texts=[f"prompt {i}" for i in order], metadata=[{"answer": str(i)} for i in order])
 
     async def ask():
-        scorer = RewardScorer(rewards, policy, budget, judge=judge)
+        scorer = RewardScorer(rewards, policy, budget, judge=judge, **settings)
         try:
             await scorer.start()
             return await scorer.score(rollout, prompts)
@@ -98,6 +98,21 @@ def test_a_score_that_is_no_number_is_an_error_that_names_the_samples(
     said += ".*reward.on_failure=quarantine$"
     with pytest.raises(RewardError, match=said):
         scored(rollout, policy_model, {"main": reward(str(directory))})
+
+
+def test_a_sample_that_the_judge_cannot_score_is_named_where_prompts_may_leave(
+    rollout, policy_model, reward_model, tmp_path
+):
+    """It ends the run only where nothing may be quarantined."""
+    (tmp_path / "odd.py").write_text(
+        "def score(prompts, responses, **_):\n    return [float('nan') if p.endswith('1') else 1.0 for p in prompts]\n")
+    judge = {"judge": FunctionReward(type="function", function=f"{tmp_path}/odd.py:score")}
+    main = {"main": reward(reward_model.path)}
+    with pytest.raises(UnscoredSamples) as caught:
+        scored(rollout, policy_model, main, judge=judge, on_failure="quarantine")
+    assert [sample.key for sample in caught.value.samples] == [rollout.keys[1]]
+    with pytest.raises(RewardError, match=r"on_failure=quarantine$"):
+        scored(rollout, policy_model, main, judge=judge)
 
 
 def test_components_are_weighed_and_added_up(rollout, policy_model, reward_model, tmp_path):

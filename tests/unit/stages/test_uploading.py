@@ -1,6 +1,7 @@
 """What a stage makes of copies that fail, and of a run that is further elsewhere than here."""
 
 import json
+import shutil
 
 import pytest
 
@@ -69,3 +70,22 @@ def test_without_a_place_nothing_is_copied(config, tmp_path):
     with uploading(plain, directory_of(plain), resume=False):
         pass
     assert not (tmp_path / "there").exists()
+
+
+def test_a_ledger_of_this_machine_does_not_follow_a_checkpoint_from_elsewhere(config):
+    test_an_interrupted_run_is_copied_with_its_last_checkpoint(config)
+    directory = directory_of(config)
+    directory.ledger.write_bytes(b"what this machine did after an earlier checkpoint")
+    fetch_uploaded(config, directory)
+    assert directory.ledger.exists(), "nothing newer was fetched"
+    RemoteDirectory(config.run.upload).put_checkpoint(moved_to(directory, 5, 9))
+    shutil.rmtree(directory.checkpoints)
+    fetch_uploaded(config, directory)
+    assert CheckpointStore(directory.checkpoints, 1).latest().step == 9 and not directory.ledger.exists()
+
+
+def moved_to(directory, step, other):
+    """A checkpoint of another step with the same files."""
+    with new_checkpoint(CheckpointStore(directory.checkpoints, keep=2), other) as place:
+        (place / "x").write_bytes((directory.checkpoints / f"step_{step}/x").read_bytes())
+    return directory.checkpoints / f"step_{other}"
