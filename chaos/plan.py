@@ -46,7 +46,8 @@ def plan(seed: int, kinds: Sequence[str], steps: int, ranks: Mapping[str, int], 
     due: list[tuple[int, tuple[str, ...]]] = [
         (1 + int(start * span / end), _with_predecessor(kind)) for start, kind in zip(starts, order, strict=True)]
     moments = _spread(draw, len(after), span, saved_every)
-    due += [(step, pair) for step, pair in zip(moments, zip(before, after, strict=True), strict=True)]
+    due += [(step, (*_with_predecessor(end), damage))
+            for step, end, damage in zip(moments, before, after, strict=True)]
     due = sorted(due, key=lambda one: one[0]) + [(steps - 1, (kind,)) for kind in last]
     faults: list[Fault] = []
     for step, together in due:

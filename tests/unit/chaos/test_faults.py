@@ -37,6 +37,9 @@ def test_every_plan_is_complete_and_possible(kinds):
         assert ended == sorted(ended), seed
         assert max(fault.step for fault in faults if not kind_of(fault).at_the_end) < steps - 3, seed
         assert not kind_of(faults[0]).needs_no_driver, seed
+        for before, fault in [(None, faults[0]), *pairwise(faults)]:
+            needed = kind_of(fault).preceded_by
+            assert not needed or (before and before.kind == needed), (seed, fault.kind)
         damages = [(before, fault) for before, fault in pairwise(faults) if kind_of(fault).checkpoints]
         for before, fault in damages:
             assert kind_of(before).ends_the_driver and before.step > 6 and fault.valid_checkpoints == 2, seed
