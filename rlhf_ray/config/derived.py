@@ -220,6 +220,16 @@ def _solved_at(config: PPOConfig) -> dict[str, float]:
     return scores
 
 
+def experience_kind(config: PPOConfig) -> dict[str, str]:
+    """In words, by aspect, what the experience of one update has in common. Experience of another kind, as a run may
+    have after a resume with other settings, would be trained on wrongly."""
+    return {
+        "old_logprobs": f"old log-probabilities of the {derive(config).old_logprobs}",
+        "sampling": f"tokens sampled at {config.generator.sampling.kind}",
+        "kl": f"the KL penalty in the {config.algorithm.kl.placement}",
+    }
+
+
 def geometry_of(config: PPOConfig) -> dict[str, int | str | list[str]]:
     """What a resumed run must have in common with the run that saved (`coordinator.recovery.check_geometry`)."""
     critic = config.critic.backbone if config.algorithm.has_critic else "none"

@@ -46,16 +46,15 @@ class Recovery:
     """
 
     def __init__(self, store: CheckpointStore, roles: RoleGroups, state: RunState, buffer: ReplayBuffer,
-                 geometry: Geometry, ledger: Ledger, old_logprobs: str = "policy",
-                 sampling: str = "", files: RunFiles | None = None) -> None:
+                 geometry: Geometry, ledger: Ledger, experience: Mapping[str, str] | None = None,
+                 files: RunFiles | None = None) -> None:
         """
         Args:
             geometry: of this run's configuration.
-            old_logprobs: which ones experience contains, see `Derived.old_logprobs`. If that has changed when the run
-                resumes, as it may with another max_staleness, ready experience is generated again.
-            sampling: `SamplingConfig.kind` of the training responses; if it has changed, the same.
+            experience: how it is made (`config.derived.experience_kind`). If that has changed when the run resumes,
+                ready experience is generated again.
         """
-        self.geometry, self.old_logprobs, self.sampling = geometry, old_logprobs, sampling
+        self.geometry, self.experience = geometry, dict(experience or {})
         self.store, self.roles, self.state, self.buffer = store, roles, state, buffer
         self.ledger, self.files = ledger, files or RunFiles()
         self.longest_pause_s = 0.0
@@ -87,7 +86,7 @@ class Recovery:
                     "geometry": dict(self.geometry), "run": self.state.state_dict(),
                     "buffer": self.buffer.state_dict(),
                     "summaries": [[entry.order, summary_state(entry.summary)] for entry in waiting],
-                    "old_logprobs": self.old_logprobs, "sampling": self.sampling,
+                    "experience": self.experience,
                 })
                 await asyncio.gather(*(group.values("begin_save", str(directory.absolute() / group.role))
                                        for group in self.roles.learners()))
@@ -170,17 +169,15 @@ class Recovery:
             ConfigError: it is of another configuration.
         """
         saved = load_state(directory / STATE)
-        check_complete(saved, ("geometry", "run", "buffer", "summaries", "old_logprobs"), str(directory))
+        check_complete(saved, ("geometry", "run", "buffer", "summaries", "experience"), str(directory))
         check_geometry(directory, self.geometry, saved["geometry"])
         await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role))
                                for group in self.roles.learners()))
         dropped: list[SampleKey] = []
-        if saved["old_logprobs"] != self.old_logprobs:
-            dropped = self._drop_waiting(saved, "made with old log-probabilities of the "
-                                         f"{saved['old_logprobs']}, and the run resumed with those of the "
-                                         f"{self.old_logprobs}")
-        elif (former := saved.get("sampling", self.sampling)) != self.sampling:
-            dropped = self._drop_waiting(saved, f"sampled with {former}, and the run resumed with {self.sampling}")
+        if changed := [(saved["experience"][aspect], now) for aspect, now in self.experience.items()
+                       if saved["experience"][aspect] != now]:
+            former, now = (" and ".join(words) for words in zip(*changed, strict=True))
+            dropped = self._drop_waiting(saved, f"made with {former}, and the run resumed with {now}")
         refs = {}
         for entry in saved["buffer"]["ready"]:
             path = directory.absolute() / f"experience_{entry['order']}.npz"

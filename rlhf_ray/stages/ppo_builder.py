@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.session import write_timeline
-from rlhf_ray.config.derived import derive, geometry_of
+from rlhf_ray.config.derived import derive, experience_kind, geometry_of
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
@@ -65,8 +65,8 @@ class CoordinatorBuilder:
         evaluator = None
         if config.evaluation and self.held_out:
             evaluator = Evaluator(config, roles, calls, self.held_out, progress.warn_once)
-        recovery = Recovery(self.store, roles, state, buffer, geometry_of(config), ledger, derived.old_logprobs,
-                            config.generator.sampling.kind, files)
+        recovery = Recovery(self.store, roles, state, buffer, geometry_of(config), ledger,
+                            experience_kind(config), files)
         best = BestKeeper(config.checkpoint, self.directory, self.store, state.best,
                           lambda place: export_policy(coordinator, evaluations, place, term))
         profiler = StepProfiler(self.directory, roles, config.logging.profile_step, progress.note,

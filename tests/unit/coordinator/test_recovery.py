@@ -10,6 +10,8 @@ import pytest
 
 from rlhf_ray.algorithms.kl import FixedKL
 from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.derived import experience_kind
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.coordinator.chunk import Chunk
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
@@ -223,23 +225,31 @@ def test_a_run_that_ends_lets_its_checkpoint_come_to_an_end_unless_it_is_in_a_hu
     assert [path.name for path in tmp_path.iterdir() if "tmp-step" in path.name] == []
 
 
-@pytest.mark.parametrize(("field", "former", "now", "why"), [
-    # As when a run with one optimizer step a batch goes on at max_staleness 0, where the update gives them itself.
-    ("old_logprobs", "policy", "update",
-     "made with old log-probabilities of the policy, and the run resumed with those of the update"),
-    ("sampling", SamplingConfig(temperature=0.7).kind, SamplingConfig(top_k=50).kind,
-     "sampled with temperature=0.7 among all tokens, and the run resumed with temperature=1 among the top_k tokens"),
-    ("sampling", SamplingConfig(min_tokens=4).kind, SamplingConfig().kind,
-     "sampled with temperature=1 among all tokens, stop tokens later, and the run resumed with temperature=1 among all "
-     "tokens"),
+ONE_STEP = {"algorithm": {"epochs": 1, "mini_batches": 1, "kl": {"placement": "loss"}}}
+TOP_K = {"sampling": {"top_k": 50}, "algorithm": {"epochs": 2}}
+
+
+@pytest.mark.parametrize(("former", "now", "why"), [
+    # A run with one optimizer step a batch goes on at max_staleness 0, where the update gives them itself.
+    ({**ONE_STEP, "staleness": 1}, ONE_STEP,
+     "made with old log-probabilities of the policy, and the run resumed with old log-probabilities of the update"),
+    ({"sampling": {"temperature": 0.7}}, {"sampling": {"top_k": 50}},
+     "made with tokens sampled at temperature=0.7 among all tokens, and the run resumed with tokens sampled at "
+     "temperature=1 among the top_k tokens"),
+    ({"sampling": {"min_tokens": 4}}, {},
+     "made with tokens sampled at temperature=1 among all tokens, stop tokens later, and the run resumed with tokens "
+     "sampled at temperature=1 among all tokens"),
+    # Otherwise it would be penalised in its rewards and in the loss.
+    (TOP_K, {**TOP_K, "algorithm": {"epochs": 2, "kl": {"placement": "loss"}}},
+     "made with the KL penalty in the reward, and the run resumed with the KL penalty in the loss"),
 ])
 def test_experience_of_another_kind_than_updates_need_now_is_made_again(
-        tmp_path, summary, field, former, now, why):
+        tmp_path, summary, ppo_config, former, now, why):
     keys = [SampleKey(0, row, 0) for row in range(6)]
 
     async def run():
         _, state, buffer, recovery = setting(tmp_path)
-        setattr(recovery, field, former)
+        recovery.experience = kind_of(ppo_config, **former)
         places = [buffer.reserve(2, 0) for _ in range(2)]
         begin(recovery.ledger, keys[:4], 0)
         recovery.ledger.generated(keys[2:4], "generator/0")
@@ -249,7 +259,7 @@ def test_experience_of_another_kind_than_updates_need_now_is_made_again(
         where = await saved(recovery)
 
         _, again, other, restored = setting(tmp_path)
-        setattr(restored, field, now)
+        restored.experience = kind_of(ppo_config, **now)
         restored.ledger = Ledger.resume(tmp_path / "resumed.sqlite", where / LEDGER, FACTS)
         await restored.restore(where)
         with closing(open_for_reading(restored.ledger.path)) as db:
@@ -260,6 +270,13 @@ def test_experience_of_another_kind_than_updates_need_now_is_made_again(
     assert again.returned == [*keys[2:4], *keys[4:]] and buffer.ready_entries() == []
     assert {order: chunk.keys for order, chunk in again.chunks.items()} == {0: keys[:2]}
     assert reason == why
+
+
+def kind_of(ppo_config, sampling=None, algorithm=None, **settings):
+    config = ppo_config(**settings)
+    generator = config.generator.model_copy(update={"sampling": SamplingConfig(**(sampling or {}))})
+    return experience_kind(config.model_copy(
+        update={"generator": generator, "algorithm": AlgorithmConfig(**(algorithm or {"mini_batches": 1}))}))
 
 
 def test_other_ranks_and_another_estimator_are_refused_by_name(tmp_path):
