@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -28,22 +28,15 @@ class PartName(StrEnum):
     generation = "generation"
 
 
-class Precision(StrEnum):
-    """Precisions that models are loaded in."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
 def check_model(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's directory or Hub name, or a run's "
                                          "directory (then its model/).")],
     skip: Annotated[list[PartName] | None, typer.Option("--skip", help="Leave out a part; may be repeated.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=32, help="Tokens of the longest row that is compared; as long "
                                         "as your rows is best.")] = 256,
-    dtype: Annotated[Precision | None, typer.Option("--dtype", help="Precision of the weights; float32 "
-                                                    "detects smaller errors.",
-                                                    show_default="bfloat16 on a GPU, else float32")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(
+        "--dtype", help="Precision of the weights; float32 detects smaller errors.",
+        show_default="bfloat16 on a GPU, else float32")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check whether a model works here, before training it: a table of verdicts, figures, and what to do.
@@ -70,7 +63,7 @@ def check_model(
     quiet_libraries()
     from rlhf_ray.stages.check_model import CheckOptions, run
 
-    options = CheckOptions(model, tuple(map(str, skip or ())), tokens, dtype.value if dtype else None)
+    options = CheckOptions(model, tuple(map(str, skip or ())), tokens, dtype)
     report = _with_progress(lambda progress: run(options, progress))
     if as_json:
         typer.echo(json.dumps(as_values(report), indent=2, ensure_ascii=False))

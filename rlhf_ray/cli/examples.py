@@ -1,23 +1,16 @@
 """`rlhf-ray quickstart` and `rlhf-ray example`: tasks that come with the package, run from data to evaluation."""
 
 import importlib
-from enum import StrEnum
 from itertools import count
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from rlhf_ray.errors import ConfigError
 
-
-class Family(StrEnum):
-    """Families of the quickstart's new model, as `config.model.Family` has them."""
-
-    llama = "llama"
-    qwen2 = "qwen2"
-    gemma2 = "gemma2"
-    mixtral = "mixtral"
+Family = Literal["llama", "qwen2", "gemma2", "mixtral"]
+"""Families of the quickstart's new model, as `config.model.Family` has them."""
 
 
 def quickstart(
@@ -25,7 +18,7 @@ def quickstart(
     directory: Annotated[Path, typer.Option("--dir", help="Output directory.")] = Path("runs/quickstart"),
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of data, models and sampling.")] = 0,
     family: Annotated[Family, typer.Option("--family", help="Family of the model that is trained from random "
-                                           "weights.")] = Family.llama,
+                                           "weights.")] = "llama",
     fresh: Annotated[
         bool | None,
         typer.Option(
@@ -50,7 +43,7 @@ def quickstart(
     from rlhf_ray.cli.library_logging import quiet_libraries
 
     quiet_libraries()
-    importlib.import_module("rlhf_ray.stages.quickstart").run(directory, seed, list(ctx.args), str(family))
+    importlib.import_module("rlhf_ray.stages.quickstart").run(directory, seed, list(ctx.args), family)
 
 
 def set_aside(directory: Path) -> Path | None:
@@ -71,23 +64,10 @@ def set_aside(directory: Path) -> Path | None:
     return free
 
 
-class Example(StrEnum):
-    """Examples by name: a module `stages.NAME_example`, and a folder in configs/examples."""
-
-    arithmetic = "arithmetic"
-
-
-class Estimator(StrEnum):
-    """Configuration files of an example, by advantage estimator."""
-
-    grpo = "grpo"
-    rloo = "rloo"
-
-
 def example(
     ctx: typer.Context,
-    name: Annotated[Example, typer.Argument(help="The example.")],
-    estimator: Annotated[Estimator, typer.Option("--estimator", help="Advantage estimator.")] = Estimator.grpo,
+    name: Annotated[Literal["arithmetic"], typer.Argument(help="The example.")],
+    estimator: Annotated[Literal["grpo", "rloo"], typer.Option("--estimator", help="Advantage estimator.")] = "grpo",
     directory: Annotated[
         Path | None, typer.Option("--dir", help="Output directory.", show_default="runs/NAME")
     ] = None,
@@ -103,4 +83,4 @@ def example(
 
     quiet_libraries()
     run = importlib.import_module(f"rlhf_ray.stages.{name}_example").run
-    run(directory or Path("runs") / name, str(estimator), seed, list(ctx.args))
+    run(directory or Path("runs") / name, estimator, seed, list(ctx.args))

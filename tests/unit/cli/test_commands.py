@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -119,7 +118,7 @@ def test_an_unknown_command_suggests_one(command_line):
 
 class TestQuickstart:
     def test_the_families_are_those_of_new_models(self):
-        assert {str(family) for family in examples.Family} == set(get_args(Family))
+        assert examples.Family == Family
 
     def test_options_and_overrides_reach_the_stage(self, command_line, stage, tmp_path):
         calls = stage("quickstart")
