@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.model import ModelConfig
@@ -121,6 +121,12 @@ class RegexReward(VerifiableReward):
     """Column of the prompts with the answer, read when `group` is set."""
     timeout_s: float = Field(10.0, gt=0)
     """Timeout for a chunk; a pattern can take exponential time on some texts."""
+
+    @field_validator("group")
+    @classmethod
+    def _numbered(cls, group: int | str | None) -> int | str | None:
+        """A number from the command line or the environment, where everything is text."""
+        return int(group) if isinstance(group, str) and group.isdecimal() else group
 
     @model_validator(mode="after")
     def _compiles(self) -> Self:

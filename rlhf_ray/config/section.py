@@ -1,6 +1,8 @@
 """Base class of every section of the configuration: typed, frozen, and strict about unknown keys."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 
 class Section(BaseModel):
@@ -9,3 +11,18 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, given: Any) -> Any:
+        """YAML reads yes, no, on and off as true and false, which pydantic would take for 1 and 0."""
+        for name, value in given.items() if isinstance(given, dict) else ():
+            if isinstance(value, bool) and name in cls.model_fields and not _takes_bool(
+                    cls.model_fields[name].annotation):
+                raise ValueError(f"{name}={value} is a truth value, as which YAML reads yes, no, on and off too; write "
+                                 f"a text in quotes, a number in digits, and null for nothing")
+        return given
+
+
+def _takes_bool(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))

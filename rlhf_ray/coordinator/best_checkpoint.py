@@ -19,6 +19,8 @@ class BestSoFar:
     value: float | None = None
     metric: str | None = None
     """The metric's name: values of different metrics are not compared."""
+    mode: str | None = None
+    """"max" or "min": nor are the best in both directions."""
 
     def improved_by(self, value: float, mode: str) -> bool:
         """Whether `value` is better ("max" or "min"). An equal value or NaN is not."""
@@ -28,16 +30,16 @@ class BestSoFar:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers for the checkpoint."""
-        return {"step": self.step, "value": self.value, "metric": self.metric}
+        return {"step": self.step, "value": self.value, "metric": self.metric, "mode": self.mode}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""
-        self.step, self.value, self.metric = state["step"], state["value"], state["metric"]
+        self.step, self.value, self.metric, self.mode = (state[name] for name in ("step", "value", "metric", "mode"))
 
-    def follow(self, metric: str | None) -> None:
-        """Reset if the metric has changed."""
-        if metric != self.metric:
-            self.step, self.value, self.metric = None, None, metric
+    def follow(self, metric: str | None, mode: str | None) -> None:
+        """Reset if the metric or its direction has changed."""
+        if (metric, mode) != (self.metric, self.mode):
+            self.step, self.value, self.metric, self.mode = None, None, metric, mode
 
 
 class BestKeeper:
@@ -71,7 +73,7 @@ class BestKeeper:
             measured = ", ".join(sorted(metrics)) or "none: there are no held-out rows"
             raise ConfigError(f"checkpoint.best_metric={name!r} is not a metric of this run ({measured}); name one "
                               "of these, or none")
-        self._best.follow(name)
+        self._best.follow(name, mode)
         if not self._best.improved_by(metrics[name], mode):
             return False
         previous = self._best.step
@@ -88,7 +90,7 @@ class BestKeeper:
     async def resume(self, step: int) -> str | None:
         """After a restore of the checkpoint of `step`: protect the best checkpoint, and finish a `keep` that was
         interrupted. Returns a warning, or None."""
-        self._best.follow(self._config.best_metric)
+        self._best.follow(self._config.best_metric, self._config.best_mode)
         best = self._best.step
         self._store.protect({best} if best else set())
         marked = await self._directory.files.records.run(self._directory.best_step)

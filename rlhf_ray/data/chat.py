@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 """[{"role": ..., "content": ...}, ...]."""
 ASSISTANT = "assistant"
+ANSWER = "(rlhf_ray: an answer)"
+"""Stands for an answer, to find what a template writes after it."""
 
 
 def checked_messages(value: Any, place: str, column: str) -> Messages:
@@ -77,6 +80,15 @@ class ChatTemplate:
         if self.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system}, *messages]
+
+    def turn_end(self, messages: Messages, place: str) -> str:
+        """What the template writes after the assistant's answer to these messages.
+
+        Raises:
+            ModelError: the template refuses them.
+        """
+        answered = self.render([*messages, {"role": ASSISTANT, "content": ANSWER}], place, ask=False)
+        return answered.rpartition(ANSWER)[2] if ANSWER in answered else ""
 
     def render(self, messages: Messages, place: str, *, ask: bool) -> str:
         """The messages as text.
@@ -164,7 +176,15 @@ class PromptFormat:
         return self.chat([{"role": "user", "content": text}], place) if as_chat else PromptText(text, None)
 
     def chat(self, messages: Messages, place: str) -> PromptText:
-        """A prompt of these messages, which ends where the assistant's turn begins."""
+        """A prompt of these messages, which ends where the assistant's turn begins.
+
+        Raises:
+            DataError: they end with an answer.
+            ModelError: the template refuses them.
+        """
+        if messages[-1]["role"] == ASSISTANT:
+            raise DataError(f"{place}: the messages of column {self._column!r} end with the assistant's answer, and a "
+                            "prompt ends before it; name a column without the answer, or remove it")
         messages = self.template.with_system(messages)
         return PromptText(self.template.render(messages, place, ask=True), messages)
 
@@ -177,6 +197,15 @@ class PromptText:
     """As the tokenizer sees it."""
     messages: Messages | None
     """None for a plain text, to which the tokenizer adds its leading tokens; a template writes them itself."""
+
+
+def identity(text: str, messages: Messages | None, system: str | None) -> str:
+    """What makes two prompts the same: the row's text or messages. Neither `system`, which is put before the messages,
+    nor what the template writes around them, which may be the date, is part of it."""
+    if messages is None:
+        return text
+    own = messages[1:] if system is not None and messages[0] == {"role": "system", "content": system} else messages
+    return json.dumps(own, sort_keys=True, default=str)
 
 
 def contents(messages: Sequence[dict[str, Any]]) -> str:

@@ -73,15 +73,21 @@ class DemonstrationFormat:
             return self._conversation(rows, i, config.messages)
         if config.prompt is None:
             return [Piece(rows.text(i, config.text), loss=True, leading=True)]
-        return [Piece.of(self._prompts.read(rows, i)), Piece(rows.text(i, config.response), loss=True)]
+        prompt, response = self._prompts.read(rows, i), rows.text(i, config.response)
+        if prompt.messages is not None:
+            response += self._template.turn_end(prompt.messages, rows.place(i))
+        return [Piece.of(prompt), Piece(response, loss=True)]
 
     def encode(self, values: list[list[Piece] | Encoded]) -> list[Encoded]:
         """[N] rows of tokens with their ends."""
         texts = iter(encode_pieces(self._tokenizer, [v for v in values if isinstance(v, list)]))
         encoded = [next(texts) if isinstance(v, list) else v for v in values]
-        if self._config.messages is not None:
-            return [self._ends.close(row) for row in encoded]
-        return [([*tokens, self._ends.end], [*mask, True]) for tokens, mask in encoded]
+        return [self._ends.close(row) if self._is_chat(value) else ([*row[0], self._ends.end], [*row[1], True])
+                for row, value in zip(encoded, values, strict=True)]
+
+    def _is_chat(self, value: list[Piece] | Encoded) -> bool:
+        """Whether the chat template wrote the end of the row."""
+        return self._config.messages is not None or (isinstance(value, list) and not value[0].leading)
 
     def _conversation(self, rows: Rows, i: int, column: str) -> list[Piece] | Encoded:
         place = rows.place(i)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.config.data import PreferencesConfig
-from rlhf_ray.data.chat import ASSISTANT, Messages, PromptFormat, PromptText, checked_messages, contents
+from rlhf_ray.data.chat import ASSISTANT, Messages, PromptFormat, PromptText, checked_messages, contents, identity
 from rlhf_ray.data.encoding import Encoded, Piece, TurnEnds, encode_pieces, encode_prompts
 from rlhf_ray.data.held_out import group_digest
 from rlhf_ray.data.load_report import LoadReport, RowErrors
@@ -30,7 +30,8 @@ def load_preferences(config: PreferencesConfig, tokenizer: PreTrainedTokenizerBa
     """(pairs, [N] `group_digest` of each pair's prompt, report of what was left out: equal sides, empty sides, longer
     sides) of one data set.
 
-    A side ends with the end-of-sequence token, as a finished response does when it is scored during PPO. Optional
+    A side ends as a finished response does when it is scored during PPO: with the token that ends the assistant's turn
+    in the chat template, where the prompt is chat messages, else with the end-of-sequence token. Optional
     columns `chosen_finished` and `rejected_finished` are false for a response that was cut at the length limit: it is
     scored without that token in PPO, so it is trained without it. With `config.margin` each pair has its margin.
 
@@ -53,7 +54,7 @@ def load_preferences(config: PreferencesConfig, tokenizer: PreTrainedTokenizerBa
         pairs, prompt_lengths = form.encode(values)
         kept = _keep(report, rows, pairs, prompt_lengths, config.max_tokens)
         blocks.append(pairs.select(kept))
-        digests += [group_digest(values[i].group) for i in kept]
+        digests += [group_digest(form.group(values[i])) for i in kept]
     row_errors.finish(report, "Give pairs whose sides differ, and raise max_tokens if they are too long")
     return Pairs.concat(blocks), np.array(digests, dtype=np.uint64), report
 
@@ -87,11 +88,6 @@ class PairText:
     rejected: Side
     margin: float | None
 
-    @property
-    def group(self) -> str:
-        """Text that pairs share which are held out together."""
-        return self.prompt.text or self.chosen.text
-
 
 class PreferenceFormat:
     """How the columns of one data set are read."""
@@ -119,6 +115,10 @@ class PreferenceFormat:
             self._side(rows, i, column, flag, prompt, chats)
             for column, flag in ((config.chosen, "chosen_finished"), (config.rejected, "rejected_finished")))
         return PairText(prompt, chosen, rejected, None if config.margin is None else _margin(rows, i, config.margin))
+
+    def group(self, pair: PairText) -> str:
+        """What pairs share that are held out together."""
+        return identity(pair.prompt.text, pair.prompt.messages, self._config.system) or pair.chosen.text
 
     def encode(self, values: list[PairText]) -> tuple[Pairs, NDArray[np.int64]]:
         """(pairs, [N] tokens of their prompts)."""
@@ -157,7 +157,10 @@ class PreferenceFormat:
         finished, may_be_empty = rows.flag(i, flag, default=True), rows.records[i].get(flag) is not None
         if column not in chats:
             text = checked_text(rows.value(i, column), rows.place(i), column, may_be_empty=may_be_empty)
-            return Side(text, finished, templated=False)
+            if prompt.messages is None or not finished:
+                return Side(text, finished, templated=False)
+            end = self._prompts.template.turn_end(prompt.messages, rows.place(i))
+            return Side(text + end, finished, templated=True)
         answer = chats[column][-1:] if self._are_whole(chats) else chats[column]
         checked_text(contents(answer), rows.place(i), column, may_be_empty=may_be_empty)
         if not finished:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.data.chat import identity
 from rlhf_ray.data.encoding import flat_tokens
 from rlhf_ray.data.held_out import group_digest, held_out_parts
 from rlhf_ray.data.load_report import LoadReport
@@ -154,7 +155,9 @@ def _blocks(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, reports: 
     for part, report in zip(config.parts(), reports, strict=True):
         for block in stream_prompts(part, tokenizer, report):
             if config.held_out:
-                digests.extend(group_digest(text) for text in block.texts)
+                chats = block.messages or [None] * len(block)
+                digests.extend(group_digest(identity(text, messages, part.system))
+                               for text, messages in zip(block.texts, chats, strict=True))
             yield block
 
 

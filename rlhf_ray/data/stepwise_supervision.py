@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.config.data import ProcessRowsConfig, StepsConfig
-from rlhf_ray.data.chat import PromptFormat, PromptText
+from rlhf_ray.data.chat import PromptFormat, PromptText, identity
 from rlhf_ray.data.encoding import encode_prompts, flat_tokens
 from rlhf_ray.data.held_out import group_digest
 from rlhf_ray.data.load_report import LoadReport, RowErrors
@@ -80,7 +80,8 @@ def load_process_rows(
             any(steps.separator in step for step in solution) for solution in solutions], dtype=bool),
         f"longer than max_tokens={config.max_tokens}": table.lengths > config.max_tokens})
     row_errors.finish(report, "Label the steps, choose another steps.separator, or raise max_tokens")
-    return table.select(kept), np.array([group_digest(values[i].prompt.text) for i in kept], dtype=np.uint64), report
+    groups = (identity(values[i].prompt.text, values[i].prompt.messages, config.system) for i in kept)
+    return table.select(kept), np.array([group_digest(group) for group in groups], dtype=np.uint64), report
 
 
 class StepFormat:

@@ -78,7 +78,8 @@ class Comparison:
         return {
             "a": self.names[0], "b": self.names[1], "scorer": self.scorer, "prompts": self.prompts,
             "wins": rate.wins, "ties": rate.ties, "losses": rate.losses, "win_rate": rate.rate,
-            "win_rate_interval": [rate.low, rate.high], "margin": mean, "margin_interval": [low, high],
+            "win_rate_interval": [rate.low, rate.high], "margin": mean,
+            "margin_interval": [low, high] if len(self.pairs) > 1 else None,
             "score": dict(zip("ab", scores, strict=True)), "tokens": dict(zip("ab", tokens, strict=True)),
             "pairs": [{"prompt": p.prompt, "a": p.responses[0], "b": p.responses[1], "scores": list(p.scores),
                        "tokens": list(p.tokens), "outcome": p.outcome} for p in self.pairs],

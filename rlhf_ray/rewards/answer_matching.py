@@ -19,8 +19,8 @@ _NUMBER = re.compile(
     rf"|(?P<value>{_PLAIN})(?:[eE](?P<power>[-+]?[0-9]{{1,4}})(?![\w])|/(?P<under>[0-9]+(?:\.[0-9]+)?))?)",
     re.ASCII,
 )
-_ARITHMETIC = Context(prec=60, traps=[])
-"""60 digits; numbers out of range become infinity or NaN, which equal no number."""
+_DIGITS = 60
+"""Of a quotient, at least."""
 
 
 def number_source(name: str, config: NumberReward) -> RuleSource:
@@ -39,7 +39,8 @@ def number_match(response: str, answer: Any, after: str | None, tolerance: float
         return Verdict.UNREADABLE
     if wanted is None:
         return Verdict.WRONG
-    difference = _ARITHMETIC.abs(_ARITHMETIC.subtract(given, wanted))
+    exact = _context(given, wanted)
+    difference = exact.abs(exact.subtract(given, wanted))
     near = not difference.is_nan() and difference <= Decimal(repr(tolerance))
     return Verdict.RIGHT if near else Verdict.WRONG
 
@@ -70,12 +71,20 @@ def _wanted(answer: Any, after: str | None) -> Decimal | None:
 def _value(match: re.Match[str]) -> Decimal | None:
     """The matched number; None after a division by zero, or out of range."""
     top, below = match["top"] or match["value"], match["below"] or match["under"]
-    number = _ARITHMETIC.create_decimal(top.replace(",", "") + (f"e{match['power']}" if match["power"] else ""))
+    number = Decimal(top.replace(",", "") + (f"e{match['power']}" if match["power"] else ""))
     if below is not None:
-        number = _ARITHMETIC.divide(number, _ARITHMETIC.create_decimal(below))
+        number = _context(number).divide(number, Decimal(below))
     if match["sign"] == "-":
-        number = _ARITHMETIC.minus(number)
+        number = number.copy_negate()
     return number if number.is_finite() else None
+
+
+def _context(*numbers: Decimal) -> Context:
+    """Arithmetic in which sums and differences of these numbers are exact. What is out of range becomes infinity or
+    NaN, which equal no number."""
+    digits = [number.as_tuple() for number in numbers]
+    highest = max(len(n.digits) + int(n.exponent) for n in digits)
+    return Context(prec=max(_DIGITS, highest - min(int(n.exponent) for n in digits) + 1), traps=[])
 
 
 def exact_match_source(name: str, config: ExactMatchReward) -> RuleSource:

@@ -101,7 +101,35 @@ def read_schema(accepts: dict[str, Any] | str, field: str) -> dict[str, Any] | b
         jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator).check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ConfigError(f"{field} is not a JSON schema: {error.message} at {error.json_path}; correct it") from None
+    if isinstance(schema, dict):
+        _check_references(schema, field)
     return schema
+
+
+def _check_references(schema: dict[str, Any], field: str) -> None:
+    """Resolve every reference of a schema: the first response that leads to one that cannot be would end the run.
+
+    Raises:
+        ConfigError: names the reference.
+    """
+    from referencing import Registry, Resource
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012
+
+    def check(resource: Any, resolver: Any) -> None:
+        contents = resource.contents if isinstance(resource.contents, dict) else {}
+        for key in ("$ref", "$dynamicRef"):
+            if isinstance(reference := contents.get(key), str):
+                try:
+                    resolver.lookup(reference)
+                except Unresolvable:
+                    raise ConfigError(f"{field} has {key}: {reference!r}, which is nowhere in the schema (nothing is "
+                                      "downloaded); put its definition into $defs") from None
+        for inner in resource.subresources():
+            check(inner, resolver.in_subresource(inner))
+
+    whole = Resource.from_contents(schema, default_specification=DRAFT202012)
+    check(whole, Registry().resolver_with_root(whole))
 
 
 def schema_validator(schema: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_ray.data.chat import ASSISTANT, ChatTemplate, Messages
-from rlhf_ray.data.encoding import Piece, TurnEnds, encode, encode_pieces
+from rlhf_ray.data.encoding import Piece, TurnEnds, encode_pieces
 from rlhf_ray.errors import ModelError, SampleError
 from rlhf_ray.rewards.protocol import RewardRequest, sample_names
 
@@ -32,8 +32,8 @@ def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, p
 
     An encoder reads prompt and response as a pair of texts. A decoder reads a conversation through its own chat
     template, if the prompt is chat messages and there is a template, up to the token that ends the assistant's turn;
-    else prompt and response as one text, with an end-of-sequence token (if the tokenizer has one). A response that is
-    not finished has no such end. All this is as in the training of reward models by this package.
+    else prompt and response one after the other, with an end-of-sequence token (if the tokenizer has one). A response
+    that is not finished has no such end. All this is as in the training of reward models by this package.
 
     Raises:
         RewardError: the chat template refuses the conversation.
@@ -47,7 +47,8 @@ def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, p
     finished = request.finish_reason == "stop"
     if request.messages is not None and tokenizer.chat_template:
         return EncodedRow(_ids(_conversation(request.messages, request, finished, tokenizer)))
-    ids = encode(tokenizer, [request.prompt + request.response], leading=True)[0]
+    [(ids, _)] = encode_pieces(tokenizer, [[Piece(request.prompt, loss=False, leading=True),
+                                            Piece(request.response, loss=True)]])
     if finished and tokenizer.eos_token_id is not None:
         ids = [*ids, tokenizer.eos_token_id]
     return EncodedRow(_ids(ids))

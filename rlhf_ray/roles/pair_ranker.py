@@ -37,8 +37,8 @@ class PairRanker:
         await self._judge.start()
 
     async def rank(self, rollout: Rollout, rows: Prompts) -> list[dict[str, Any] | None]:
-        """A preference row for each pair of adjacent samples of the rollout; None if the judge's scores differ by less
-        than the minimum margin. Its prompt is the one that was sampled from: messages, or the text.
+        """A preference row for each pair of adjacent samples of the rollout; None if the judge's scores are equal, or
+        differ by less than the minimum margin. Its prompt is the one that was sampled from: messages, or the text.
 
         Args:
             rows: the prompts of the rollout's samples.
@@ -53,7 +53,7 @@ class PairRanker:
         for i in range(0, len(requests), 2):
             better, worse = (i, i + 1) if scores[i] >= scores[i + 1] else (i + 1, i)
             margin = float(scores[better] - scores[worse])
-            pairs.append(None if margin < self._min_margin else {
+            pairs.append(None if margin < self._min_margin or not margin else {
                 "prompt": requests[i].messages or requests[i].prompt,
                 "chosen": requests[better].response, "rejected": requests[worse].response,
                 "chosen_finished": bool(ended[better]), "rejected_finished": bool(ended[worse]), "margin": margin,

@@ -21,7 +21,7 @@ from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, read_prompt_inputs
 from rlhf_ray.stages.preflight import check_stop_tokens
 from rlhf_ray.stages.resolve_model import check_output, model_at
-from rlhf_ray.stages.scorers import check_labels, check_scorer, errors_name_option, scorer_of
+from rlhf_ray.stages.scorers import check_answers, check_scorer, errors_name_option, scorer_of
 
 SEQUENCES = 64
 """Largest number of answers generated at the same time."""
@@ -67,8 +67,8 @@ def run(options: CompareOptions) -> Comparison:
                           f"{options.output.with_suffix('.html')}")
     models = [_model(name, which, options.sampling) for name, which in ((options.first, "A"), (options.second, "B"))]
     questions = read_prompt_inputs(options.prompts, options.column, options.limit)
-    check_labels(options.scorer, questions)
     check_scorer(options.scorer, models[0], "--scorer")
+    check_answers(options.scorer, questions, models[0], "--scorer")
     comparison = asyncio.run(_compare(options, models, questions))
     write_atomically(numbers, (json.dumps(comparison.summary(), indent=1, ensure_ascii=False) + "\n").encode())
     write_atomically(options.output, comparison_page(comparison).encode())

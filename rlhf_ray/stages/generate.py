@@ -27,7 +27,7 @@ from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, prompt_inputs_of_lines, read_prompt_inputs
 from rlhf_ray.stages.preflight import check_stop_tokens
 from rlhf_ray.stages.resolve_model import check_output, model_at
-from rlhf_ray.stages.scorers import Scorer, check_scorer, scorer_of
+from rlhf_ray.stages.scorers import Scorer, check_answers, check_scorer, scorer_of
 
 TALK_ROOM = 1024
 """Tokens reserved for each prompt of a conversation, up to the model's context."""
@@ -108,6 +108,8 @@ class _GenerateSession:
     async def ask(self, questions: Sequence[PromptInput], talking: bool) -> list[dict[str, Any]]:
         """Load, answer, unload. Returns the answers as rows; none for a conversation."""
         options = self._options
+        if options.reward:
+            check_answers(options.reward, questions, self._model, "--reward")
         sequences = min(64, max(1, len(questions)) * options.n)
         generator = LocalGenerator(self._model, options.sampling, options.seed, options.chat, sequences)
         await generator.start(questions, prompt_tokens=TALK_ROOM if talking else 0)

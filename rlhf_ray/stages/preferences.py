@@ -29,8 +29,9 @@ from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
 from rlhf_ray.stages.preflight import check_context, check_data, check_first_rows, check_model, check_stop_tokens
+from rlhf_ray.stages.reward_preflight import check_prompt_answers
 from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage, write_left_out
-from rlhf_ray.stages.scorers import check_scorer
+from rlhf_ray.stages.scorers import check_scorer, rewards_of
 
 
 def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
@@ -57,6 +58,8 @@ def preflight(config: PreferencesStageConfig) -> None:
     check_family(config.model, "model", {Use.GENERATION})
     check_first_rows(config.prompts, config.model)
     check_scorer(config.pairs.judge, config.model, "pairs.judge")
+    for name, reward in rewards_of(config.pairs.judge, "pairs.judge").items():
+        check_prompt_answers([config.prompts], config.model, f"pairs.judge ({name})", name, reward)
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")

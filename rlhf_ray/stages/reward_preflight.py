@@ -1,12 +1,13 @@
 """Checks of `rewards` before Ray starts."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive, judge_rewards, reward_sections
+from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import (
     FunctionReward,
     HTTPReward,
@@ -17,19 +18,17 @@ from rlhf_ray.config.rewards import (
     RewardConfig,
 )
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.data.row_readers import read_rows
-from rlhf_ray.data.rows import brief
+from rlhf_ray.data.row_readers import READERS, read_rows
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
-from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
+from rlhf_ray.errors import ConfigError, ModelError, RewardError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import check_scalar_head, load_tokenizer
 from rlhf_ray.models.model_families import Use, check_family, is_decoder
 from rlhf_ray.rewards.http.source import HTTPSource
-from rlhf_ray.rewards.rules import GuardedRuleSource, RuleSource
 from rlhf_ray.rewards.sources import make_source
 from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_model, check_same_tokens
-from rlhf_ray.stages.scorers import check_scorer
+from rlhf_ray.stages.scorers import AnswerCheck, check_scorer
 
 
 def check_rewards(config: PPOConfig) -> None:
@@ -40,11 +39,13 @@ def check_rewards(config: PPOConfig) -> None:
     """
     for name, reward in config.rewards.items():
         _check_source(config, name, reward)
-        _check_answers(config, f"rewards.{name}", reward)
+        check_prompt_answers([config.prompts, derive(config).evaluation_prompts], config.model, f"rewards.{name}", name,
+                             reward)
     if config.logging.judge is not None:
         check_scorer(config.logging.judge, config.model, "logging.judge")
         for name, reward in judge_rewards(config).items():
-            _check_answers(config, f"logging.judge ({name})", reward)
+            check_prompt_answers([config.prompts, derive(config).evaluation_prompts], config.model,
+                                 f"logging.judge ({name})", name, reward)
     if config.reward.shards > 1:
         for field, reward in reward_sections(config).items():
             if isinstance(reward, ModelReward):
@@ -116,40 +117,22 @@ async def _reward_errors_as_config(check: Coroutine[Any, Any, None]) -> None:
         raise ConfigError(str(error)) from None
 
 
-def _check_answers(config: PPOConfig, section: str, reward: RewardConfig) -> None:
-    """Check the first rows of each local file for the columns that the reward reads, and for answers that a response
-    can be compared with."""
-    columns = _columns(reward)
-    if not columns:
-        return
-    source = make_source(section, reward, config.model, config.reward.micro_batch_tokens)
-    usable = source.usable if isinstance(source, RuleSource | GuardedRuleSource) else lambda _: True
-    for field, part in _prompt_files(config):
+def check_prompt_answers(sections: Iterable[PromptsConfig | None], model: ModelConfig, section: str, name: str,
+                         reward: RewardConfig) -> None:
+    """Check the first rows of local files of prompts for the columns that a reward reads, and for answers that a
+    response can be compared with.
+
+    Args:
+        section: names the reward in messages.
+
+    Raises:
+        DataError: names the row.
+    """
+    check = AnswerCheck(section, name, reward, model)
+    for field, part in (named for prompts in sections if prompts for named in prompts.named_parts()):
+        if not check.columns or Path(part.location).suffix.lower() not in READERS:
+            continue
         rows = read_rows(part.location, part.split, min(part.limit or FIRST_ROWS, FIRST_ROWS), part.subset,
                          part.revision)
         for i in range(len(rows)):
-            row = rows.others(i, part.column)
-            for key, column in columns:
-                where = f"{section}.{key}={column!r}: {rows.place(i)} ({field})"
-                if column not in row:
-                    raise DataError(f"{where} has no such column; the other columns are {sorted(row)}")
-                if not usable(row[column]):
-                    raise DataError(f"{where} is {brief(row[column])}, which a reward of type {reward.type} cannot "
-                                    "compare with a response; name the column with the answer, or fix the row")
-
-
-def _columns(reward: RewardConfig) -> list[tuple[str, str]]:
-    """Fields of a reward that name columns, with the columns."""
-    if isinstance(reward, HTTPReward):
-        return [("columns", column) for column in reward.columns]
-    column = getattr(reward, "answer", None)
-    if column is None or (isinstance(reward, RegexReward) and reward.group is None):
-        return []
-    return [("answer", column)]
-
-
-def _prompt_files(config: PPOConfig) -> list[tuple[str, PromptsConfig]]:
-    """Sections of prompts that are local files, with the field of each."""
-    sections = [config.prompts, derive(config).evaluation_prompts]
-    return [(field, part) for section in sections if section for field, part in section.named_parts()
-            if Path(part.location).expanduser().is_file()]
+            check.row(rows.others(i, part.column), f"{rows.place(i)} ({field})")

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import HTTPReward, ModelReward, ProcessReward, RewardConfig
+from rlhf_ray.config.rewards import HTTPReward, ModelReward, ProcessReward, RegexReward, RewardConfig
 from rlhf_ray.config.scorer_names import KNOWN, YAML, scorer_rewards
+from rlhf_ray.data.rows import brief
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
@@ -100,18 +101,57 @@ def errors_name_option(name: str, option: str) -> Iterator[None]:
         raise type(error)(text if option in text else f"{option} {name}: {text}") from None
 
 
-def check_labels(name: str, questions: Sequence[PromptInput]) -> None:
-    """Refuse prompts without the column of expected answers that the scorer needs.
+def check_answers(name: str, questions: Sequence[PromptInput], model: ModelConfig, option: str) -> None:
+    """Refuse prompts without the columns that the scorer reads, or with an answer that no response can be compared
+    with.
+
+    Args:
+        option: the option that names the scorer, for messages.
 
     Raises:
-        DataError: names the first prompt without the column.
+        DataError: names the first such prompt.
     """
-    columns = [getattr(reward, "answer", None) for reward in rewards_of(name).values()]
-    for column in filter(None, columns):
+    for component, reward in rewards_of(name, option).items():
+        check = AnswerCheck(f"{option} {name}", component, reward, model)
         for question in questions:
-            if column not in question.metadata:
-                raise DataError(f"{question.location}: no column {column!r}, which the scorer {name!r} compares "
-                                f"responses with; the other columns are {sorted(question.metadata)}")
+            check.row(question.metadata, question.location)
+
+
+class AnswerCheck:
+    """Whether rows have what a reward compares responses with."""
+
+    def __init__(self, section: str, name: str, reward: RewardConfig, model: ModelConfig) -> None:
+        """`section`: names the reward in messages."""
+        from rlhf_ray.rewards.rules import GuardedRuleSource, RuleSource
+        from rlhf_ray.rewards.sources import make_source
+
+        self._section, self._type, self.columns = section, reward.type, _columns(reward)
+        source = make_source(name, reward, model, MICRO_BATCH_TOKENS) if self.columns else None
+        self._usable = source.usable if isinstance(source, RuleSource | GuardedRuleSource) else lambda _: True
+
+    def row(self, row: Mapping[str, Any], place: str) -> None:
+        """Check a row's columns other than the prompt.
+
+        Raises:
+            DataError: names the place, the column and the value.
+        """
+        for key, column in self.columns:
+            where = f"{self._section}.{key}={column!r}: {place}"
+            if column not in row:
+                raise DataError(f"{where} has no such column; the other columns are {sorted(row)}")
+            if not self._usable(row[column]):
+                raise DataError(f"{where} is {brief(row[column])}, which a reward of type {self._type} cannot "
+                                "compare with a response; name the column with the answer, or fix the row")
+
+
+def _columns(reward: RewardConfig) -> list[tuple[str, str]]:
+    """Fields of a reward that name columns, with the columns."""
+    if isinstance(reward, HTTPReward):
+        return [("columns", column) for column in reward.columns]
+    column = getattr(reward, "answer", None)
+    if column is None or (isinstance(reward, RegexReward) and reward.group is None):
+        return []
+    return [("answer", column)]
 
 
 def rewards_of(name: str, option: str = "--scorer") -> dict[str, RewardConfig]:

@@ -156,10 +156,22 @@ class SupervisedRun:
         return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
 
 
+READ_BY = ("text", "prompt", "response", "messages", "chosen", "rejected", "margin", "steps", "labels", "system",
+           "as_chat")
+"""Fields of a section of data that decide what is read from a row."""
+
+
 def order_of_rows(config: SupervisedConfig) -> dict[str, int | str]:
     """Values of the configuration, by field, on which depends which rows an update visits: a resumed run needs the same
-    ones, or rows would be repeated or missed, and held-out ones trained on."""
+    ones, or rows would be repeated or missed, and held-out ones trained on. How rows are read belongs to it: another
+    system message makes other rows too long, and exchanged columns would undo what was learned."""
+    parts = config.data.parts()
+    read = {f"data.{field}": ", ".join(str(getattr(part, field)) for part in parts)
+            for field in READ_BY if field in type(parts[0]).model_fields}
+    steps = getattr(config, "steps", None)
     return {
+        **read,
+        **({} if steps is None else {f"steps.{name}": str(value) for name, value in steps.model_dump().items()}),
         "run.seed": config.run.seed,
         "training.batch_size": config.training.batch_size,
         "data.held_out": f"{config.data.held_out:g}",

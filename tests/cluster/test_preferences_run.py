@@ -20,11 +20,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 def sampled(files, root, name, strikes=()):
     """Pairs of a run whose workers get a signal with their first calls of a method: (role, method, signal)."""
+    judge = root / "judge.py"
+    judge.write_text("def judge(responses, **_):\n    return [sum(map(ord, r)) % 89 / 89 for r in responses]\n")
     settings = {
         "run": {"dir": str(root / name), "seed": 3},
         "cluster": {"dashboard": False, "object_store_mb": 128, "heartbeat_timeout_s": 5, "call_timeout_s": 120},
         "pools": {"default": {"cpus": 2}}, "model": {"path": str(files.policy)},
-        "prompts": {"path": str(files.prompts), "max_tokens": PROMPT_TOKENS}, "pairs": {"min_margin": 0.0},
+        "prompts": {"path": str(files.prompts), "max_tokens": PROMPT_TOKENS},
+        "pairs": {"min_margin": 0.0, "judge": f"{judge}:judge"},
         "generator": {"workers": 2, "chunk": 4, "max_sequences": 8, "kv_cache_mb": 8,
                       "sampling": {"max_tokens": RESPONSE_TOKENS}},
     }
@@ -47,7 +50,7 @@ def sampled(files, root, name, strikes=()):
 
 def test_pairs_are_the_same_when_workers_are_lost(files, shared_ray, tmp_path):
     expected = sampled(files, tmp_path, "undisturbed")
-    assert len(expected.splitlines()) == 20
+    assert 12 <= len(expected.splitlines()) <= 20, "a pair of equal scores is left out"
     strikes = [("generator", "generate", signal.SIGSTOP), ("pair_ranker", "rank", signal.SIGKILL),
                ("prompt_reader", "rows", signal.SIGKILL)]
     assert sampled(files, tmp_path, "disturbed", strikes) == expected

@@ -141,7 +141,7 @@ class HTTPSource:
         try:
             return request_body(requests, self._config.send, self._config.columns)
         except (TypeError, ValueError) as error:
-            raise RewardError(f"rewards.{self._name}.columns={self._config.columns} of samples "
+            raise SampleError(f"rewards.{self._name}.columns={self._config.columns} of samples "
                               f"{sample_names([r.key for r in requests])} cannot be sent as JSON: {error}. Remove the "
                               "column or change its values") from None
 

@@ -1,12 +1,14 @@
 """Sections of `rewards`: chosen by type, overridden key by key, described by type, explained when wrong."""
 
 import pytest
+from pydantic import ValidationError
 
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.fields import describe_fields
 from rlhf_ray.config.load import load, save
-from rlhf_ray.config.rewards import FunctionReward, ModelReward, NumberReward, rewards_in_words
+from rlhf_ray.config.rewards import FunctionReward, ModelReward, NumberReward, RegexReward, rewards_in_words
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.training_loop import EarlyStopConfig
 from rlhf_ray.errors import ConfigError
 
 TWO = {"quality": {"type": "model", "path": "r", "dtype": "bfloat16"}, "sum": {"type": "number", "weight": 0.5}}
@@ -83,3 +85,14 @@ def test_fields_say_of_which_types_they_are():
 def test_rewards_in_words():
     words = rewards_in_words({name: {"weight": 1.0, **section} for name, section in TWO.items()})
     assert words == "quality (model r), sum (number, x 0.5)"
+
+
+@pytest.mark.parametrize(("section", "field", "value"), [
+    (ModelReward, {"type": "model", "path": "m"}, {"label": False}),
+    (RegexReward, {"type": "regex", "pattern": "(a)"}, {"group": True}),
+    (EarlyStopConfig, {}, {"reward_below_start": False}), (EarlyStopConfig, {}, {"kl_above": True}),
+])
+def test_a_truth_value_is_no_number(section, field, value):
+    """YAML reads `label: NO` as false, which would be label 0: another one, perhaps."""
+    with pytest.raises(ValidationError, match="is a truth value, as which YAML reads yes, no.*text in quotes"):
+        section(**field, **value)

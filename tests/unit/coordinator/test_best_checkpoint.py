@@ -134,6 +134,15 @@ def test_another_metric_begins_anew(tmp_path):
     assert again.evaluate(2, gold=0.5) and again.found() == (2, 2)
 
 
+def test_another_direction_begins_anew(tmp_path):
+    run = Run(tmp_path)
+    for step, reward in enumerate((1.0, 3.0)):
+        run.evaluate(step, reward=reward)
+    again = Run(tmp_path, run.best.state_dict(), best_mode="min")
+    again.evaluate(2, reward=2.0)
+    assert again.best.step == 2 and again.best.value == 2.0
+
+
 def test_an_unknown_metric_names_those_there_are(tmp_path):
     with pytest.raises(ConfigError, match=r"best_metric='rewad' is not a metric of this run .kl, reward"):
         Run(tmp_path, metric="rewad").evaluate(0, reward=1.0, kl=0.0)

@@ -29,7 +29,7 @@ def used():
     state.kl.update(12.0, 100)
     state.step, state.samples, state.unmeasured = 4, 32, False
     state.observe_scores(np.array([1.0, 2.0, 6.0], dtype=np.float32))
-    state.best.follow("reward")
+    state.best.follow("reward", "max")
     state.best.step, state.best.value = 2, 1.5
     state.early_stop.observe(4, 3.5, 1.25)
     state.chunks = {place.order: Chunk(place, keys) for place, keys in zip(

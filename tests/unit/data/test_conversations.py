@@ -221,3 +221,51 @@ def test_a_tokenizer_without_a_template_is_told_once_and_by_us(chat, write_jsonl
         load(config(path=path, **fields), chat(None))
     said = str(raised.value)
     assert said.count("has no chat template; use texts, or a tokenizer with one") == 1 and "http" not in said
+
+
+OTHER_END = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|pad|>\n{% endfor %}" + ASK
+"""Ends each turn with another special token than the end-of-sequence token."""
+
+
+def test_a_text_response_to_a_chat_prompt_ends_as_the_template_ends_a_turn(chat, write_jsonl):
+    tokenizer = chat(OTHER_END)
+    asked = [turn("user", "Hi")]
+    texts = write_jsonl({"prompt": asked, "chosen": " We saw", "rejected": "I read"}, name="texts.jsonl")
+    chats = write_jsonl({"prompt": asked, "chosen": [turn("assistant", " We saw")],
+                         "rejected": [turn("assistant", "I read")]}, name="chats.jsonl")
+    (one, *_), (other, *_) = (load_preferences(PreferencesConfig(path=path), tokenizer) for path in (texts, chats))
+    for side in ("chosen", "rejected"):
+        tokens = getattr(one, side).row(0, "tokens").tolist()
+        assert tokens == getattr(other, side).row(0, "tokens").tolist()
+        assert tokens[-1] == tokenizer.convert_tokens_to_ids("<|pad|>")
+    rows = write_jsonl({"prompt": asked, "response": " We saw"}, name="demonstrations.jsonl")
+    told, _ = load_demonstrations(DemonstrationsConfig(path=rows, prompt="prompt"), tokenizer)
+    assert told.row(0, "tokens").tolist() == one.chosen.row(0, "tokens").tolist()
+
+
+@pytest.mark.parametrize("template", [OPEN + ASK, ENDLESS])
+def test_where_the_template_has_no_other_end_the_sequence_s_own_remains(chat, write_jsonl, template):
+    tokenizer = chat(template)
+    rows = write_jsonl({"prompt": [turn("user", "Hi")], "chosen": "We saw", "rejected": "I read"})
+    pairs, *_ = load_preferences(PreferencesConfig(path=rows), tokenizer)
+    assert pairs.chosen.row(0, "tokens")[-1] == tokenizer.eos_token_id
+    assert pairs.chosen.row(0, "tokens").tolist().count(tokenizer.eos_token_id) == (2 if template != ENDLESS else 1)
+
+
+def test_a_prompt_that_ends_with_the_answer_is_refused(chat, write_jsonl):
+    with pytest.raises(DataError, match=r"column 'messages' end with the assistant's answer.*without the answer"):
+        open_prompts(PromptsConfig(path=write_jsonl({"messages": TALK}), column="messages"), chat(CLOSED))
+
+
+def test_the_held_out_prompts_do_not_depend_on_what_the_template_and_system_add(chat, write_jsonl):
+    """A template may write the date, and a run may be resumed on another day."""
+    rows = write_jsonl(*({"prompt": [turn("user", f"Question {i}")]} for i in range(60)))
+
+    def held_out(template, **fields):
+        section = PromptsConfig(path=rows, held_out=0.2, **fields)
+        found = open_prompts(section, chat(template)).held_out
+        return [messages[-1]["content"] for messages in found.rows(range(len(found))).messages]
+
+    first = held_out("Today is Monday. " + CLOSED)
+    assert len(first) == 12
+    assert held_out("Today is Tuesday. " + CLOSED) == first == held_out(CLOSED, system="Be brief.")

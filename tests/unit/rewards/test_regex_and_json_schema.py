@@ -112,7 +112,7 @@ def test_a_schema_that_is_none(accepts, said):
 
 
 def test_a_schema_fetches_nothing_and_follows_itself_safely(ask):
-    with pytest.raises(RewardError, match=r"rewards\.form.*failed for epoch 0 row 0"):
+    with pytest.raises(ConfigError, match=r"nothing is downloaded"):
         by_schema(ask, [("1", None)], accepts={"$ref": "http://127.0.0.1:9/schema.json"})
     nested = {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"}
     assert by_schema(ask, [("[[[]]]", None), ("[" * 900 + "]" * 900, None)], accepts=nested)[0][0] == 1
@@ -123,3 +123,16 @@ def test_a_schema_s_pattern_that_takes_for_ever_stops_at_its_deadline(ask):
         type="json_schema", accepts={"pattern": "(a+)+$"}, timeout_s=0.5))
     with pytest.raises(RewardError, match="TooSlow: no verdict within 0.5 s"):
         told(source, [ask(json.dumps("a" * 40 + "b"))])
+
+
+def test_a_group_may_come_as_text_from_the_command_line():
+    assert RegexReward(type="regex", pattern="(a)", group="1").group == 1
+    assert RegexReward(type="regex", pattern="(?P<one>a)", group="one").group == "one"
+
+
+@pytest.mark.parametrize("reference", ["#/$defs/missing", "https://example.com/schema.json", "#anchor"])
+def test_a_reference_to_nothing_is_refused_at_once(reference):
+    """Not at the first response that is JSON."""
+    inner = {"type": "object", "properties": {"a": {"items": {"$ref": reference}}}}
+    with pytest.raises(ConfigError, match=r"accepts has \$ref: .*nowhere in the schema.*\$defs"):
+        json_schema_source("form", JSONSchemaReward(type="json_schema", accepts=inner))

@@ -56,6 +56,8 @@ def test_the_first_number_after_a_marker(text, expected):
     ("none", 42, {}, UNREADABLE), ("42", "unknown", {}, WRONG), ("2 1e9999", "1e9998", {}, WRONG),
     ("1" + "0" * 400, "1" + "0" * 400, {}, RIGHT), ("__import__('os').getpid()", 1, {}, UNREADABLE),
     ("2**10", 1024, {}, WRONG),
+    ("1" * 70, "1" * 70, {}, RIGHT), ("1" * 69 + "2", "1" * 70, {}, WRONG), ("1" * 70 + ".5", "1" * 70, {}, WRONG),
+    ("0." + "0" * 90 + "1", 0, {"tolerance": 0.0}, WRONG), ("1e9999", "1e-9999", {}, WRONG),
     ("0.1", 0.1, {"tolerance": 0.0}, RIGHT), ("-0", 0, {"tolerance": 0.0}, RIGHT), ("True 1", True, {}, WRONG),
 ])
 def test_numbers_are_compared(response, answer, options, verdict):

@@ -103,6 +103,11 @@ def test_pairs_too_close_are_left_out_in_place(rank):
     assert rows[1]["chosen"] == "w13", "a margin equal to the least one is kept"
 
 
+def test_equal_scores_rank_nothing_whatever_the_margin(rank):
+    rows = rank({"w10": 0.25, "w11": 0.25, "w12": 0.0, "w13": 0.5}, 0.0)
+    assert rows[0] is None and rows[1]["chosen"] == "w13"
+
+
 def test_a_meter_divides_once():
     meter = AverageMeter()
     meter.add(3, {"loss": torch.tensor(1.0)})

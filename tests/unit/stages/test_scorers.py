@@ -20,7 +20,7 @@ from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.prompt_input import PromptInput
 from rlhf_ray.stages.compare import CompareOptions, run
 from rlhf_ray.stages.resolve_model import model_at
-from rlhf_ray.stages.scorers import check_labels, check_scorer, rewards_of, scorer_of
+from rlhf_ray.stages.scorers import check_answers, check_scorer, rewards_of, scorer_of
 from tests.models import make_tiny_llama, make_tiny_reward_model
 
 
@@ -106,12 +106,21 @@ def test_compare_refuses_its_scorer_before_a_model_answers(model, tmp_path, monk
                            tmp_path / "page.html", SamplingConfig()))
 
 
-def test_labels_are_looked_for_before_anything_is_asked():
+def test_answers_are_looked_for_before_anything_is_asked(model, tmp_path):
     questions = [PromptInput("w2", "p, line 1", {"answer": 1}), PromptInput("w3", "p, line 2", {"level": 1})]
-    check_labels("exact_match", questions[:1])
-    check_labels("vader", questions)
-    with pytest.raises(DataError, match=r"p, line 2: no column 'answer'.*\['level'\]"):
-        check_labels("number", questions)
+    check_answers("exact_match", questions[:1], model, "--scorer")
+    check_answers("vader", questions, model, "--scorer")
+    with pytest.raises(DataError, match=r"--scorer number.answer='answer': p, line 2 has no such column.*\['level'\]"):
+        check_answers("number", questions, model, "--scorer")
+    (tmp_path / "format.yaml").write_text("form: {type: regex, pattern: '^<think>'}\n")
+    check_answers(str(tmp_path / "format.yaml"), questions, model, "--scorer")
+
+
+@pytest.mark.parametrize(("scorer", "answer"), [("number", None), ("number", "none"), ("exact_match", " ")])
+def test_an_answer_that_nothing_equals_is_refused_before_anything_is_asked(model, scorer, answer):
+    questions = [PromptInput("w2", "p, line 1", {"answer": answer})]
+    with pytest.raises(DataError, match="p, line 1 is .*cannot compare with a response"):
+        check_answers(scorer, questions, model, "--reward")
 
 
 def test_a_runs_directory_stands_for_its_model(tmp_path):

@@ -23,10 +23,11 @@ class Learners:
         return [SaveProgress(True, (0, 0), "nothing")] if method == "save_progress" else [None]
 
 
-def config_of(run_dir, seed=0, batch_size=8, held_out=0.1, max_tokens=64, weights=(1.0, 2.0), **more):
-    mix = [{"path": f"{number}.jsonl", "weight": weight} for number, weight in enumerate(weights)]
+def config_of(run_dir, seed=0, batch_size=8, held_out=0.1, max_tokens=64, weights=(1.0, 2.0), row=None, system=None,
+              **more):
+    mix = [{"path": f"{number}.jsonl", "weight": weight, **(row or {})} for number, weight in enumerate(weights)]
     return SFTConfig(run={"dir": str(run_dir), "seed": seed, "steps": 9}, model={"path": "m"},
-                     data={"mix": mix, "held_out": held_out, "max_tokens": max_tokens},
+                     data={"mix": mix, "held_out": held_out, "max_tokens": max_tokens, "system": system},
                      training={"batch_size": batch_size}, **more)
 
 
@@ -50,6 +51,9 @@ def resume(tmp_path, monkeypatch):
     ({"held_out": 0.0}, r"data\.held_out was 0\.1 and is 0"),
     ({"max_tokens": 32}, r"data\.max_tokens was 64 and is 32"),
     ({"weights": (1.0, 3.0)}, r"data\.mix \(weights\) was 1, 2 and is 1, 3"),
+    ({"row": {"text": "body"}}, r"data\.text was text, text and is body, body"),
+    ({"row": {"messages": "talk"}}, r"data\.messages was None, None and is talk, talk"),
+    ({"system": "Be brief."}, r"data\.system was None, None and is Be brief\., Be brief\."),
 ])
 def test_rows_that_would_be_repeated_or_missed_are_refused_by_field(resume, given, said):
     with pytest.raises(ConfigError, match=said):
