@@ -21,7 +21,7 @@ from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.synthetic_reviews import make_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
-from rlhf_ray.engine.distributed import accelerator_environment
+from rlhf_ray.engine.distributed import accelerator_environment, fixed_segments
 from rlhf_ray.models.loading import new_causal_lm
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
@@ -98,4 +98,4 @@ def _learners(setting: PairSetting, model: ModelConfig, pools: Pools) -> WorkerG
     return WorkerGroup("policy_learner", PolicyLearner, policy, pools, lambda rank: {
         "config": policy, "model": model, "rank": rank, "world": 1, "seed": SEED, "total_steps": 100,
         "algorithm": ALGORITHM, "temperature": 1.0, "publishes_adapters": setting.lora is not None},
-        accelerator_environment(policy.gpus), TIMEOUT_S)
+        {**accelerator_environment(policy.gpus), **(fixed_segments() if setting.transport == "ipc" else {})}, TIMEOUT_S)

@@ -75,7 +75,7 @@ PARTS = {part.name: part for part in (
                            "that level 2 of sleep does not give back"),
         ipc_handles=(90, "the same where generators read the learner's memory by handle, with weights sharded by "
                          "ZeRO-3 and level 1 of sleep"),
-        adapters=(90, "adapters that vLLM computes with otherwise than the learner"),
+        adapters=(90, "adapters that vLLM computes with differently from the learner"),
     ),
     _part(
         "cluster", "Processes that come, go, or have a GPU each.", (*WHEELS, "ray", "vllm"),

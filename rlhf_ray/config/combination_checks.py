@@ -6,10 +6,11 @@ values and what to change.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rlhf_ray.config.bundle_assignment import worker_bundles
+from rlhf_ray.config.bundle_assignment import BundleSlot, worker_bundles
 from rlhf_ray.config.conditional_fields import check_effects
 from rlhf_ray.config.derived import (
     buffer_capacity_mb,
@@ -19,9 +20,10 @@ from rlhf_ray.config.derived import (
     placements_of,
     reward_sections,
 )
-from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.config.learner import PPOLearnerConfig
+from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
+from rlhf_ray.config.learner import LearnerConfig, PPOLearnerConfig
 from rlhf_ray.config.rewards import ModelReward, ProcessReward
+from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
 from rlhf_ray.errors import ConfigError
 
@@ -68,7 +70,24 @@ def check_pools(config: StageConfig) -> None:
                 raise ValueError(
                     f"pools.{name} has {given:g} {kind}, but its roles need {asked:g} ({parts}); "
                     f"raise pools.{name}.{kind} or bundles, or lower the roles' {kind} or workers")
-    worker_bundles(config.pools, placed)
+    _check_shared_gpus(placed, worker_bundles(config.pools, placed))
+
+
+def _check_shared_gpus(placed: Mapping[str, PlacementConfig], slots: Sequence[BundleSlot]) -> None:
+    """What may share a GPU with another worker of its role, and on what condition."""
+    bundles = Counter((slot.role, slot.pool, slot.bundle) for slot in slots)
+    for (role, pool, _), count in bundles.items():
+        place = placed[role]
+        if count == 1 or not 0 < place.gpus < 1:
+            continue
+        if isinstance(place, LearnerConfig):
+            raise ValueError(f"{count} ranks of {role} are in one bundle of pools.{pool}, with {role}.gpus="
+                             f"{place.gpus:g}: they may be on one GPU, which NCCL refuses; lower {role}.workers, or "
+                             "give each rank a bundle or a whole GPU")
+        if isinstance(place, GenerationConfig) and place.kv_cache_mb is None:
+            raise ValueError(f"{count} generators are in one bundle of pools.{pool}, with generator.gpus="
+                             f"{place.gpus:g}: each would count the other's memory as its own when it measures what is "
+                             "left for its cache; set generator.kv_cache_mb")
 
 
 def check_all_prompts(config: PreferencesStageConfig) -> None:
@@ -308,7 +327,7 @@ def check_transport(config: PPOConfig) -> None:
             "give each process whole GPUs")
     if config.weights.transport == "ipc" and not meet_on_every_gpu(config):
         raise ValueError(
-            f"{asked} shares memory within one GPU, so every generator must be on the GPU of a policy rank: place "
+            f"{asked} shares memory within one GPU, so there must be one generator on the GPU of the policy: place "
             "both in a pool of one bundle with one GPU, with fractions of at most 1 together (now generator.pool="
             f"{generator.pool}, {generator.workers} x {generator.gpus:g} gpus; policy.pool={policy.pool}, "
             f"{policy.workers} x {policy.gpus:g}); or set weights.transport to auto")

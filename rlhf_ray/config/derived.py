@@ -193,11 +193,13 @@ def transport_of(config: PPOConfig) -> str:
 
 
 def meet_on_every_gpu(config: PPOConfig) -> bool:
-    """Whether each generator is certain to share the GPU of a policy rank. In a pool of several bundles, two generators
-    may be in one bundle and two ranks in another."""
+    """Whether the only generator is certain to share the GPU of a policy rank. In a pool of several bundles, two
+    generators may be in one bundle and two ranks in another. Two generators on one GPU would read a bucket by one
+    handle, whose memory is given back when the first has read it."""
     generator, policy, pool = config.generator, config.policy, config.pools.get(config.generator.pool)
     fractions = generator.gpus > 0 and policy.gpus > 0 and generator.gpus + policy.gpus <= 1
-    return pool is not None and generator.pool == policy.pool and (pool.bundles, pool.gpus) == (1, 1) and fractions
+    alone = generator.workers == 1 and generator.pool == policy.pool
+    return pool is not None and alone and (pool.bundles, pool.gpus) == (1, 1) and fractions
 
 
 def _evaluation_prompts(config: PPOConfig) -> PromptsConfig | None:

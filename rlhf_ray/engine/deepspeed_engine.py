@@ -186,6 +186,8 @@ class TrainEngine:
 
     def _restore(self, saved: TrainingState, part: OptimizerShard) -> None:
         span, states = slice(part.start, part.stop), self._optimizer.state
+        # Between phases the state is in main memory; generators may be awake on this GPU.
+        device = "cpu" if getattr(self.config, "offload_between_phases", False) else part.owner.device
         weights = _require_weights(saved.whole(WEIGHTS, part.name, part.numel))[span]
         part.weights.copy_(weights)
         if self._stage == 3:
@@ -197,7 +199,7 @@ class TrainEngine:
                 return
             state = states[part.owner]
             if moment not in state:
-                state[moment] = torch.zeros_like(part.owner)
+                state[moment] = torch.zeros_like(part.owner, device=device)
             part.view_of(state[moment]).copy_(whole[span])
             step = saved.notes["steps"][part.name]
             state["step"] = step if self.config.offload_optimizer else torch.tensor(

@@ -114,7 +114,7 @@ def packed_attention(
                          "or does not pass on; use 'sdpa' for padded batches")
     _refuse_other_kinds(module, {"attention_mask": attention_mask, **others})
     kind = Kind(dropout, scaling, sliding_window, softcap, s_aux)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (_in_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
     plain = not kind.has_own_scores and (sliding_window is None or packing.longest <= sliding_window)
     if plain and q.shape[-1] == v.shape[-1] and takes_short_rows(q, k, packing, dropout):
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -123,6 +123,15 @@ def packed_attention(
     if kernel is not None and _fits_kernel(q, v, kind):
         return attend_variable_length(kernel, packing, q, k, v, kind)[None], None
     return attend_in_grids(packing, q, k, v, kind)[None], None
+
+
+def _in_autocast(x: Tensor) -> Tensor:
+    """In the precision of autocast, where it is on, as for torch's own attention. Where weights are float32, so are the
+    rotations of queries and keys, and the kernel for rows of any length takes half precision only."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 def _with_filler(outputs: list[Tensor], filler: int) -> Tensor:
@@ -217,6 +226,9 @@ def _attend(packing: Packing, query: Tensor, key: Tensor, value: Tensor, kind: K
         out = _attend_by_scores(q, k, v, kind)
     else:
         windowed = kind.window is not None and kind.window < length
+        if q.is_cuda and (windowed or q.dtype is torch.float32) and q.shape[1] != k.shape[1]:
+            # Only the kernel that makes all scores takes groups of heads with a mask, or in float32, there.
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         out = scaled_dot_product_attention(
             q, k, v, attn_mask=_visible(0, length, 0, kind.window, q.device) if windowed else None,
             dropout_p=kind.dropout, is_causal=not windowed, scale=kind.scale, enable_gqa=q.shape[1] != k.shape[1])

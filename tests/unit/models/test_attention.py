@@ -222,3 +222,18 @@ def test_the_variable_length_kernel_receives_rows_and_windows_as_it_documents(wi
 
 def test_torch_has_the_variable_length_kernel():
     assert attention.variable_length_kernel() is not None
+
+
+def test_under_autocast_queries_and_keys_are_in_its_precision_too(causal_lm, tokens, packing, monkeypatch):
+    """Float32 weights make float32 rotations, and the kernel for rows of any length takes half precision only."""
+    seen = []
+    monkeypatch.setattr(attention, "variable_length_kernel", lambda: True)
+    monkeypatch.setattr(attention, "_fits_kernel", lambda query, value, kind: seen.append((query.dtype, value.dtype)))
+    model = causal_lm(kv_heads=2)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        hidden_states(model, tokens, packing)
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    seen.clear()
+    with torch.no_grad():
+        hidden_states(model, tokens, packing)
+    assert set(seen) <= {(torch.float32, torch.float32)}
