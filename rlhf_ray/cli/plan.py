@@ -84,7 +84,7 @@ def stage_of_file(values: object, path: Path | None) -> str:
         if section in sections:
             return stage
     data, training = sections.get("data") or {}, sections.get("training") or {}
-    compares = {"chosen", "rejected", "margin"} & set(data) or "loss" in training
+    compares = {"chosen", "rejected", "margin"} & set(data) or "head_dropout" in training
     return "reward-model" if compares or (path and "reward" in path.stem) else "sft"
 
 

@@ -163,7 +163,7 @@ class PromptFormat:
             ModelError: messages, but the tokenizer has no chat template or the template refuses them.
         """
         value, place, as_chat = rows.value(i, self._column), rows.place(i), as_chat or self._as_chat
-        if self._messages is None:
+        if self._messages is None and value is not None:  # which is refused below, and decides nothing
             self._messages = isinstance(value, list)
         if self._messages or as_chat:
             self.template.require(rows.source, self._column)

@@ -163,6 +163,9 @@ class PreferenceFormat:
             return Side(text + end, finished, templated=True)
         answer = chats[column][-1:] if self._are_whole(chats) else chats[column]
         checked_text(contents(answer), rows.place(i), column, may_be_empty=may_be_empty)
+        if answer[-1]["role"] != ASSISTANT:
+            raise DataError(f"{rows.place(i)}: the messages of column {column!r} end with the role "
+                            f"{answer[-1]['role']!r}; a response ends with the {ASSISTANT}'s")
         if not finished:
             return Side(contents(answer), finished, templated=False)
         whole = self._prompts.template.render([*(prompt.messages or []), *answer], rows.place(i), ask=False)

@@ -85,7 +85,7 @@ def test_every_command_of_the_page_works(monkeypatch):
     ({"rewards": {}}, "x", "ppo"), ({"pairs": {}, "prompts": {}}, "x", "preferences"),
     ({"steps": {}}, "x", "process-reward"),
     ({"data": {"chosen": "a"}}, "x", "reward-model"), ({"data": {}}, "reward_model", "reward-model"),
-    ({"data": {}}, "x", "sft"),
+    ({"training": {"head_dropout": 0.1}}, "x", "reward-model"), ({"data": {}}, "x", "sft"),
 ])
 def test_the_stage_is_told_by_sections(values, name, stage):
     assert stage_of_file(values, Path(f"{name}.yaml")) == stage

@@ -11,8 +11,10 @@ import pytest
 
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig, StepsConfig
 from rlhf_ray.data.demonstrations import NO_LOSS, load_demonstrations
+from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompt_table import open_prompts
+from rlhf_ray.data.prompts import stream_prompts
 from rlhf_ray.data.stepwise_supervision import load_process_rows
 from rlhf_ray.errors import DataError, ModelError
 
@@ -269,3 +271,17 @@ def test_the_held_out_prompts_do_not_depend_on_what_the_template_and_system_add(
     first = held_out("Today is Monday. " + CLOSED)
     assert len(first) == 12
     assert held_out("Today is Tuesday. " + CLOSED) == first == held_out(CLOSED, system="Be brief.")
+
+
+def test_a_response_that_ends_with_another_role_is_refused(chat, write_jsonl):
+    rows = write_jsonl({"prompt": [turn("user", "Hi")], "chosen": [turn("assistant", "We saw")],
+                        "rejected": [turn("assistant", "I read"), turn("user", "And?")]})
+    with pytest.raises(DataError, match="'rejected' end with the role 'user'; a response ends with the assistant's"):
+        load_preferences(PreferencesConfig(path=rows), chat(CLOSED))
+
+
+def test_a_first_row_without_a_prompt_decides_nothing_about_the_others(chat, write_jsonl):
+    errors = RowErrors(lenient=True)
+    rows = write_jsonl({"prompt": None}, {"prompt": [turn("user", "Hi")]})
+    blocks = list(stream_prompts(PromptsConfig(path=rows), chat(CLOSED), LoadReport(rows), errors))
+    assert errors.count == 1 and sum(map(len, blocks)) == 1
