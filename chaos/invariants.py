@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from chaos.run_record import RunRecord
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
@@ -141,6 +143,12 @@ def _differences(directory: Path, undisturbed: Path) -> Iterator[str]:
 def was_quarantined(record: RunRecord, prompt: str) -> bool:
     """Whether a row whose prompt begins like this is quarantined in the ledger, and in quarantine.jsonl."""
     return any(_begins(prompt, line) for line in _named(record))
+
+
+def is_held_out(record: RunRecord, prompt: str) -> bool:
+    """Whether a row whose prompt begins like this is one that the run is only measured on."""
+    held_out = Path(yaml.safe_load(record.config.read_text())["evaluation"]["prompts"])
+    return any(_begins(prompt, json.loads(line)) for line in held_out.read_text().splitlines())
 
 
 def unexpected_quarantine(record: RunRecord) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -100,7 +101,7 @@ def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str, sources:
     began = time.time()
     with log.open("w") as out:
         driver = subprocess.Popen(command, stdout=out, stderr=out, cwd=sources, process_group=0,
-                                  env={**os.environ, **variables})
+                                  env={**os.environ, **variables}, preexec_fn=_heed_hangups)
         try:
             wedged = _wait(driver, record, log)
         except (KeyboardInterrupt, SystemExit) as interruption:
@@ -115,6 +116,11 @@ def _run_driver(record: RunRecord, pending: Sequence[Fault], mark: str, sources:
     for fault in mine:
         kind_of(fault).driver_ended(record, start, fault)
     return start
+
+
+def _heed_hangups() -> None:
+    """Undo what `nohup` does to its children: a driver that ignores SIGHUP would not be ended by it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _of_next_driver(pending: Sequence[Fault]) -> list[Fault]:

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 from chaos.driver_under_test import POLL_S, DriverUnderTest
 from chaos.evidence import Evidence, Outcome
 from chaos.faults import Fault
-from chaos.invariants import was_quarantined
+from chaos.invariants import is_held_out, was_quarantined
 from chaos.kind import Kind, judged
 
 LEFT_OUT = "left out: a loss or gradient was not finite"
+NOT_MEASURED = "is left out of the evaluation: a response to it has no score"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,11 @@ class Refusal(ServiceFailure):
     """The service gives no score to a prompt from now on."""
 
     def problem_with_results(self, evidence: Evidence, failed: dict[str, Any]) -> str:
-        """The prompt must be quarantined."""
+        """The prompt must be quarantined, or left out of the evaluation that it belongs to."""
         if was_quarantined(evidence.record, failed["prompt"]):
             return ""
+        if is_held_out(evidence.record, failed["prompt"]):
+            return "" if any(NOT_MEASURED in line for line in evidence.logs()) else "no held-out prompt was left out"
         return f"prompt {failed['prompt']!r} was not quarantined"
 
 

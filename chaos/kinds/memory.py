@@ -57,6 +57,11 @@ class MemoryLimit(WorkerFault):
     def confirm(self, driver: DriverUnderTest, fault: Fault, process: psutil.Process) -> None:
         """By the kernel's count of kills."""
 
+    def went_unnoticed(self, evidence: Evidence, injection: dict[str, Any]) -> bool:
+        """A victim that needed no more memory before its driver ended was not killed."""
+        killed = any(line["fault"] == injection["fault"] for line in evidence.record.injections.read("confirmed"))
+        return not killed or super().went_unnoticed(evidence, injection)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearnersMemoryLimit(MemoryLimit, LearnerFault):

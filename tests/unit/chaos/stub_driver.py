@@ -26,6 +26,8 @@ def main() -> None:
     if act == "leave":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
         print(child.pid)
+    if act == "hangup":
+        os.kill(os.getpid(), 1)
     if act == "die":
         os.kill(os.getpid(), 9)
     sys.exit(7 if act == "crash" else 0)

@@ -15,6 +15,9 @@ from tests.unit.replay.ledgers import FACTS, begin
 @pytest.fixture
 def refused(fake_run):
     """refused(*samples) -> a run that has quarantined these (row, prompt, reason), after "w7 w8" was refused."""
+    held_out = fake_run.record.config.with_name("held_out.jsonl")
+    held_out.write_text(json.dumps({"prompt": "w1 w2 w3"}) + "\n")
+    fake_run.record.config.write_text(f"evaluation: {{prompts: {held_out}}}\n")
     fake_run.start(100, 200, 0, 0)
     number = fake_run.injected("http_400", 110, confirmed=False)
     fake_run.line("confirmed", 111, fault=number, prompt="w7 w8")
@@ -57,3 +60,16 @@ def test_a_refused_prompt_that_was_trained_on_is_a_problem(refused):
 def test_a_quarantined_prompt_that_was_not_refused_is_reported(refused):
     record = refused((5, "w7 w8", "it answers 400"), (6, "w1 w2", "it answers 400"))
     assert "rows [6] are quarantined" in "".join(unexpected_quarantine(record))
+
+
+@pytest.mark.parametrize(("said", "problem"), [
+    ("PPO: warning: the held-out prompt of row 0 is left out of the evaluation: a response to it has no score: ...", ""),
+    ("PPO: done", "no held-out prompt was left out")])
+def test_a_refused_held_out_prompt_is_left_out_of_its_evaluation(refused, fake_run, said, problem):
+    refused()
+    fake_run.record.faults.clear()
+    fake_run.record.starts[0].log.write_text(said)
+    number = fake_run.injected("http_400", 120, confirmed=False)
+    fake_run.line("confirmed", 121, fault=number, prompt="w1 w2")
+    fake_run.line("recovered", 122, fault=number)
+    assert outcomes(fake_run.record)[-1].problem == problem

@@ -250,3 +250,12 @@ def test_a_driver_that_loses_the_head_must_end_so_that_it_is_resumed(fake_run, k
     fake_run.injected(kind, 110)
     fake_run.line("loop", 190)
     assert only(fake_run).survived is survived
+
+
+def test_a_victim_that_needed_no_memory_before_its_driver_ended_was_not_hit(fake_run):
+    fake_run.start(100, 150, 75, 75)
+    fake_run.start(150, 200, 0, 0)
+    number = fake_run.injected("generator_out_of_memory", 110, confirmed=False, role="generator", pid=7)
+    assert unnoticed(fake_run.record) == {number}
+    fake_run.line("confirmed", 111, fault=number, state="killed by the kernel", seconds=1.0)
+    assert unnoticed(fake_run.record) == set()

@@ -101,3 +101,12 @@ def test_damage_does_not_wait_for_a_message_that_is_still_to_be_lost(made, monke
     monkeypatch.setattr(checkpoints, "damage", lambda fault, _: damaged.append(fault.number))
     made(["die", "well"], [Fault(1, "driver_kill", 1), Fault(2, "request_lost", 1), Fault(3, "checkpoint_flip", 1)])
     assert damaged == [3]
+
+
+def test_a_driver_heeds_hangups_also_under_nohup(made, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        record = made(["hangup", "well"])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert record.starts[0].code == -signal.SIGHUP
