@@ -170,8 +170,13 @@ def read_faults(path: Path) -> list[dict[str, Any]]:
 
 
 def in_one_line(events: Sequence[Mapping[str, Any]]) -> str:
-    """The lost workers: `generator/0 (died 2 times), policy/1 (hung)`; empty when none was lost."""
-    times = Counter((_name(event), event.get("kind", "lost"), event.get("recovery_s") is None) for event in events)
+    """The lost workers: `generator/0 (died 2 times), policy/1 (hung)`; empty when none was lost. The later line of a
+    worker that was missing for some time takes the place of the first."""
+    losses = [event for event in events if event["role"] != "coordinator" and event.get("kind") != "damaged"]
+    last = {(event["role"], event.get("rank"), event.get("incarnation"), event.get("lost_at", n)): event
+            for n, event in enumerate(losses)}
+    times = Counter((_name(event), event.get("kind", "lost"), event.get("recovery_s") is None)
+                    for event in last.values())
     return ", ".join(f"{who} ({kind}{f' {n} times' if n > 1 else ''}{', not back' if gone else ''})"
                      for (who, kind, gone), n in times.items())
 

@@ -18,6 +18,8 @@ class Metric(NamedTuple):
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
 
+NONE_IF_ABSENT = ("share/", "reward/failed_tries/")
+"""Prefixes of metrics that a step's row has only if they are not 0."""
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("Reward, mean", "reward units"),
     "reward/std": Metric("Reward, standard deviation", "reward units"),

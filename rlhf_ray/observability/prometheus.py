@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rlhf_ray.errors import first_line
-from rlhf_ray.observability.metric_catalogue import METRICS, Metric, describe
+from rlhf_ray.observability.metric_catalogue import METRICS, NONE_IF_ABSENT, Metric, describe
 
 
 class Series(NamedTuple):
@@ -51,7 +51,8 @@ FAMILIES = (
                                                                 "a step")),
     Family("eval/reward/", ("component",), Metric("A component of the held-out reward, mean before its weight",
                                                  "reward units"), "eval/reward_component"),
-    Family("eval/pass@", ("k",), Metric("Held-out prompts solved by one of k samples", "share of prompts")),
+    Family("eval/pass@", ("k", "component"), Metric("Held-out prompts solved by one of k samples",
+                                                    "share of prompts")),
 )
 ALONE = ("time/step",)
 """Metrics that have a family's prefix and do not belong to it."""
@@ -159,8 +160,10 @@ class Gauges:
                 self._set(Series(gauge_name(metric), labels), help_of(metric), value)
 
     def set_row(self, values: Mapping[str, float]) -> None:
-        """Set the metrics of a row."""
-        self._row = {**self._row, **values}
+        """Set the metrics of a row. Where a step's row lacks what rows have only if it is not 0, it is 0; other metrics
+        keep their last values."""
+        absent = {name: 0.0 for name in self._row if name.startswith(NONE_IF_ABSENT)} if "time/step" in values else {}
+        self._row = {**self._row, **absent, **values}
         self.repeat_row()
 
     def repeat_row(self) -> None:

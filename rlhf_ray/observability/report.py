@@ -20,7 +20,7 @@ from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
 from rlhf_ray.observability.report_profile import profiles
-from rlhf_ray.observability.row_means import ROWS, thinned
+from rlhf_ray.observability.row_means import ROWS, mean_rate, thinned
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sample_texts import some_rollouts
 from rlhf_ray.observability.tables import changes, workers_text
@@ -176,7 +176,7 @@ def _tiles(rows: Rows) -> list[Tile]:
     tiles = []
     for name, label, values in [f for f in found if f[2]][:MAX_TILES]:
         if name.startswith("throughput/"):
-            tiles.append(Tile(label, _short(sum(values) / len(values)), "mean of all steps"))
+            tiles.append(Tile(label, _short(mean_rate(rows, name) or sum(values) / len(values)), "mean of all steps"))
         else:
             tiles.append(Tile(label, _short(values[-1]), f"first {_short(values[0])}" if len(values) > 1 else ""))
     return tiles

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain, islice
 from typing import Any
+
+from rlhf_ray.observability.metric_catalogue import NONE_IF_ABSENT
 
 MOST = 3_000
 """Rows of each kind that are kept; up to this many rows in all stay as they are."""
@@ -58,14 +60,23 @@ def thinned(rows: Iterable[Row]) -> list[Row]:
     return sorted((row for means in kinds.values() for row in means.rows()), key=lambda row: row["step"])
 
 
+def mean_rate(rows: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    """The rate over the whole time of some steps: the mean weighted by their seconds. None if no row has it."""
+    timed = [(row[name], row["time/step"] * row.get(ROWS, 1)) for row in rows
+             if isinstance(row.get(name), (int, float)) and row.get("time/step")]
+    seconds = sum(weight for _, weight in timed)
+    return sum(value * weight for value, weight in timed) / seconds if seconds else None
+
+
 def _mean(first: Row, second: Row) -> Row:
     """The mean of two rows, each a mean of as many as it says."""
     numbers = first.get(ROWS, 1), second.get(ROWS, 1)
     mean: Row = {"step": second["step"], "time": second.get("time"), ROWS: sum(numbers)}
     for name in dict.fromkeys((*first, *second)):
         if name not in mean:
-            found = [(row[name], number) for row, number in zip((first, second), numbers, strict=True)
-                     if isinstance(row.get(name), (int, float))]
+            absent = 0.0 if name.startswith(NONE_IF_ABSENT) else None
+            found = [(value, number) for row, number in zip((first, second), numbers, strict=True)
+                     if isinstance(value := row.get(name, absent), (int, float))]
             weight = sum(number for _, number in found)
             mean[name] = sum(value * number for value, number in found) / weight if weight else None
     return mean

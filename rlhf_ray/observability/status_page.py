@@ -22,6 +22,7 @@ from rlhf_ray.observability.metrics import metric_rows_from_end
 from rlhf_ray.observability.owner_record import ProcessIdentity, day_and_time, read_owner
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
+from rlhf_ray.observability.row_means import mean_rate
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.tables import workers_table
 
@@ -74,6 +75,7 @@ def is_finished(path: Path) -> bool:
 
 
 def _live(run: RunDirectory) -> dict[str, Any]:
+    """Contents of status.json; {} without it, as while a driver starts its workers."""
     if not run.status.is_file():
         return {}
     try:
@@ -97,7 +99,8 @@ def _headline(run: RunDirectory, live: Mapping[str, Any], rows: Sequence[Mapping
     process = f"{owner.process}" if owner else "its driver"
     if not live:
         where = f"{run.path}: step {rows[-1]['step']}"
-        if "steps" in summary:
+        finished = owner is None or owner.ended or run.summary.exists() and run.summary.stat().st_mtime > owner.since
+        if finished and "steps" in summary:
             return f"{where} of {summary['steps']}, finished"
         if owner is None or owner.ended:
             return where
@@ -121,9 +124,8 @@ def _pace(steps: Sequence[Mapping[str, Any]], live: Mapping[str, Any]) -> str:
         return "no step is finished yet"
     pace = _weighted(steps, "time/step") / len(steps)
     shown = [f"{pace:.3g} s a step"]
-    rates = [row["throughput/samples_per_second"] for row in steps if row.get("throughput/samples_per_second")]
-    if rates:
-        shown.append(f"{sum(rates) / len(rates):.3g} samples/s")
+    if (rate := mean_rate(steps, "throughput/samples_per_second")) is not None:
+        shown.append(f"{rate:.3g} samples/s")
     if live and not live.get("ended"):
         shown.append(f"{duration(pace * (live['steps'] - live['step']))} left")
     if live.get("quarantined"):

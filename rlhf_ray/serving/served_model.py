@@ -62,8 +62,9 @@ class ServedModel:
     def _row(self, i: int, sample: Sample) -> EncodedRow:
         if sample.tokens is None:
             try:
+                sample.model_dump_json()  # a tokenizer's error about half a surrogate pair would be the service's
                 return encode_for(self._model, _request(i, sample), self._tokenizer)
-            except RewardError as error:
+            except (RewardError, ValueError) as error:
                 raise BadSampleError(f"samples.{i}: {error}") from None
         if max(sample.tokens) >= self._model.vocabulary:
             raise BadSampleError(f"samples.{i}.tokens has id {max(sample.tokens)}, but the model's vocabulary ends at "

@@ -154,6 +154,7 @@ def owned_directory(config: StageConfig, resume: bool) -> Iterator[RunDirectory]
         directory.files = files
         files.records.do(stack.enter_context, directory.owned())
         files.records.do(clear_leftovers, directory.path, r"[a-z_]+", directory.term)
+        files.records.do(partial(directory.status.unlink, missing_ok=True))  # of an earlier driver
         files.records.do(CheckpointStore(directory.checkpoints, keep=1, term=directory.term).clean)
         yield directory
 

@@ -14,6 +14,7 @@ from uuid import uuid4
 import yaml
 
 from rlhf_ray.checkpoint.remote import require_no_password
+from rlhf_ray.cluster.jobs.package import exists_here
 from rlhf_ray.config.load import plain
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ConfigError, ModelError, first_line
@@ -36,7 +37,7 @@ def check_before_submission(stage: str, config: StageConfig) -> list[str]:
     """
     if config.run.upload:
         require_no_password(config.run.upload)
-    unseen = sorted({text for text in _paths(plain(config)) if Path(text).is_absolute() and not Path(text).exists()}
+    unseen = sorted({text for text in _paths(plain(config)) if Path(text).is_absolute() and not exists_here(Path(text))}
                     - {config.run.dir})
     if unseen:
         return [f"not visible from here, so the job will check it when it starts: {', '.join(unseen)}"]

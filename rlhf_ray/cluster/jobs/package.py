@@ -78,7 +78,7 @@ def check_paths(config: BaseModel, package: Package) -> None:
     for field, text in strings_of(config):
         # reward functions are "file.py:name"
         path = Path(text.rpartition(":")[0] if ".py:" in text else text)
-        if path.is_absolute() or not (package.directory / path).exists() or package.holds(package.directory / path):
+        if path.is_absolute() or not exists_here(package.directory / path) or package.holds(package.directory / path):
             continue
         if field in ("run.dir", "run.upload") or text in ("", "."):
             continue
@@ -86,6 +86,15 @@ def check_paths(config: BaseModel, package: Package) -> None:
             f"{field}={text!r} is not packed (left out are runs/, environments, and what .gitignore and .rayignore "
             "name), so the job would not find it: give an absolute path that all nodes of the cluster see, or the name "
             "of a model on the Hub")
+
+
+def exists_here(path: Path) -> bool:
+    """Whether this user sees that a path exists; a text that can be no path, or one below a directory that may not be
+    entered, does not."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def strings_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -63,7 +63,7 @@ def test_a_quarantined_prompt_that_was_not_refused_is_reported(refused):
 
 
 @pytest.mark.parametrize(("said", "problem"), [
-    ("PPO: warning: the held-out prompt of row 0 is left out of the evaluation: a response to it has no score: ...", ""),
+    ("PPO: the held-out prompt of row 0 is left out of the evaluation: a response to it has no score: it ...", ""),
     ("PPO: done", "no held-out prompt was left out")])
 def test_a_refused_held_out_prompt_is_left_out_of_its_evaluation(refused, fake_run, said, problem):
     refused()

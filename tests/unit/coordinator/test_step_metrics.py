@@ -60,7 +60,7 @@ def test_numbers_about_the_samples(row):
     assert found["reward/std"] == pytest.approx((14 / 3) ** 0.5)
     assert found["kl/sequence"] == 1.0  # 0.5, 0.5 and 2
     assert found["response/length"] == 6.0 and found["response/finished"] == pytest.approx(2 / 3)
-    assert found["rollout/logprob_gap"] == 0.5
+    assert found["rollout/logprob_gap"] == pytest.approx((8 * 0.25 + 10 * 0.75) / 18)  # by tokens
     assert found["rollout/logprob_gap_p99"] == pytest.approx(0.1 * 10**0.1)
     assert (found["staleness/max"], found["staleness/mean"]) == (1.0, 0.5)
 

@@ -82,3 +82,12 @@ def test_what_dropped_rows_counted_is_told_in_the_next_row(tmp_path):
     log.lost("a learner")
     assert log.take() == {"faults/lost_workers": 2.0, "faults/seconds_down": 2.0, "faults/redispatched": 4.0,
                           "faults/damaged_buckets": 1.0}
+
+
+def test_a_line_is_about_workers_that_were_lost_each_loss_once():
+    """Not about damaged buckets and restarted tasks; a worker that was missing for some time has two lines."""
+    lost = {"role": "generator", "rank": 1, "incarnation": 1, "kind": "died", "lost_at": 5.0}
+    events = [{"role": "generator", "rank": 0, "kind": "damaged"}, {"role": "coordinator", "kind": "failed"},
+              {**lost, "recovery_s": None}, {**lost, "recovery_s": 9.0}]
+    assert in_one_line(events[:3]) == "generator/1 (died, not back)"
+    assert in_one_line(events) == "generator/1 (died)"

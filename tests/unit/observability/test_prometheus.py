@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from rlhf_ray.observability import prometheus
 from rlhf_ray.observability.metric_catalogue import METRICS
-from rlhf_ray.observability.prometheus import LIVE, exported, gauge_name, help_of, labels_of, series_of
+from rlhf_ray.observability.prometheus import LIVE, Gauges, exported, gauge_name, help_of, labels_of, series_of
 
 
 @pytest.mark.parametrize("metric, name, labels", [
@@ -17,7 +18,7 @@ from rlhf_ray.observability.prometheus import LIVE, exported, gauge_name, help_o
     ("reward/component/length/std", "rlhf_reward_component_std", {"component": "length"}),
     ("reward/failures/service", "rlhf_reward_failures", {"component": "service"}),
     ("reward/failed_tries/service/timeout", "rlhf_reward_failed_tries", {"component": "service", "kind": "timeout"}),
-    ("eval/pass@4", "rlhf_eval_pass", {"k": "4"}),
+    ("eval/pass@4/rule", "rlhf_eval_pass", {"k": "4", "component": "rule"}),
     ("eval/reward", "rlhf_eval_reward", {}),
     ("eval/reward/length", "rlhf_eval_reward_component", {"component": "length"}),
     ("idle/a-b.c", "rlhf_idle_a_b_c", {}),
@@ -30,7 +31,7 @@ def test_a_metric_is_a_name_and_labels(metric, name, labels):
 
 def test_metrics_of_one_name_have_the_same_labels():
     seen = {}
-    families = ("share/a/b", "reward/component/a", "reward/failures/a", "eval/reward/a", "eval/reward", "eval/pass@1")
+    families = ("share/a/b", "reward/component/a", "reward/failures/a", "eval/reward/a", "eval/reward", "eval/pass@1/a")
     for metric in [*METRICS, *families]:
         series = series_of(metric)
         assert seen.setdefault(series.name, tuple(series.labels)) == tuple(series.labels), metric
@@ -52,3 +53,16 @@ def test_every_name_that_is_known_beforehand_is_listed():
     known = exported()
     assert known["ray_rlhf_reward_mean"] == () and known["ray_rlhf_time"] == ("phase",)
     assert known["ray_rlhf_live_workers"] == ("role", "pool", "state")
+
+
+def test_what_a_step_s_row_lacks_is_zero_and_other_metrics_stay(monkeypatch):
+    gauges, seen = Gauges("run"), {}
+    monkeypatch.setattr(prometheus, "joined", lambda: True)
+    monkeypatch.setattr(gauges, "_set", lambda series, _, value: seen.update(
+        {(series.name, *series.labels.values()): value}))
+    gauges.set_row({"time/step": 1.0, "share/generator/reward_scorer": 0.5, "reward/failed_tries/a/500": 7.0})
+    gauges.set_row({"eval/reward": 2.0})
+    assert seen["rlhf_share", "generator", "reward_scorer"] == 0.5
+    gauges.set_row({"time/step": 1.0, "share/generator/busy": 1.0})
+    assert seen["rlhf_share", "generator", "reward_scorer"] == 0 == seen["rlhf_reward_failed_tries", "a", "500"]
+    assert seen["rlhf_eval_reward",] == 2.0

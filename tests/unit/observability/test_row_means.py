@@ -3,7 +3,7 @@
 import pytest
 
 from rlhf_ray.observability import row_means
-from rlhf_ray.observability.row_means import ROWS, thinned
+from rlhf_ray.observability.row_means import MOST, ROWS, mean_rate, thinned
 
 
 def run_of(steps, evaluated=50):
@@ -32,3 +32,17 @@ def test_of_many_rows_the_first_the_last_and_all_means_between_them_are_kept(mon
     evaluations = [row["eval/reward"] for row in rows if "eval/reward" in row]
     assert evaluations[:1] == ([5.0] if steps >= 50 else []) and len(evaluations) <= 18
     assert evaluations[-1:] == [step / 10 for step in (steps // 50 * 50,) if step]
+
+
+def test_what_rows_have_only_if_it_is_not_zero_counts_as_zero():
+    rows = [{"step": n, "time": n, "time/step": 1.0, **({"share/generator/reward_scorer": 0.5} if n % 4 == 0 else {})}
+            for n in range(1, 2 * MOST + 1)]
+    means = thinned(rows)
+    total = sum((row.get("share/generator/reward_scorer") or 0.0) * row.get(ROWS, 1) for row in means)
+    assert total == pytest.approx(0.5 * MOST / 2)
+
+
+def test_a_mean_rate_is_that_of_the_whole_time():
+    rows = [{"rate": 10.0, "time/step": 1.0}, {"rate": 10 / 9, "time/step": 9.0}, {"rate": None, "time/step": 5.0}]
+    assert mean_rate(rows, "rate") == pytest.approx(2.0) and mean_rate(rows, "other") is None
+    assert mean_rate([{**rows[0], ROWS: 9}, rows[1]], "rate") == pytest.approx(100 / 18)
