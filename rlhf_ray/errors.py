@@ -4,8 +4,12 @@ Every expected error derives from `RLHFError`. The command line prints its messa
 with `exit_code`: 0 when all steps were made, 1 after a failure, otherwise a code of `ENDINGS`.
 """
 
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Requests to stop."""
 
 ENDINGS: Mapping[int, str] = {
     2: "was refused",
@@ -206,6 +210,17 @@ class RunInterrupted(RLHFError):
     """The run was stopped on request and left a resumable checkpoint; exit code 75 (EX_TEMPFAIL) tells a scheduler."""
 
     exit_code = 75
+
+
+def is_restartable(code: int) -> bool:
+    """Whether the same command with --resume may succeed after a run ended so: a signal killed it that is no request to
+    stop, or it lost something outside of its process.
+
+    Args:
+        code: the exit code, or the negative number of a signal; or the shell's code of one.
+    """
+    number = shell_code(code) - 128
+    return (number > 0 and number not in STOP_SIGNALS) or code in RESTARTABLE
 
 
 def shell_code(code: int) -> int:

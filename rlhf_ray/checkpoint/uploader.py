@@ -4,8 +4,8 @@ The thread checks the run's directory every few seconds. A checkpoint gets its n
 so any directory with such a name may be copied. A failure is logged at once and tried again; it never ends the run.
 
 The copies can be resumed from at any moment, however the upload ends: rows of metrics are there before the checkpoint
-that they lead to, the best model before best.json, which names it, and no complete copy of a checkpoint is removed
-before another is there.
+that they lead to (unless they cannot be copied), the best model before best.json, which names it, and no complete copy
+of a checkpoint is removed before another is there.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from rlhf_ray.checkpoint.manifest import verify_manifest
 from rlhf_ray.checkpoint.remote import CHECKPOINTS, RemoteDirectory, silence_cloud_libraries
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.errors import CheckpointError, SupersededError, UploadError, first_line
@@ -60,8 +61,7 @@ class Uploader:
         self._superseded: SupersededError | None = None
         self._silence_s, self._warn = silence_s, warn or logging.getLogger(__name__).warning
         self._sent: dict[str, tuple[int, int]] = {}
-        self._damaged: set[int] = set()
-        """Steps of older checkpoints that cannot be copied."""
+        self._warned: set[str] = set()
         self._tried: tuple[int | None, float] = (None, 0.0)
         self._moved_at = time.monotonic()
         self._over = threading.Event()
@@ -131,7 +131,8 @@ class Uploader:
         newest = self._newest()
         self._tried = (newest[0] if newest else None, time.monotonic())
         self.failure = None
-        for send in (lambda: self._send_files(whole), self._send_checkpoints, self._send_best):
+        steps = newest and self._store.steps()  # before the files: rows of metrics precede their checkpoint
+        for send in (lambda: self._send_files(whole), lambda: self._send_checkpoints(steps or ()), self._send_best):
             try:
                 send()
             except SupersededError as error:
@@ -147,53 +148,66 @@ class Uploader:
             return self._store.newest_name()
         return None
 
-    def _send_checkpoints(self) -> None:
+    def _send_checkpoints(self, steps: Sequence[tuple[int, Path]]) -> None:
         """Copy all checkpoints that have no copy, the newest first; then remove copies of those that were pruned here,
         and what interrupted uploads left."""
-        steps = self._store.steps()
         for number, (step, path) in enumerate(steps):
-            if step in self._damaged:
-                continue
             try:
-                self._send_checkpoint(step, path)
+                if self._send_checkpoint(step, path) and not number:
+                    self.step = step
             except CheckpointError as error:
-                if not number:
+                if not number or not self._is_damaged(path):
                     raise
-                self._damaged.add(step)
-                self._warn(f"run.upload: the checkpoint of step {step} is not copied: {error}")
-            if not number:
-                self.step = step
-        here = [step for step, _ in steps]
-        complete = self.remote.steps()
+                self._warn_once(f"run.upload: the checkpoint of step {step} is not copied: {error}")
+        here, complete = [step for step, _ in steps], self.remote.steps()
         for old in complete:
-            if old not in here and sum(step > old for step in here) >= self._keep:
+            if old not in here and sum(step > old for step in here if step in complete) >= self._keep:
                 self.remote.remove(f"{CHECKPOINTS}/step_{old}")
         for unfinished in self.remote.begun_steps() - {*complete}:
             self.remote.remove(f"{CHECKPOINTS}/step_{unfinished}")
 
-    def _send_checkpoint(self, step: int, path: Path) -> None:
+    def _send_checkpoint(self, step: int, path: Path) -> bool:
         """Copy a checkpoint that has no copy; it is not pruned meanwhile. The only copy is not replaced, even if it
-        differs: a resumed run may have saved a step again, and both go on from there."""
-        if self.remote.holds_checkpoint(path) or self.remote.steps() == [step]:
-            return
+        differs: a resumed run may have saved a step again, and both go on from there.
+
+        Returns:
+            whether there is a copy now; False if the checkpoint was removed meanwhile.
+        """
         self._directory.being_uploaded = step
         try:
-            self.remote.put_checkpoint(path)
-        except FileNotFoundError:
-            if path.exists():  # otherwise it was removed meanwhile
+            if not self.remote.holds_checkpoint(path) and self.remote.steps() != [step]:
+                self.remote.put_checkpoint(path)
+        except (FileNotFoundError, CheckpointError):
+            if path.exists():
                 raise
+            return False
         finally:
             self._directory.being_uploaded = None
+        return True
+
+    def _is_damaged(self, path: Path) -> bool:
+        """Whether the local checkpoint is the reason why its copy is wrong."""
+        try:
+            verify_manifest(path)
+        except CheckpointError:
+            return True
+        return False
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._warn(text)
 
     def _send_best(self) -> None:
         """Copy the best model, and then best.json, unless that is there already: then so is the model."""
-        mark = self._directory.best_mark
-        if not mark.is_file() or (content := mark.read_bytes()) == self.remote.read(mark.name):
+        mark, model = self._directory.best_mark, self._directory.best
+        if not mark.is_file() or mark.read_bytes() == self.remote.read(mark.name):
             return
         self.remote.remove(mark.name)
-        for path in files_below(self._directory.best):
+        before = [_state(path) for path in (mark, *files_below(model))]
+        for path in files_below(model):
             self._send(path)
-        if mark.read_bytes() == content:  # otherwise another step has become the best meanwhile
+        if before == [_state(path) for path in (mark, *files_below(model))]:  # no other step has become the best
             self.remote.put(mark, mark.name)
 
     def _send_files(self, whole: bool) -> None:
@@ -214,8 +228,7 @@ class Uploader:
         """Copy a file if it has changed since it was copied; nothing if it is gone."""
         name = path.relative_to(self._directory.path).as_posix()
         try:
-            status = path.stat()
-            state = (status.st_size, status.st_mtime_ns)
+            state = _state(path)
             if self._sent.get(name) != state:
                 self.remote.put(path, name)
                 self._sent[name] = state
@@ -225,6 +238,12 @@ class Uploader:
 
     def _moved(self) -> None:
         self._moved_at = time.monotonic()
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """What changes with the content of a file."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def files_below(directory: Path, except_for: Container[str] = ()) -> Iterator[Path]:
@@ -240,8 +259,7 @@ def files_below(directory: Path, except_for: Container[str] = ()) -> Iterator[Pa
 
 def fetch_newest(url: str, directory: Path, say: Callable[[str], None], term: Term | None = None) -> int | None:
     """Before a resume, copy the run from `url` into `directory` if its checkpoint there is newer; with the checkpoint
-    of the best step, if there is one. Files in `directory` that are not copied stay, among them a ledger of this
-    machine's earlier part of the run.
+    of the best step, if there is one. A ledger in `directory` is removed: it is of an earlier part of the run.
 
     Args:
         term: in which the caller owns the directory.
@@ -278,6 +296,8 @@ def _fetch_newest(remote: RemoteDirectory, directory: Path, say: Callable[[str],
     best = RunDirectory(directory).best_step()
     if best in remote.steps() and best != there and not store.path(best).exists():
         remote.get_checkpoint(best, store.root)
+    for ledger in directory.glob(f"{RunDirectory(directory).ledger.name}*"):
+        ledger.unlink()
     remote.get_checkpoint(there, store.root)
     return there
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.stop import CHILD, SIGNALS, signals_to_handle
-from rlhf_ray.errors import ENDINGS, RESTARTABLE, ClusterUnavailable, RunInterrupted, shell_code
+from rlhf_ray.coordinator.stop import CHILD, signals_to_handle
+from rlhf_ray.errors import ENDINGS, ClusterUnavailable, RunInterrupted, is_restartable, shell_code
 from rlhf_ray.observability.faults import STARTED_AGAIN
 
 MAIN = (sys.executable, "-m", "rlhf_ray.cli.main")
@@ -50,9 +50,7 @@ class Child:
     @property
     def may_go_on(self) -> bool:
         """Whether a restart may succeed: an unrequested signal killed it, or its exit code allows a restart."""
-        if self.asked or self.code in (0, RunInterrupted.exit_code, *(-number for number in SIGNALS)):
-            return False
-        return self.code < 0 or self.code in RESTARTABLE
+        return not self.asked and is_restartable(self.code)
 
     def how(self) -> str:
         """How the run ended, in words."""

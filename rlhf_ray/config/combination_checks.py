@@ -16,9 +16,9 @@ from rlhf_ray.config.derived import (
     buffer_capacity_mb,
     concurrency_of,
     derive,
-    meet_on_every_gpu,
     placements_of,
     reward_sections,
+    shares_one_gpu,
 )
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, PPOLearnerConfig
@@ -78,7 +78,7 @@ def _check_shared_gpus(placed: Mapping[str, PlacementConfig], slots: Sequence[Bu
     bundles = Counter((slot.role, slot.pool, slot.bundle) for slot in slots)
     for (role, pool, _), count in bundles.items():
         place = placed[role]
-        if count == 1 or not 0 < place.gpus < 1:
+        if count == 1 or not 0 < place.gpus <= 0.5:  # two of more than half a GPU are on different ones
             continue
         if isinstance(place, LearnerConfig):
             raise ValueError(f"{count} ranks of {role} are in one bundle of pools.{pool}, with {role}.gpus="
@@ -323,9 +323,9 @@ def check_transport(config: PPOConfig) -> None:
     if config.weights.transport == "nccl" and (generator.gpus < 1 or policy.gpus < 1):
         raise ValueError(
             f"{asked} needs one GPU per process, because NCCL refuses two processes on one GPU, but generator.gpus="
-            f"{generator.gpus:g} and policy.gpus={policy.gpus:g} share GPUs; set weights.transport to ipc, or "
+            f"{generator.gpus:g} and policy.gpus={policy.gpus:g} share GPUs; set weights.transport to auto, or "
             "give each process whole GPUs")
-    if config.weights.transport == "ipc" and not meet_on_every_gpu(config):
+    if config.weights.transport == "ipc" and not shares_one_gpu(config):
         raise ValueError(
             f"{asked} shares memory within one GPU, so there must be one generator on the GPU of the policy: place "
             "both in a pool of one bundle with one GPU, with fractions of at most 1 together (now generator.pool="

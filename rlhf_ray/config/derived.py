@@ -181,18 +181,18 @@ def buffer_capacity_mb(buffer: BufferConfig, cluster: ClusterConfig) -> int | No
 
 
 def transport_of(config: PPOConfig) -> str:
-    """`weights.transport`, with "auto" resolved: "ipc" if every generator certainly shares a GPU with a policy rank,
-    "nccl" if all generators and ranks have whole GPUs, else "object_store"."""
+    """`weights.transport`, with "auto" resolved: "ipc" if the only generator certainly shares a GPU with a policy
+    rank, "nccl" if all generators and ranks have whole GPUs, else "object_store"."""
     if config.weights.transport != "auto":
         return config.weights.transport
     if config.generator.engine == "in_process":
         return "object_store"
-    if meet_on_every_gpu(config):
+    if shares_one_gpu(config):
         return "ipc"
     return "nccl" if config.generator.gpus >= 1 and config.policy.gpus >= 1 else "object_store"
 
 
-def meet_on_every_gpu(config: PPOConfig) -> bool:
+def shares_one_gpu(config: PPOConfig) -> bool:
     """Whether the only generator is certain to share the GPU of a policy rank. In a pool of several bundles, two
     generators may be in one bundle and two ranks in another. Two generators on one GPU would read a bucket by one
     handle, whose memory is given back when the first has read it."""

@@ -17,12 +17,15 @@ class Section(BaseModel):
     def _no_truth_value_for_a_number(cls, given: Any) -> Any:
         """YAML reads yes, no, on and off as true and false, which pydantic would take for 1 and 0."""
         for name, value in given.items() if isinstance(given, dict) else ():
-            if isinstance(value, bool) and name in cls.model_fields and not _takes_bool(
-                    cls.model_fields[name].annotation):
-                raise ValueError(f"{name}={value} is a truth value, as which YAML reads yes, no, on and off too; write "
-                                 f"a text in quotes, a number in digits, and null for nothing")
+            values = value if isinstance(value, list | tuple) else [value]
+            wrong = next((each for each in values if isinstance(each, bool)), None)
+            if wrong is not None and name in cls.model_fields and not _takes_bool(cls.model_fields[name].annotation):
+                raise ValueError(f"{name}={value} has a truth value, as which YAML reads yes, no, on and off too; "
+                                 "write a text in quotes, a number in digits, and null for nothing")
         return given
 
 
 def _takes_bool(annotation: Any) -> bool:
-    return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))
+    """Whether a field may be true or false, or is a section, which says so itself."""
+    section = isinstance(annotation, type) and issubclass(annotation, Section)
+    return section or annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))

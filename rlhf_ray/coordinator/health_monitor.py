@@ -99,7 +99,7 @@ class HealthMonitor:
         """Worker -> (consecutive restarts, calls that it had completed at the last one)."""
         self.down: dict[tuple[str, int], Loss] = {}
         """Workers that are being replaced, by (role, rank)."""
-        self.irreplaceable: RLHFError | None = None
+        self.irreplaceable_error: RLHFError | None = None
         """Why the last worker of a role is not replaced, so that the run ends."""
         self._delayed: set[tuple[str, int]] = set()
         """Those of them whose next restart is delayed."""
@@ -259,7 +259,7 @@ class HealthMonitor:
             if excess > 0:
                 reason = self._irreplaceable(loss.error.worker, error)
                 if not self._others_left(scheduler, rank):
-                    self.irreplaceable = reason
+                    self.irreplaceable_error = reason
                     scheduler.fail(reason)
                     self._record(loss, None, str(reason))
                     return

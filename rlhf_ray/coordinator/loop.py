@@ -90,7 +90,7 @@ class Coordinator:
             await self.recovery.close(patience_s=0)
             raise
         except WorkerError as error:
-            if not self._learners_left(error):  # ranks that wait for a lost one may not answer for hours
+            if not self._spares_learners(error):  # ranks that wait for a lost one may not answer for hours
                 await self.recovery.close(self.config.cluster.heartbeat_timeout_s)
             raise
         except DiskStalled:
@@ -127,15 +127,15 @@ class Coordinator:
         try:
             yield
         except RLHFError as error:
-            if self._learners_left(error) and self.saved_at != self.state.step:
+            if self._spares_learners(error) and self.saved_at != self.state.step:
                 with suppress(RLHFError):  # the first error is the cause; an older checkpoint may exist
                     await self._save()
             raise
 
-    def _learners_left(self, error: RLHFError) -> bool:
+    def _spares_learners(self, error: RLHFError) -> bool:
         """Whether an error that ends the run is about other workers than the learners."""
         lost = isinstance(error, WorkerError) and bool(error.role) and not self.roles.trains(error.role)
-        return lost or error is self.roles.health.irreplaceable
+        return lost or error is self.roles.health.irreplaceable_error
 
     async def _step(self, lease: Lease, began: float, received: int) -> None:
         """Learn from a batch, publish, record. `began`, `received`: clock and traffic before its rollout."""

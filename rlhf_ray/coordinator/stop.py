@@ -14,10 +14,9 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from rlhf_ray.errors import RunInterrupted
+from rlhf_ray.errors import STOP_SIGNALS, RunInterrupted
 
 T = TypeVar("T")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CHILD = "RLHF_RAY_STARTED_BY_AUTO_RESUME"
 """Environment variable of a run whose parent process forwards signals to it (`run.auto_resume`)."""
 ONE_REQUEST_S = 1.0
@@ -26,7 +25,7 @@ ONE_REQUEST_S = 1.0
 def signals_to_handle() -> list[signal.Signals]:
     """The signals that request a stop, without a SIGHUP that is ignored."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in SIGNALS if not (ignored and number is signal.SIGHUP)]
+    return [number for number in STOP_SIGNALS if not (ignored and number is signal.SIGHUP)]
 
 
 class StopRequest:

@@ -200,12 +200,14 @@ class PromptText:
 
 
 def identity(text: str, messages: Messages | None, system: str | None) -> str:
-    """What makes two prompts the same: the row's text or messages. Neither `system`, which is put before the messages,
-    nor what the template writes around them, which may be the date, is part of it."""
+    """What makes two prompts the same: the row's text or messages, of which a single one of a user is its text. Neither
+    `system`, which is put before the messages, nor what the template writes around them, which may be the date, is part
+    of it."""
     if messages is None:
         return text
     own = messages[1:] if system is not None and messages[0] == {"role": "system", "content": system} else messages
-    return json.dumps(own, sort_keys=True, default=str)
+    alone = len(own) == 1 and own[0].keys() == {"role", "content"} and own[0]["role"] == "user"
+    return str(own[0]["content"]) if alone else json.dumps(own, sort_keys=True, default=str)
 
 
 def contents(messages: Sequence[dict[str, Any]]) -> str:

@@ -126,7 +126,7 @@ class PackedLanguageModel(nn.Module):
 
 def scalar_outputs(head: nn.Module, states: Tensor) -> Tensor:
     """[T, labels] outputs of a scalar head in the precision of its weights, also under autocast: bfloat16 has eight
-    bits for a number, too few for values and scores, of which differences are taken."""
+    significant bits, too few for values and scores, of which differences are taken."""
     kind = states.device.type
     with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         outputs: Tensor = head(states.to(head.weight.dtype))

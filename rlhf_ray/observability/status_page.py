@@ -99,7 +99,7 @@ def _headline(run: RunDirectory, live: Mapping[str, Any], rows: Sequence[Mapping
     process = f"{owner.process}" if owner else "its driver"
     if not live:
         where = f"{run.path}: step {rows[-1]['step']}"
-        finished = owner is None or owner.ended or run.summary.exists() and run.summary.stat().st_mtime > owner.since
+        finished = owner is None or owner.ended or (run.summary.exists() and run.summary.stat().st_mtime > owner.since)
         if finished and "steps" in summary:
             return f"{where} of {summary['steps']}, finished"
         if owner is None or owner.ended:

@@ -72,7 +72,7 @@ class DataReader:
         train, held_out, reports = [], [], []
         for part in config.parts():
             rows, report = load_demonstrations(part, self._tokenizer)
-            share = max(1, int(len(rows) * config.held_out)) if config.held_out else 0  # at least one to measure on
+            share = max(1, round(len(rows) * config.held_out)) if config.held_out else 0  # at least one to measure on
             numbers, cut = np.arange(len(rows)), max(1, len(rows) - share)
             train.append(rows.select(numbers[:cut]))
             held_out.append(rows.select(numbers[cut:]))

@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.adapter_publication import publishes_adapters, why_merged
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
+from rlhf_ray.config.combination_checks import check_pools, check_transport
 from rlhf_ray.config.derived import derive, judge_rewards, placements_of
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig, ScorerConfig
@@ -224,7 +225,7 @@ def with_generators(config: PPOConfig, count: int) -> PPOConfig:
     """The configuration with another number of generators, and the bundles that they need added to their pool.
 
     Raises:
-        ConfigError: with this `weights.transport`, weights would not reach generators in other bundles.
+        ConfigError: so many cannot share a GPU, or not with this `weights.transport`.
     """
     name = config.generator.pool
     scaled = config.model_copy(update={"generator": config.generator.model_copy(update={"workers": count})})
@@ -232,9 +233,10 @@ def with_generators(config: PPOConfig, count: int) -> PPOConfig:
     pool = config.pools[name]
     while not isinstance(assigned(pool, users), Bundles):
         pool = pool.model_copy(update={"bundles": pool.bundles + 1})
-    if config.weights.transport == "ipc" and pool.bundles > config.pools[name].bundles:
-        raise ConfigError(
-            f"{count} generators of {config.generator.gpus:g} gpus need {pool.bundles} bundles of pools.{name}, and "
-            "weights.transport=ipc sends weights within the one GPU of its one bundle; ask for fewer, or --resume the "
-            "run with --weights.transport=object_store, which reaches generators on all nodes")
-    return scaled.model_copy(update={"pools": {**config.pools, name: pool}})
+    scaled = scaled.model_copy(update={"pools": {**config.pools, name: pool}})
+    try:
+        check_pools(scaled)
+        check_transport(scaled)
+    except ValueError as problem:
+        raise ConfigError(f"{count} generators cannot run: {problem}. A setting can be changed with --resume") from None
+    return scaled

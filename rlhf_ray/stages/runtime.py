@@ -30,7 +30,6 @@ from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sinks import require_trackers
-from rlhf_ray.replay.ledger import discard
 
 T = TypeVar("T")
 SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0
@@ -206,9 +205,8 @@ def fetch_uploaded(config: StageConfig, directory: RunDirectory) -> None:
     Raises:
         ConfigError: the location cannot be used.
     """
-    say = logging.getLogger(__name__).warning
-    if config.run.upload and fetch_newest(config.run.upload, directory.path, say, directory.term) is not None:
-        discard(directory.ledger)  # of another part of the run: it is not what followed the downloaded checkpoint
+    if config.run.upload:
+        fetch_newest(config.run.upload, directory.path, logging.getLogger(__name__).warning, directory.term)
 
 
 def checkpoint_store(config: StageConfig, directory: RunDirectory, keep: int) -> CheckpointStore:

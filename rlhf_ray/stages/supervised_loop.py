@@ -162,7 +162,7 @@ READ_BY = ("text", "prompt", "response", "messages", "chosen", "rejected", "marg
 
 
 def order_of_rows(config: SupervisedConfig) -> dict[str, int | str]:
-    """Values of the configuration, by field, on which depends which rows an update visits: a resumed run needs the same
+    """Values of the configuration, by field, that determine which rows an update visits: a resumed run needs the same
     ones, or rows would be repeated or missed, and held-out ones trained on. How rows are read belongs to it: another
     system message makes other rows too long, and exchanged columns would undo what was learned."""
     parts = config.data.parts()

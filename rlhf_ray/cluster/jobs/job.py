@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_ray.errors import ENDINGS, RESTARTABLE, RunInterrupted, shell_code
+from rlhf_ray.errors import ENDINGS, RunInterrupted, is_restartable, shell_code
 
 KILLED = shell_code(-signal.SIGKILL)
 STOPPED = "stopped; --resume continues it"
@@ -57,7 +57,7 @@ class Job:
     @property
     def resumable(self) -> bool:
         """Whether its run may go on with --resume: it was stopped, killed, or lost something outside of its process."""
-        return self.ours and self.exit_code in {RunInterrupted.exit_code, KILLED, *RESTARTABLE}
+        return self.ours and (self.exit_code == RunInterrupted.exit_code or is_restartable(self.exit_code))
 
     def describe_state(self) -> str:
         """The job's state in words."""
@@ -70,5 +70,10 @@ class Job:
         code = self.exit_code
         if code == RunInterrupted.exit_code:
             return STOPPED
-        ending = "killed" if code == KILLED else f"{ENDINGS.get(code, 'failed')} (exit code {code})"
+        if code == KILLED:
+            ending = "killed"
+        elif code > 128:
+            ending = f"killed by {signal.Signals(code - 128).name}"
+        else:
+            ending = f"{ENDINGS.get(code, 'failed')} (exit code {code})"
         return f"{ending}; --resume may continue it" if self.resumable else ending

@@ -472,3 +472,47 @@ def test_a_file_that_cannot_be_read_holds_up_no_checkpoint(run, url, quick, monk
     uploader = uploader_of(url, run, warn=lambda _: None)
     uploader._try(whole=False)
     assert uploader.remote.steps() == [1] and "Permission denied" in uploader.failure
+
+
+def test_a_newest_checkpoint_that_vanishes_costs_no_older_copy(run, url, quick, monkeypatch):
+    uploader, put = uploader_of(url, run, keep=1), RemoteDirectory.put_checkpoint
+    save(run, 1)
+    uploader._try(whole=False)
+    save(run, 2, keep=1)
+    monkeypatch.setattr(RemoteDirectory, "put_checkpoint", lambda self, path: shutil.rmtree(path) or put(self, path))
+    uploader._try(whole=False)
+    assert uploader.remote.steps() == [1] and uploader.step == 1 and uploader.failure is None
+
+
+def test_bytes_that_change_on_the_way_are_tried_again_also_of_an_older_checkpoint(run, url, quick, monkeypatch):
+    for step in (1, 2):
+        save(run, step)
+    put, wrong = RemoteDirectory.put, [True]
+
+    def damaging(self, file, name):
+        put(self, file, name)
+        if name.endswith("step_1/policy/rank_0.bin") and wrong:
+            wrong.clear()
+            self._fs.pipe_file(self._at(name), b"damage")
+
+    monkeypatch.setattr(RemoteDirectory, "put", damaging)
+    uploader = uploader_of(url, run, warn=lambda _: None)
+    uploader._try(whole=False)
+    assert uploader.failure and uploader.remote.steps() == [2]
+    uploader._try(whole=False)
+    assert uploader.failure is None and uploader.remote.steps() == [2, 1]
+
+
+def test_a_model_that_is_replaced_while_it_is_copied_is_not_named(run, url, quick, monkeypatch):
+    mark_best(run, 1)
+    put = RemoteDirectory.put
+
+    def replaced(self, file, name):
+        put(self, file, name)
+        if name == "best/model.safetensors" and (run / "best.json").read_text() == '{"step": 1}':
+            (run / "best/model.safetensors").write_bytes(b"model of twenty")
+
+    monkeypatch.setattr(RemoteDirectory, "put", replaced)
+    uploader = uploader_of(url, run)
+    uploader._try(whole=False)
+    assert uploader.remote.read("best.json") is None

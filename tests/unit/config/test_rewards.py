@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.fields import describe_fields
+from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.load import load, save
 from rlhf_ray.config.rewards import FunctionReward, ModelReward, NumberReward, RegexReward, rewards_in_words
 from rlhf_ray.config.stages import PPOConfig
@@ -91,8 +92,9 @@ def test_rewards_in_words():
     (ModelReward, {"type": "model", "path": "m"}, {"label": False}),
     (RegexReward, {"type": "regex", "pattern": "(a)"}, {"group": True}),
     (EarlyStopConfig, {}, {"reward_below_start": False}), (EarlyStopConfig, {}, {"kl_above": True}),
+    (SamplingConfig, {}, {"stop_token_ids": [3, True]}),
 ])
 def test_a_truth_value_is_no_number(section, field, value):
     """YAML reads `label: NO` as false, which would be label 0: another one, perhaps."""
-    with pytest.raises(ValidationError, match="is a truth value, as which YAML reads yes, no.*text in quotes"):
+    with pytest.raises(ValidationError, match="has a truth value, as which YAML reads yes, no.*text in quotes"):
         section(**field, **value)

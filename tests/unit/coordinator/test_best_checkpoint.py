@@ -139,8 +139,8 @@ def test_another_direction_begins_anew(tmp_path):
     for step, reward in enumerate((1.0, 3.0)):
         run.evaluate(step, reward=reward)
     again = Run(tmp_path, run.best.state_dict(), best_mode="min")
-    again.evaluate(2, reward=2.0)
-    assert again.best.step == 2 and again.best.value == 2.0
+    again.evaluate(2, reward=5.0)
+    assert again.best.step == 2 and again.best.value == 5.0
 
 
 def test_an_unknown_metric_names_those_there_are(tmp_path):

@@ -157,7 +157,7 @@ def test_the_last_workers_own_error_saves_what_is_done_too(ppo_config, summary):
 
     async def publish_and_lose(version):
         if version == 2:
-            run.harness.roles.health.irreplaceable = error
+            run.harness.roles.health.irreplaceable_error = error
             run.harness.roles.dispatcher(run.harness.generators).scheduler.fail(error)
         return await publish(version)
 

@@ -285,3 +285,14 @@ def test_a_first_row_without_a_prompt_decides_nothing_about_the_others(chat, wri
     rows = write_jsonl({"prompt": None}, {"prompt": [turn("user", "Hi")]})
     blocks = list(stream_prompts(PromptsConfig(path=rows), chat(CLOSED), LoadReport(rows), errors))
     assert errors.count == 1 and sum(map(len, blocks)) == 1
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_held_out_pairs_do_not_depend_on_the_date_nor_on_as_chat(chat, write_jsonl, as_chat):
+    rows = write_jsonl(*({"prompt": f"Question {i}", "chosen": "We saw", "rejected": "I read"} for i in range(40)))
+
+    def digests(template, **fields):
+        _, found, _ = load_preferences(PreferencesConfig(path=rows, **fields), chat(template))
+        return found.tolist()
+
+    assert digests("Today is Monday. " + CLOSED, as_chat=as_chat) == digests("It is Tuesday. " + CLOSED)

@@ -17,6 +17,7 @@ from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.errors import RewardError
 from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.rewards import request_encoding
 from rlhf_ray.rewards.local_model import ModelSource
 from rlhf_ray.rewards.request_encoding import encode_request
 from tests.models import make_tiny_llama, make_tiny_reward_model
@@ -90,6 +91,14 @@ def test_text_goes_through_the_model_s_own_tokenizer_and_ends_where_the_response
     ids = [[*tokenizer("is it? yes").input_ids, tokenizer.eos_token_id], tokenizer("is it? ye").input_ids]
     assert [encode_request(r, tokenizer, pair=False).ids.tolist() for r in requests] == ids
     assert scores(other, policy, requests) == pytest.approx(plainly(other, ids), abs=1e-5)
+
+
+def test_no_token_spans_prompt_and_response(monkeypatch, other, ask):
+    """As in training: prompts that end with a space have other tokens together with their responses."""
+    tokenizer, seen = load_tokenizer(ModelConfig(path=str(other))), []
+    monkeypatch.setattr(request_encoding, "encode_pieces", lambda _, rows: seen.extend(rows) or [([1], [True])])
+    encode_request(ask("yes", prompt="is it? "), tokenizer, pair=False)
+    assert [(piece.text, piece.leading) for piece in seen[0]] == [("is it? ", True), ("yes", False)]
 
 
 def test_a_tokenizer_without_an_end_adds_none(other, ask):

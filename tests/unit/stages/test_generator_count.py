@@ -49,14 +49,17 @@ def test_fewer_generators_leave_the_pool_as_it_is():
     assert with_generators(config(), 2) == config()
 
 
-def test_generators_that_ipc_does_not_reach_are_refused_and_those_on_the_gpu_are_not():
-    shared = config({"gpus": 0.2, "cpus": 0.1}, gen=PoolConfig(cpus=2, gpus=1))
+def test_generators_that_ipc_does_not_reach_or_that_may_not_share_a_gpu_are_refused():
+    shared = config({"gpus": 0.2, "cpus": 0.1, "kv_cache_mb": 64}, gen=PoolConfig(cpus=2, gpus=1))
     alone = shared.model_copy(update={
         "policy": shared.policy.model_copy(update={"pool": "gen", "gpus": 0.5}),
         "weights": shared.weights.model_copy(update={"transport": "ipc"})})
     assert with_generators(alone, 1).generator.workers == 1
-    assert with_generators(alone, 2).pools["gen"].bundles == 1
-    with pytest.raises(ConfigError, match="3 generators of 0.2 gpus need 2 bundles of pools.gen, .*transport=ipc"):
-        with_generators(alone, 3)
+    with pytest.raises(ConfigError, match="2 generators cannot run: weights.transport=ipc .*must be one generator"):
+        with_generators(alone, 2)
     by_store = alone.model_copy(update={"weights": shared.weights})
+    assert with_generators(by_store, 2).pools["gen"].bundles == 1
     assert with_generators(by_store, 3).pools["gen"].bundles == 2
+    unmeasured = by_store.model_copy(update={"generator": by_store.generator.model_copy(update={"kv_cache_mb": None})})
+    with pytest.raises(ConfigError, match="2 generators are in one bundle.*set generator.kv_cache_mb"):
+        with_generators(unmeasured, 2)

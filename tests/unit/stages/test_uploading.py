@@ -11,7 +11,7 @@ from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import RunInterrupted, UploadError
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.stages.runtime import fetch_uploaded, uploading
+from rlhf_ray.stages.runtime import checkpoint_store, fetch_uploaded, uploading
 from tests.checkpoints import new_checkpoint
 
 
@@ -89,3 +89,13 @@ def moved_to(directory, step, other):
     with new_checkpoint(CheckpointStore(directory.checkpoints, keep=2), other) as place:
         (place / "x").write_bytes((directory.checkpoints / f"step_{step}/x").read_bytes())
     return directory.checkpoints / f"step_{other}"
+
+
+def test_the_store_of_a_stage_prunes_nothing_that_is_being_copied(config):
+    directory = directory_of(config)
+    store = checkpoint_store(config, directory, keep=1)
+    for step in (1, 2, 3):
+        directory.being_uploaded = 1 if step < 3 else None
+        with new_checkpoint(store, step) as place:
+            (place / "x").write_text(str(step))
+        assert [kept for kept, _ in store.steps()] == ([step, 1] if step == 2 else [step])

@@ -59,12 +59,13 @@ def test_a_server_that_stays_away_ends_the_following_and_not_the_job(monkeypatch
     ("SUCCEEDED", 0, 0, "finished"), ("FAILED", 2, 2, "was refused (exit code 2)"),
     ("FAILED", None, 1, "failed (exit code 1)"), ("FAILED", 75, 75, "--resume continues"),
     ("FAILED", 69, 69, "lost a worker"), ("FAILED", 68, 68, "lost its Ray cluster"),
-    ("FAILED", -9, 137, "killed; --resume"), ("STOPPED", None, 75, "--resume"),
+    ("FAILED", -9, 137, "killed; --resume"), ("FAILED", -11, 139, "killed by SIGSEGV; --resume"),
+    ("STOPPED", None, 75, "--resume"),
     ("FAILED", 3, 3, "stopped itself early")])
 def test_how_a_job_ended(state, code, exit_code, said):
     job = Job("it", state, {"stage": "ppo", "run": "it"}, code=code)
     assert job.over and job.exit_code == exit_code and said in job.describe_state()
-    assert job.resumable is (exit_code in (68, 69, 75, 137)) is ("--resume" in job.describe_state())
+    assert job.resumable is (exit_code in (68, 69, 75, 137, 139)) is ("--resume" in job.describe_state())
 
 
 def test_all_processes_of_a_job_are_killed_and_no_others():
