@@ -138,7 +138,7 @@ class AnswerCheck:
         for key, column in self.columns:
             where = f"{self._section}.{key}={column!r}: {place}"
             if column not in row:
-                raise DataError(f"{where} has no such column; the other columns are {sorted(row)}")
+                raise DataError(f"{where} has no such column; other columns: {', '.join(sorted(row)) or 'none'}")
             if not self._usable(row[column]):
                 raise DataError(f"{where} is {brief(row[column])}, which a reward of type {self._type} cannot "
                                 "compare with a response; name the column with the answer, or fix the row")

@@ -48,7 +48,7 @@ def refused(files, tmp_path_factory):
 def test_a_followed_job_ends_with_its_own_exit_code_and_output(refused):
     assert refused["code"] == 2, refused["output"]
     assert "/nowhere/at/all" in refused["output"].splitlines()[-2], refused["output"]
-    assert refused["output"].splitlines()[-1].endswith("failed (exit code 2)")
+    assert refused["output"].splitlines()[-1].endswith("was refused (exit code 2)")
 
 
 def test_what_cannot_be_seen_from_here_is_named_and_runs_are_not_packed(refused):
@@ -61,19 +61,19 @@ def test_the_job_is_listed_with_its_run_stage_and_commit(refused):
     code, output = ask(refused["head"], "jobs")
     assert code == 0
     (line,) = [line for line in output.splitlines() if line.startswith("tiny-")]
-    assert "ppo" in line and "failed (exit code 2)" in line and refused["commit"][:12] in line
+    assert "ppo" in line and "was refused (exit code 2)" in line and refused["commit"][:12] in line
 
 
 def test_logs_and_status_find_it_by_the_run_s_name(refused):
     code, output = ask(refused["head"], "logs", "tiny")
     assert code == 0 and "/nowhere/at/all" in output
     code, output = ask(refused["head"], "status", "tiny")
-    assert code == 0 and "failed (exit code 2)" in output and f"commit: {refused['commit']}" in output
+    assert code == 0 and "was refused (exit code 2)" in output and f"commit: {refused['commit']}" in output
 
 
 def test_a_job_that_is_over_is_not_stopped(refused):
     code, output = ask(refused["head"], "stop", "tiny")
-    assert code == 0 and "is over: failed" in output
+    assert code == 0 and "is over: was refused" in output
 
 
 def test_a_job_that_is_not_there_is_refused_with_those_that_are(refused):
