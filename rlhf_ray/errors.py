@@ -212,6 +212,11 @@ class RunInterrupted(RLHFError):
     exit_code = 75
 
 
+def describe_ending(code: int) -> str:
+    """What a run did that ended with this exit code, with the code."""
+    return f"{ENDINGS.get(code, 'failed')} (exit code {code})"
+
+
 def is_restartable(code: int) -> bool:
     """Whether the same command with --resume may succeed after a run ended so: a signal killed it that is no request to
     stop, or it lost something outside of its process.

@@ -111,10 +111,9 @@ class Uploader:
 
     def _copy_during_run(self) -> None:
         while not self._over.wait(LOOK_S) and self._superseded is None:
-            newest = self._newest()
-            new = newest is not None and newest[0] != self.step
+            newest = next((step for step, _ in self._steps()), None)
             tried, when = self._tried
-            if new and newest is not None and (newest[0] != tried or time.monotonic() - when > AGAIN_S):
+            if newest not in (None, self.step) and (newest != tried or time.monotonic() - when > AGAIN_S):
                 self._try(whole=False)
 
     def _copy_the_rest(self) -> None:
@@ -128,11 +127,10 @@ class Uploader:
                 break
 
     def _try(self, whole: bool) -> None:
-        newest = self._newest()
-        self._tried = (newest[0] if newest else None, time.monotonic())
+        steps = self._steps()  # before the files: rows of metrics precede their checkpoint
+        self._tried = (steps[0][0] if steps else None, time.monotonic())
         self.failure = None
-        steps = newest and self._store.steps()  # before the files: rows of metrics precede their checkpoint
-        for send in (lambda: self._send_files(whole), lambda: self._send_checkpoints(steps or ()), self._send_best):
+        for send in (lambda: self._send_files(whole), lambda: self._send_checkpoints(steps), self._send_best):
             try:
                 send()
             except SupersededError as error:
@@ -143,10 +141,10 @@ class Uploader:
         if self.failure:
             self._warn(f"run.upload: copying to {self.remote.url} failed ({self.failure}); it is tried again")
 
-    def _newest(self) -> tuple[int, Path] | None:
+    def _steps(self) -> list[tuple[int, Path]]:
         with suppress(OSError):  # a disk that hangs; the thread must live until the end of the run
-            return self._store.newest_name()
-        return None
+            return self._store.steps()
+        return []
 
     def _send_checkpoints(self, steps: Sequence[tuple[int, Path]]) -> None:
         """Copy all checkpoints that have no copy, the newest first; then remove copies of those that were pruned here,

@@ -19,7 +19,7 @@ from typing import Any
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.stop import CHILD, signals_to_handle
-from rlhf_ray.errors import ENDINGS, ClusterUnavailable, RunInterrupted, is_restartable, shell_code
+from rlhf_ray.errors import ClusterUnavailable, RunInterrupted, describe_ending, is_restartable, shell_code
 from rlhf_ray.observability.faults import STARTED_AGAIN
 
 MAIN = (sys.executable, "-m", "rlhf_ray.cli.main")
@@ -54,9 +54,7 @@ class Child:
 
     def how(self) -> str:
         """How the run ended, in words."""
-        if self.code < 0:
-            return f"died of {signal.Signals(-self.code).name}"
-        return f"{ENDINGS.get(self.code, 'failed')} (exit code {self.code})"
+        return f"died of {signal.Signals(-self.code).name}" if self.code < 0 else describe_ending(self.code)
 
     def loss(self) -> dict[str, Any]:
         """Record of this end for the next start, taken right after it (see `observability.faults.note_restart`)."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, OptimizerConfig
+from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, OptimizerConfig, PPOLearnerConfig
 from rlhf_ray.engine.optimizer_shards import MOMENTS, OptimizerShard, optimizer_shards
 from rlhf_ray.engine.parameter_shards import shard_parameters
 from rlhf_ray.engine.training_state import WEIGHTS, Snapshot, TrainingState, snapshot
@@ -187,7 +187,8 @@ class TrainEngine:
     def _restore(self, saved: TrainingState, part: OptimizerShard) -> None:
         span, states = slice(part.start, part.stop), self._optimizer.state
         # Between phases the state is in main memory; generators may be awake on this GPU.
-        device = "cpu" if getattr(self.config, "offload_between_phases", False) else part.owner.device
+        offloads = isinstance(self.config, PPOLearnerConfig) and self.config.offload_between_phases
+        device = "cpu" if offloads else part.owner.device
         weights = _require_weights(saved.whole(WEIGHTS, part.name, part.numel))[span]
         part.weights.copy_(weights)
         if self._stage == 3:

@@ -37,15 +37,14 @@ def check_rewards(config: PPOConfig) -> None:
     Raises:
         ModelError, ConfigError, DataError: naming the component and the fix.
     """
+    sections = [config.prompts, derive(config).evaluation_prompts]
     for name, reward in config.rewards.items():
         _check_source(config, name, reward)
-        check_prompt_answers([config.prompts, derive(config).evaluation_prompts], config.model, f"rewards.{name}", name,
-                             reward)
+        check_prompt_answers(sections, config.model, f"rewards.{name}", name, reward)
     if config.logging.judge is not None:
         check_scorer(config.logging.judge, config.model, "logging.judge")
         for name, reward in judge_rewards(config).items():
-            check_prompt_answers([config.prompts, derive(config).evaluation_prompts], config.model,
-                                 f"logging.judge ({name})", name, reward)
+            check_prompt_answers(sections, config.model, f"logging.judge ({name})", name, reward)
     if config.reward.shards > 1:
         for field, reward in reward_sections(config).items():
             if isinstance(reward, ModelReward):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlhf_ray.errors import ENDINGS, RunInterrupted, is_restartable, shell_code
+from rlhf_ray.errors import RunInterrupted, describe_ending, is_restartable, shell_code
 
 KILLED = shell_code(-signal.SIGKILL)
 STOPPED = "stopped; --resume continues it"
@@ -75,5 +75,5 @@ class Job:
         elif code > 128:
             ending = f"killed by {signal.Signals(code - 128).name}"
         else:
-            ending = f"{ENDINGS.get(code, 'failed')} (exit code {code})"
+            ending = describe_ending(code)
         return f"{ending}; --resume may continue it" if self.resumable else ending

@@ -201,10 +201,10 @@ def test_a_failure_is_said_and_tried_again_and_the_run_does_not_notice(run, url,
 
 def test_a_failed_copy_of_the_same_checkpoint_is_not_tried_at_every_look(run, url, quick, monkeypatch):
     monkeypatch.setattr("rlhf_ray.checkpoint.uploader.AGAIN_S", AGAIN_S)
-    looks, newest, warnings = [], CheckpointStore.newest_name, []
-    monkeypatch.setattr(CheckpointStore, "newest_name", lambda self: looks.append(1) or newest(self))
-    monkeypatch.setattr(RemoteDirectory, "put", lambda *_: (_ for _ in ()).throw(OSError("gone")))
     save(run, 1)
+    looks, steps, warnings = [], CheckpointStore.steps, []
+    monkeypatch.setattr(CheckpointStore, "steps", lambda self: looks.append(1) or steps(self))
+    monkeypatch.setattr(RemoteDirectory, "put", lambda *_: (_ for _ in ()).throw(OSError("gone")))
     uploader = uploader_of(url, run, warn=warnings.append)
     uploader.start(resume=False)
     wait_until(lambda: len(looks) >= 6)
