@@ -7,9 +7,11 @@ manifest. So a directory without a manifest is not a checkpoint but an interrupt
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -18,12 +20,13 @@ from urllib.parse import urlsplit
 
 from rlhf_ray.checkpoint.atomic_directory import replace_directory, temporary_for
 from rlhf_ray.checkpoint.manifest import MANIFEST_NAME, FileRecord, read_manifest, verify_manifest
-from rlhf_ray.errors import CheckpointError, ConfigError, first_line
+from rlhf_ray.errors import CheckpointError, ConfigError, UploadError, first_line
 from rlhf_ray.files.fsync import fsync_tree
-from rlhf_ray.observability.owner_record import Term, renaming
+from rlhf_ray.observability.owner_record import ProcessIdentity, Term, renaming
 
 CHECKPOINTS = "checkpoints"
-PROBE = ".writable"
+WRITER = "writer.json"
+"""File that names the driver whose copies the URL holds."""
 BLOCK = 8 * 2**20
 """Bytes read at once when a file is read back."""
 PARALLEL_COPIES = 4
@@ -56,17 +59,18 @@ class RemoteDirectory:
                               "s3://bucket/runs/mine, or a mounted directory") from error
         self.url, self._root, self._moved = url.rstrip("/"), root.rstrip("/"), moved
         self._term = term
+        self._writer = json.dumps({"driver": str(ProcessIdentity.own()), "id": uuid.uuid4().hex}).encode()
 
-    def check(self, resume: bool) -> None:
-        """Check that the URL can be written, and holds no other run.
+    def claim(self, resume: bool) -> None:
+        """Check that the URL can be written and holds no other run, and take it over from its present writer.
 
         Raises:
             ConfigError: it cannot be written; or it holds checkpoints and the run does not resume.
         """
         try:
-            self._fs.pipe_file(self._at(PROBE), b"rlhf_ray\n")
-            self._fs.rm_file(self._at(PROBE))
             steps = self.steps()
+            if resume or not steps:
+                self._fs.pipe_file(self._at(WRITER), self._writer)
         except Exception as error:  # each fsspec library raises errors of its own
             raise ConfigError(
                 f"run.upload={self.url!r} cannot be written: {type(error).__name__}: {first_line(error)}; create "
@@ -74,6 +78,17 @@ class RemoteDirectory:
         if steps and not resume:
             raise ConfigError(f"run.upload={self.url!r} already holds a run, whose newest checkpoint is of step "
                               f"{steps[0]}: pass --resume to continue it, or give another URL")
+
+    def check_claim(self) -> None:
+        """Check that no other driver has taken the URL over. (Of two that start within a second both may pass once.)
+
+        Raises:
+            UploadError: one has; what is copied now would mix with its files.
+        """
+        writer = self.read(WRITER)
+        if writer not in (None, self._writer):
+            raise UploadError(f"run.upload={self.url!r} was taken over by {json.loads(writer)['driver']}, so this run "
+                              "is copied there no longer; two runs need two URLs")
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, newest first."""

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rlhf_ray.checkpoint.manifest import verify_manifest
-from rlhf_ray.checkpoint.remote import CHECKPOINTS, RemoteDirectory, silence_cloud_libraries
+from rlhf_ray.checkpoint.remote import CHECKPOINTS, WRITER, RemoteDirectory, silence_cloud_libraries
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.errors import CheckpointError, SupersededError, UploadError, first_line
 from rlhf_ray.files.fsync import Interrupted, operation, progress
@@ -58,7 +58,8 @@ class Uploader:
         """The error of the last try; None if it succeeded."""
         self._directory, self._keep = directory, keep
         self._store = CheckpointStore(directory.checkpoints, keep, term=directory.term)
-        self._superseded: SupersededError | None = None
+        self._ended: SupersededError | UploadError | None = None
+        """Why nothing is copied any more."""
         self._silence_s, self._warn = silence_s, warn or logging.getLogger(__name__).warning
         self._sent: dict[str, tuple[int, int]] = {}
         self._warned: set[str] = set()
@@ -73,14 +74,15 @@ class Uploader:
         Raises:
             ConfigError: the URL cannot be written, or holds another run.
         """
-        self.remote.check(resume)
+        self.remote.claim(resume)
         self._thread.start()
 
     def finish(self) -> None:
         """Copy the remaining files, and end the thread.
 
         Raises:
-            UploadError: it failed, or made no progress for too long; earlier copies are intact.
+            UploadError: it failed, made no progress for too long, or another run uses the URL; earlier copies are
+                intact.
             SupersededError: another driver owns the run's directory now.
         """
         self._over.set()
@@ -93,8 +95,8 @@ class Uploader:
             if time.monotonic() - self._moved_at > self._silence_s:
                 self.failure = f"no progress for {self._silence_s:g} s"
                 break
-        if self._superseded is not None:
-            raise self._superseded
+        if self._ended is not None:
+            raise self._ended
         if self.failure:
             newest = "no checkpoint" if self.step is None else f"the checkpoint of step {self.step}"
             raise UploadError(
@@ -110,7 +112,7 @@ class Uploader:
             self._warn(f"run.upload: copying has stopped to {self.remote.url} ({self.failure})")
 
     def _copy_during_run(self) -> None:
-        while not self._over.wait(LOOK_S) and self._superseded is None:
+        while not self._over.wait(LOOK_S) and self._ended is None:
             newest = next((step for step, _ in self._steps()), None)
             tried, when = self._tried
             if newest not in (None, self.step) and (newest != tried or time.monotonic() - when > AGAIN_S):
@@ -118,7 +120,7 @@ class Uploader:
 
     def _copy_the_rest(self) -> None:
         for pause in LAST_TRIES_S:
-            if self._superseded is not None:
+            if self._ended is not None:
                 return
             time.sleep(pause)
             self._moved()
@@ -130,11 +132,14 @@ class Uploader:
         steps = self._steps()  # before the files: rows of metrics precede their checkpoint
         self._tried = (steps[0][0] if steps else None, time.monotonic())
         self.failure = None
-        for send in (lambda: self._send_files(whole), lambda: self._send_checkpoints(steps), self._send_best):
+        for send in (self.remote.check_claim, lambda: self._send_files(whole), lambda: self._send_checkpoints(steps),
+                     self._send_best):
             try:
                 send()
-            except SupersededError as error:
-                self._superseded, self.failure = error, None
+            except (SupersededError, UploadError) as error:
+                self._ended, self.failure = error, None
+                if isinstance(error, UploadError):
+                    self._warn(str(error))
                 return
             except Exception as error:  # whatever the library of this kind of place raises; the other parts may work
                 self.failure = self.failure or f"{type(error).__name__}: {first_line(error)}"
@@ -289,7 +294,7 @@ def _fetch_newest(remote: RemoteDirectory, directory: Path, say: Callable[[str],
         return None
     say(f"copying the run with its checkpoint of step {there} from {remote.url}")
     directory.mkdir(parents=True, exist_ok=True)
-    others = f"{CHECKPOINTS}/", f"{OWNER_RECORDS}/", *LIVE, "summary.json"  # an owner record is of one directory
+    others = f"{CHECKPOINTS}/", f"{OWNER_RECORDS}/", *LIVE, "summary.json", WRITER  # a writer is of one directory
     remote.get_all((name for name in remote.names() if not name.startswith(others)), directory)
     best = RunDirectory(directory).best_step()
     if best in remote.steps() and best != there and not store.path(best).exists():

@@ -220,7 +220,7 @@ def test_hidden_files_stay_here(run, url, quick):
     uploader = uploader_of(url, run)
     uploader.start(resume=False)
     uploader.finish()
-    assert uploader.remote.names() == ["ledger.sqlite", "metrics.jsonl"]
+    assert uploader.remote.names() == ["ledger.sqlite", "metrics.jsonl", "writer.json"]
 
 
 def test_a_run_whose_last_files_are_not_there_says_what_is(run, url, quick, monkeypatch):
@@ -269,6 +269,25 @@ def test_another_run_is_never_written_over(run, url, quick, tmp_path):
     first.finish()
     with pytest.raises(ConfigError, match=r"step 7.*--resume"):
         uploader_of(url, tmp_path).start(resume=False)
+
+
+def test_of_two_runs_with_one_url_the_later_has_it_and_the_earlier_says_so(run, url, quick, tmp_path):
+    said = []
+    earlier = uploader_of(url, run, warn=said.append)
+    earlier.start(resume=False)
+    other = tmp_path / "other"
+    other.mkdir()
+    save(other, 4)
+    later = uploader_of(url, other)
+    later.start(resume=False)
+    wait_until(lambda: later.step == 4)
+    save(run, 6)
+    wait_until(lambda: said)
+    assert "taken over by process" in said[0] and "two URLs" in said[0]
+    with pytest.raises(UploadError, match="taken over by process"):
+        earlier.finish()
+    later.finish()
+    assert later.remote.steps() == [4] and len(said) == 1
 
 
 @pytest.mark.parametrize(("url", "said"), [
