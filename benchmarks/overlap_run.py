@@ -126,14 +126,14 @@ class OverlapRun:
     def __init__(self, config: PPOConfig, roles: RoleGroups, prompts: PromptSource) -> None:
         self.config, self._roles, self._prompts = config, roles, prompts
         self._weights = WeightSync(config.weights, roles)
-        self._step, self._places = 0, ReplayBuffer(1, None, 0, 1.0).state_dict()
+        self._step, self._places = 0, ReplayBuffer(1, None, 0).state_dict()
 
     async def turn(self, max_staleness: int, steps: int) -> Steps:
         """Make `steps` steps, and one before and one after that do not count."""
         config = self._config_of(max_staleness, steps + 2)
         state = RunState(FixedKL(config.algorithm.kl.coef),
                          PromptCursor(self._prompts.sizes, SEED, shuffle=True), step=self._step, published=self._step)
-        buffer = ReplayBuffer((max_staleness + 1) * config.coordinator.samples_per_step, None, max_staleness, 3600.0)
+        buffer = ReplayBuffer((max_staleness + 1) * config.coordinator.samples_per_step, None, max_staleness)
         buffer.load_state_dict(self._places, {})
         watch, silent = Watch(self._roles.clock), _Silent()
         with self._ledger(config, state.cursor) as ledger:

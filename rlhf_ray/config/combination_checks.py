@@ -271,16 +271,6 @@ def check_buffer(config: PPOConfig) -> None:
             "max_tokens")
 
 
-def check_deadlines(config: PPOConfig) -> None:
-    """A lease lasts longer than the update that uses it."""
-    buffer, cluster = config.buffer, config.cluster
-    if buffer.lease_timeout_s < cluster.call_timeout_s:
-        raise ValueError(
-            f"buffer.lease_timeout_s={buffer.lease_timeout_s:g} is less than cluster.call_timeout_s="
-            f"{cluster.call_timeout_s:g}: experience would be leased again while an update may still be training on "
-            "it; raise it to at least that")
-
-
 def check_micro_batches(config: PPOConfig) -> None:
     """A micro-batch holds the longest row that a role receives, and a mini-batch a row for each rank."""
     derived, learners = derive(config), _learners(config)
@@ -365,7 +355,7 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     PPOConfig: (
         check_backbone, check_target_kl, check_reward_components, check_critic_start, check_groups, check_held_out,
         check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches, check_chunks,
-        check_buffer, check_deadlines, check_micro_batches, check_transport, check_phases, check_schedules,
+        check_buffer, check_micro_batches, check_transport, check_phases, check_schedules,
     ),
 }
 """The checks of a configuration and of those derived from it, in the order in which they are made."""

@@ -44,8 +44,6 @@ class BufferConfig(Section):
     capacity_mb: int | None = Field(None, ge=1)
     """Maximum MiB of experience held; if empty, half of a local cluster's object store, and no bound on a joined
     one."""
-    lease_timeout_s: float = Field(3600.0, gt=0)
-    """A lease that is not acknowledged within this time expires, and its experience can be leased again."""
 
 
 class CheckpointConfig(Section):

@@ -132,8 +132,7 @@ def _by_phase(coordinator: Coordinator) -> list[dict[str, Any]]:
 
 
 def _leases(coordinator: Coordinator) -> list[dict[str, Any]]:
-    """Leases of the learners: samples, version of the update, and seconds until they expire."""
+    """Leases of the learners: samples, and version of the update."""
     learners = [group.role for group in coordinator.roles.learners()]
-    now = coordinator.roles.clock.now()
-    return [{"samples": lease.samples, "version": lease.version, "held_by": learners,
-             "comes_back_in_s": round(lease.deadline - now, 1)} for lease in coordinator.buffer.leases()]
+    return [{"samples": lease.samples, "version": lease.version, "held_by": learners}
+            for lease in coordinator.buffer.leases()]

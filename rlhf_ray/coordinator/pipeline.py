@@ -63,7 +63,6 @@ class Pipeline:
         """Wait until a whole batch is ready, and admit new work meanwhile. The first failure of a chunk is raised."""
         while True:
             self._finished.clear()
-            self.buffer.expire()
             self.admit()
             lease = self.buffer.lease(self.config.coordinator.samples_per_step, self.state.step)
             if lease is not None:

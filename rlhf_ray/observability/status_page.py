@@ -179,8 +179,7 @@ def _work_table(live: Mapping[str, Any]) -> Table:
         table.add_row("chunks", what, f"{chunks['seconds']:.1f} s")
     for lease in live.get("leases", ()):
         table.add_row("lease", f"{lease['samples']} samples for the update of version {lease['version']}, held by "
-                      + ", ".join(readable(role).lower() for role in lease["held_by"]),
-                      f"{lease['comes_back_in_s']:.0f} s left")
+                      + ", ".join(readable(role).lower() for role in lease["held_by"]), "")
     table.add_row("buffer", f"{buffer['ready']} samples ready, {buffer['under_way']} being made, "
                   f"{buffer['training']} in training", f"{buffer['mb']:.1f} MiB")
     return table

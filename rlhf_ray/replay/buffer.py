@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlhf_ray.errors import BufferError
@@ -25,10 +24,8 @@ class ReplayBuffer:
 
     The life of an entry:
 
-        reserve ──► commit ──► ready ──► lease ──► ack                trained, gone
-                      │          │ ▲       └─► release, expire        comes back, same place
-                      │          │ └───────────────┘
-                      └► stale   └► evict                             dropped, keys returned
+        reserve ──► commit ──► ready ──► lease ──► ack      trained, gone
+                      └► stale   └► evict                   dropped, keys returned
 
     *Reserve* takes a place before generation starts, so a full buffer stops new work and never finished work. The
     place has an admission number, and batches are formed in the order of these numbers. A straggler is passed over as
@@ -37,7 +34,7 @@ class ReplayBuffer:
     oldest admitted samples, bit for bit the same whatever finished first.
     *Commit* puts a reference into the place. Experience that is too stale is refused, which closes the place.
     *Lease* lends exactly as many samples as an update needs, all of them fresh at the given version. *Ack* marks them
-    as trained. *Release*, or `expire` after the deadline, returns them to their old places.
+    as trained. An update that fails ends the loop: its samples are those of the checkpoint that it goes on from.
     *Evict* drops ready entries that may no longer be trained at the given version, and returns them.
 
     Call `evict` whenever the policy's version changes, before generators receive it: a commit is compared with the
@@ -45,24 +42,13 @@ class ReplayBuffer:
     The buffer knows the samples it holds; the ledger guarantees that none is trained twice in a run.
     """
 
-    def __init__(
-        self,
-        capacity_samples: int,
-        capacity_bytes: int | None,
-        max_staleness: int,
-        lease_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        if capacity_samples < 1 or max_staleness < 0 or lease_timeout_s <= 0:
-            raise BufferError(
-                "a replay buffer needs capacity_samples >= 1, max_staleness >= 0 and lease_timeout_s > 0; got "
-                f"{capacity_samples}, {max_staleness} and {lease_timeout_s}"
-            )
+    def __init__(self, capacity_samples: int, capacity_bytes: int | None, max_staleness: int) -> None:
+        if capacity_samples < 1 or max_staleness < 0:
+            raise BufferError("a replay buffer needs capacity_samples >= 1 and max_staleness >= 0; got "
+                              f"{capacity_samples} and {max_staleness}")
         self.capacity_samples = capacity_samples
         self.capacity_bytes = capacity_bytes
         self.max_staleness = max_staleness
-        self.lease_timeout_s = lease_timeout_s
-        self._clock = clock
         self._version = 0
         self._next_lease = 0
         self._state = BufferState(capacity_samples)
@@ -142,7 +128,7 @@ class ReplayBuffer:
         if chosen is None:
             self._check_not_stuck(samples)
             return None
-        lease = Lease(self._next_lease, tuple(chosen), version, self._clock() + self.lease_timeout_s)
+        lease = Lease(self._next_lease, tuple(chosen), version)
         self._next_lease += 1
         self._state.lend(lease)
         return lease
@@ -151,33 +137,16 @@ class ReplayBuffer:
         """Mark a lease as trained, by the update that started from `trained_version`.
 
         Raises:
-            BufferError: the lease is not out (acknowledged, released or expired before), or was for another version.
+            BufferError: the lease is not out (acknowledged before, or of another buffer), or was for another version.
         """
-        self._check_out(lease, "ack")
+        if self._state.leases.get(lease.number) is not lease:
+            raise BufferError(f"ack of lease {lease.number}: it is not out (acknowledged before, or of another buffer)")
         if trained_version != lease.version:
             raise BufferError(
                 f"ack of lease {lease.number}: trained from version {trained_version}, but its samples were found "
                 f"fresh for version {lease.version}; name the version that the update started from"
             )
         self._state.train(lease)
-
-    def release(self, lease: Lease) -> None:
-        """Return a lease that was not trained: its entries go back to their places.
-
-        Raises:
-            BufferError: the lease is not out.
-        """
-        self._check_out(lease, "release")
-        self._state.take_back(lease)
-
-    def expire(self) -> list[Lease]:
-        """Release the leases whose deadline has passed. A late `ack` of one is refused: its samples may be leased
-        again."""
-        now = self._clock()
-        overdue = [lease for lease in self._state.leases.values() if lease.deadline <= now]
-        for lease in overdue:
-            self.release(lease)
-        return overdue
 
     def evict(self, version: int) -> list[Eviction]:
         """Drop the ready entries that may no longer be trained now that the policy is at `version`, and return them."""
@@ -313,13 +282,6 @@ class ReplayBuffer:
         if self._state.reserved.get(reservation.order) != reservation:
             raise BufferError(
                 f"commit of place {reservation.order}: no such open reservation (committed twice, or of another buffer)"
-            )
-
-    def _check_out(self, lease: Lease, action: str) -> None:
-        if self._state.leases.get(lease.number) is not lease:
-            raise BufferError(
-                f"{action} of lease {lease.number}: it is not out (acknowledged, released or expired before, "
-                f"timeout {self.lease_timeout_s} s)"
             )
 
     def _fresh(self, entry: Entry) -> bool:

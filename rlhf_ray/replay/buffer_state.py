@@ -49,15 +49,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Lease:
-    """Entries lent to one update. It must be acknowledged or released before `deadline`, or it expires."""
+    """Entries lent to one update, until it is acknowledged."""
 
     number: int
     entries: tuple[Entry, ...]
     """In admission order."""
     version: int
     """The policy's version for which the entries were found fresh."""
-    deadline: float
-    """In seconds of the buffer's clock."""
 
     @property
     def refs(self) -> list[Any]:
@@ -162,12 +160,6 @@ class BufferState:
             self._take_ready(entry)
         self.leases[lease.number] = lease
 
-    def take_back(self, lease: Lease) -> None:
-        """Move the lease's entries back to ready."""
-        del self.leases[lease.number]
-        for entry in lease.entries:
-            self._make_ready(entry)
-
     def train(self, lease: Lease) -> None:
         """Remove the lease's samples, which are trained now."""
         del self.leases[lease.number]
@@ -193,7 +185,7 @@ class BufferState:
     def state_dict(self) -> dict[str, Any]:
         """Everything but references, as plain JSON types. Raises BufferError while a lease is out."""
         if self.leases:
-            raise BufferError(f"cannot save with leases {sorted(self.leases)} out; acknowledge or release them first")
+            raise BufferError(f"cannot save with leases {sorted(self.leases)} out; acknowledge them first")
         return {
             "trained": self.trained,
             "next_order": self._next_order,

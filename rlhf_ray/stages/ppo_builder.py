@@ -104,7 +104,7 @@ class CoordinatorBuilder:
         config, coordinator = self.config.buffer, self.config.coordinator
         return ReplayBuffer(
             coordinator.samples_ahead, config.capacity_mb * 2**20 if config.capacity_mb else None,
-            coordinator.max_staleness, config.lease_timeout_s)
+            coordinator.max_staleness)
 
     def _ledger(self, cursor: PromptCursor, resume_at: int | None) -> Ledger:
         """A new ledger, or the one in the checkpoint of step `resume_at`."""

@@ -38,7 +38,7 @@ OVERRIDES = [
     "--policy.optimizer.betas=0.9", "--policy.optimizer.learning_rate=inf", "--algorithm.kl.kind=adaptve",
     "--policy.lora.rank=0", "--algorithm.mini_batches=3", "--coordinator.concurrency=15",
     "--coordinator.max_staleness=1 --generator.chunk=24", "--buffer.capacity_mb=2",
-    "--buffer.lease_timeout_s=100", "--policy.micro_batch_tokens=700", "--policy.gpus=1", "--generator.workers=20",
+    "--policy.micro_batch_tokens=700", "--policy.gpus=1", "--generator.workers=20",
     "--generator.pool=gpus", "--generator.sampling.temperature=0", "--policy.offload_optimizer=true",
     "--generator.sampling.top_p=0.9", "--generator.sampling.repetition_penalty=1.1",
     "--generator.sampling.min_tokens=300", "--generator.sampling.stop=['']",
@@ -92,7 +92,7 @@ def no_rows(_):
 
 
 def foreign_lease(_):
-    buffer = ReplayBuffer(4, None, 0, 60.0)
+    buffer = ReplayBuffer(4, None, 0)
     buffer.commit(buffer.reserve(2, 0), "ref", [1, 2], 0, 20)
     lease = buffer.lease(2, 0)
     buffer.ack(lease, 0)

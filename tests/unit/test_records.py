@@ -50,7 +50,7 @@ def test_samples_are_counted_apart_from_rows():
 
 
 def test_the_buffer_counts_the_samples_of_experience_by_their_keys():
-    buffer, record = ReplayBuffer(6, None, 0, 60.0), experience(**SPLIT)
+    buffer, record = ReplayBuffer(6, None, 0), experience(**SPLIT)
     places = [buffer.reserve(record.sample_count, 0) for _ in range(3)]
     assert places[2] is None, "six samples fill the buffer, whatever their rows"
     other = [SampleKey(1, key.row, key.sample) for key in KEYS]

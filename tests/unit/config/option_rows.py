@@ -526,8 +526,6 @@ ROWS: list[Row] = [
           "tests/unit/replay/test_buffer.py::"
           "test_reserve_is_refused_while_bytes_are_full_but_reserved_work_may_still_commit"),
     Refused(("buffer.capacity_mb",), 1, "may not hold one batch", given={"prompts.max_tokens": 900}),
-    Shown(("buffer.lease_timeout_s",),
-          "tests/unit/coordinator/test_pipeline.py::test_a_batch_that_nobody_acknowledged_in_time_is_lent_again"),
     Differs(("weights.transport",), ("object_store", "auto"), lambda config, _: transport_of(config),
             given={**GPU, "generator.gpus": 1, "policy.gpus": 1}),
     Shown(("weights.bucket_mb",), "tests/unit/coordinator/test_weight_sync.py::"

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import tempfile
-import time
 from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
@@ -34,7 +33,7 @@ class PipelineHarness:
     """A pipeline over stand-ins. `version` is the one that generators hold; delays are random, of a few ms at most.
     `generating` counts the samples that generators work on."""
 
-    def __init__(self, config, summary, seed=0, version=0, ranks=1, clock=time.monotonic):
+    def __init__(self, config, summary, seed=0, version=0, ranks=1):
         self.version, self.seeds, self._random, self._summary = version, [], random.Random(seed), summary
         self.texts_asked, self.batches = [], defaultdict(list)
         self.generating = self.most_generating = 0
@@ -44,7 +43,7 @@ class PipelineHarness:
                             reference=self.forward, critic=self.forward, assembler=self.assemble)
         self.state = RunState(FixedKL(0.1), PromptCursor(ROWS, 5, shuffle=True))
         capacity = (config.coordinator.max_staleness + 1) * config.coordinator.samples_per_step
-        self.buffer = ReplayBuffer(capacity, None, config.coordinator.max_staleness, 60.0, clock)
+        self.buffer = ReplayBuffer(capacity, None, config.coordinator.max_staleness)
         self._directory = tempfile.TemporaryDirectory()
         self.ledger = ledger_of(config, self.state.cursor, self._directory.name)
         self.pipeline = self.pipeline_of(config, self.roles)
@@ -237,7 +236,7 @@ class DelayedRun:
                        reference=self.forward, assembler=self.assemble)
         self.state = RunState(FixedKL(0.1), PromptCursor(1000, 5, shuffle=False))
         eta = config.coordinator.max_staleness
-        self.buffer = ReplayBuffer(capacity or (eta + 1) * config.coordinator.samples_per_step, None, eta, 1e9)
+        self.buffer = ReplayBuffer(capacity or (eta + 1) * config.coordinator.samples_per_step, None, eta)
         calls = calls_of(config, roles)
         self.pipeline = Pipeline(config, roles, calls, self.state, self.buffer, StandInPrompts("prompts"),
                                  self.ledger_of(config))

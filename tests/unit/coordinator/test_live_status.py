@@ -62,7 +62,6 @@ def test_it_says_what_happens_to_chunks_and_who_holds_a_lease(ppo_config, summar
     for step, now in enumerate(seen):
         ((lease),) = now["leases"]
         assert (lease["samples"], lease["version"], lease["held_by"]) == (4, step, ["policy", "critic"])
-        assert 50 < lease["comes_back_in_s"] <= 60
         assert sum(line["samples"] for line in now["chunks"]) == now["buffer"]["under_way"]
         assert all(0 <= line["version"] <= step and line["seconds"] >= 0 for line in now["chunks"])
     assert {line["doing"] for now in seen for line in now["chunks"]} <= {"generated", "scored", "read by the learners"}

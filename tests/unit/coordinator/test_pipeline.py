@@ -300,19 +300,6 @@ def test_an_evicted_chunk_is_made_again_with_the_same_keys(ppo_config, summary):
     assert lease.entries[0].min_version == 5
 
 
-def test_a_batch_that_nobody_acknowledged_in_time_is_lent_again(ppo_config, summary):
-    """At max_staleness 0 nothing else could ever be trained on: every place of the step is taken."""
-    async def run():
-        now = 0.0
-        harness = PipelineHarness(ppo_config(prompts=4, chunk=2), summary, clock=lambda: now)
-        first = await harness.pipeline.next_batch()
-        now = first.deadline
-        return first, await asyncio.wait_for(harness.pipeline.next_batch(), 10)
-
-    first, again = in_loop(run())
-    assert again.keys == first.keys and again.number != first.number
-
-
 def test_the_first_failing_chunk_is_raised(ppo_config, summary):
     async def run():
         harness = PipelineHarness(ppo_config(), summary)

@@ -69,7 +69,7 @@ FACTS = LedgerFacts(2, 1, 1, (20,), 3, True, (1.0,))
 
 def setting(tmp_path, geometry=MappingProxyType({"policy.workers": 2}), critic=True):
     workers = CheckpointedRoles(critic)
-    state, buffer = RunState(FixedKL(0.1), PromptCursor(20, 3, shuffle=True)), ReplayBuffer(8, None, 1, 60.0)
+    state, buffer = RunState(FixedKL(0.1), PromptCursor(20, 3, shuffle=True)), ReplayBuffer(8, None, 1)
     ledger = Ledger.create(Path(tempfile.mkdtemp(dir=tmp_path)) / "ledger.sqlite", FACTS)
     recovery = Recovery(CheckpointStore(tmp_path, 2), workers.roles, state, buffer, geometry, ledger)
     return workers, state, buffer, recovery

@@ -19,8 +19,7 @@ LIVE = {
     "under_way": [{"worker": "generator/1", "phase": "generate", "calls": 3, "seconds": 4.25},
                   {"worker": "policy_learner/0", "phase": "policy_update", "calls": 1, "seconds": 0.5}],
     "chunks": [{"doing": "generated", "chunks": 2, "samples": 8, "oldest": 11, "version": 1, "seconds": 4.3}],
-    "leases": [{"samples": 16, "version": 2, "held_by": ["policy_learner", "critic_learner"],
-                "comes_back_in_s": 3599.0}],
+    "leases": [{"samples": 16, "version": 2, "held_by": ["policy_learner", "critic_learner"]}],
 }
 ELSEWHERE = ProcessIdentity("here", "another boot", 1, 77, 5)
 
@@ -57,7 +56,7 @@ def test_a_running_run_says_how_far_it_is_what_waits_and_who_holds_what(shown):
     assert lines >= {"generator 70% policy learner 30%", "policy learner 30% generator 70%",
                      "generator/1 generate (3 calls) 4.2 s", "policy_learner/0 policy update 0.5 s",
                      "chunks 2 of 8 samples being generated, the oldest is 11, admitted at version 1 4.3 s",
-                     "lease 16 samples for the update of version 2, held by policy learner, critic learner 3599 s left",
+                     "lease 16 samples for the update of version 2, held by policy learner, critic learner",
                      "buffer 8 samples ready, 4 being made, 16 in training 1.5 MiB",
                      "bottleneck: generator, busy for 70% of the time"}
     assert "what to change: generators and learners take turns (70% and 30% of the time)" in text

@@ -10,16 +10,8 @@ from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_state import CommitOutcome, Entry, Reservation
 
 
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def make(capacity=16, nbytes=None, eta=0, timeout=10.0, clock=None):
-    return ReplayBuffer(capacity, nbytes, eta, timeout, clock or Clock())
+def make(capacity=16, nbytes=None, eta=0):
+    return ReplayBuffer(capacity, nbytes, eta)
 
 
 def keys(reservation):
@@ -205,13 +197,12 @@ def test_lease_passes_over_what_is_too_stale_for_its_version():
     assert buffer.lease(2, version=2).refs == ["ref1"]
 
 
-@pytest.mark.parametrize("action", ["ack", "release"])
-def test_a_lease_ends_once(action):
+def test_a_lease_ends_once():
     buffer = filled(make(), [2])
     lease = buffer.lease(2, 0)
     buffer.ack(lease, 0)
     with pytest.raises(BufferError, match="it is not out"):
-        buffer.ack(lease, 0) if action == "ack" else buffer.release(lease)
+        buffer.ack(lease, 0)
 
 
 def test_ack_of_another_version_is_refused_and_the_lease_stays_out():
@@ -220,29 +211,6 @@ def test_ack_of_another_version_is_refused_and_the_lease_stays_out():
     with pytest.raises(BufferError, match="trained from version 1"):
         buffer.ack(lease, 1)
     assert counts(buffer) == (0, 0, 2)
-
-
-def test_released_entries_come_back_to_their_places():
-    buffer = filled(make(), [2, 2])
-    lease = buffer.lease(2, 0)
-    buffer.release(lease)
-    assert counts(buffer) == (4, 0, 0)
-    assert buffer.lease(4, 0).refs == ["ref0", "ref1"]
-
-
-def test_an_overdue_lease_comes_back_and_its_late_ack_is_refused():
-    clock = Clock()
-    buffer = filled(make(timeout=10.0, clock=clock), [2])
-    lease = buffer.lease(2, 0)
-    clock.now += 9.9
-    assert buffer.expire() == []
-    clock.now += 0.1
-    assert buffer.expire() == [lease]
-    again = buffer.lease(2, 0)
-    assert again.refs == lease.refs
-    with pytest.raises(BufferError, match="it is not out"):
-        buffer.ack(lease, 0)
-    buffer.ack(again, 0)
 
 
 def test_evict_returns_what_it_drops_and_its_staleness():
@@ -314,7 +282,7 @@ def test_ready_entries_are_in_admission_order():
 def test_state_with_a_lease_out_cannot_be_saved():
     buffer = filled(make(), [1])
     buffer.lease(1, 0)
-    with pytest.raises(BufferError, match="acknowledge or release"):
+    with pytest.raises(BufferError, match="acknowledge them first"):
         buffer.state_dict()
 
 
@@ -373,7 +341,7 @@ def test_what_had_a_place_gets_another_one_although_bytes_are_full():
     assert buffer.reserve(1, 0) is None and buffer.reserve(1, 0, again=True) is not None
 
 
-@pytest.mark.parametrize("arguments", [(0, None, 0, 1.0), (1, None, -1, 1.0), (1, None, 0, 0.0)])
+@pytest.mark.parametrize("arguments", [(0, None, 0), (1, None, -1)])
 def test_senseless_buffers_are_refused(arguments):
     with pytest.raises(BufferError, match="a replay buffer needs"):
         ReplayBuffer(*arguments)

@@ -8,7 +8,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_state import CommitOutcome
 
-CHUNK, CAPACITY, TIMEOUT = 2, 12, 5.0
+CHUNK, CAPACITY = 2, 12
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -16,8 +16,8 @@ class BufferMachine(RuleBasedStateMachine):
 
     @initialize(eta=st.integers(0, 2), capacity_bytes=st.sampled_from([None, 40]))
     def start(self, eta, capacity_bytes):
-        self.now, self.version, self.eta = 0.0, 0, eta
-        self.buffer = ReplayBuffer(CAPACITY, capacity_bytes, eta, TIMEOUT, lambda: self.now)
+        self.version, self.eta = 0, eta
+        self.buffer = ReplayBuffer(CAPACITY, capacity_bytes, eta)
         self.open, self.made, self.leases = {}, {}, []
         self.committed, self.trained, self.dropped = set(), [], []
         self.admitted, self.trained_orders = [], []
@@ -68,18 +68,6 @@ class BufferMachine(RuleBasedStateMachine):
         self.trained += lease.keys
         for entry in lease.entries:
             self.admitted.remove(entry.order)
-
-    @precondition(lambda self: self.leases)
-    @rule(pick=st.integers(0, 99))
-    def release(self, pick):
-        self.buffer.release(self.leases.pop(pick % len(self.leases)))
-
-    @rule(seconds=st.floats(0.5, 4.0))
-    def time_passes(self, seconds):
-        self.now += seconds
-        overdue = self.buffer.expire()
-        assert overdue == [lease for lease in self.leases if lease.deadline <= self.now]
-        self.leases = [lease for lease in self.leases if lease not in overdue]
 
     @rule()
     def update_makes_a_version(self):
