@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "rlhf_ray"
 LAYERS = [
     {"records", "errors"},
-    {"failpoints", "internals", "child_processes"},
+    {"failpoints", "internals"},
     {"config", "files"},
     {"algorithms", "observability", "planning"},
     {"models", "data", "engine", "weights", "checkpoint"},

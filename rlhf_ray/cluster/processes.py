@@ -15,7 +15,6 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlhf_ray.child_processes import descendants
 from rlhf_ray.cluster.shared_memory import made_by, remove_unused
 
 GONE_S = 5.0
@@ -24,6 +23,19 @@ ELSEWHERE_S = 60.0
 """Longest wait for another node to kill processes: Ray starts a process there for it."""
 LOST_LOOK_S = 1.0
 """Interval of the checks whether that node is lost in the meantime."""
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Children and their children that are alive, without Python's resource trackers, which live as long as the process
+    and clean up after killed ones."""
+    return [child for child in process.children(recursive=True) if _counts(child)]
+
+
+def _counts(process: psutil.Process) -> bool:
+    try:
+        return not any("resource_tracker" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:  # it has ended meanwhile, or is a zombie
+        return False
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ import psutil
 import ray
 from ray.job_config import JobConfig
 
-from rlhf_ray.child_processes import descendants
 from rlhf_ray.cluster.head_node import head_watched, is_listening, raise_for_lost_head, require_listener
-from rlhf_ray.cluster.processes import kill
+from rlhf_ray.cluster.processes import descendants, kill
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError, ClusterUnavailable

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
-from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
+from rlhf_ray.data.tokenizer import check_vocabulary
 from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer, parameter_shapes
@@ -82,16 +81,12 @@ class Generator:
         self._vocabulary = 0
         self._groups: list[list[str]] = []
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self) -> None:
         """Load tokenizer and model.
-
-        Returns:
-            pid, pids (the engine's processes), engine, vocab_size, tokenizer_digest, stop_tokens, version and seconds.
 
         Raises:
             ModelError: model or tokenizer is missing, they do not match, or vLLM cannot run the model.
         """
-        began = time.perf_counter()
         os.environ.update(generator_environment(self._generation))
         config = pretrained_config(self._model)
         tokenizer = load_tokenizer(self._model)
@@ -110,16 +105,6 @@ class Generator:
         await self._generate_one_token(self._engine)
         self._groups = [] if adapters else fused_groups(shapes, await self._engine.fused_layers())
         self._receiver = Receiver(self.name, 0, adapters.shapes if adapters else shapes, self._engine.open_stage)
-        return {
-            "pid": os.getpid(),
-            "pids": self._engine.pids(),
-            "engine": self._engine.kind,
-            "vocab_size": config.vocab_size,
-            "tokenizer_digest": tokenizer_digest(tokenizer),
-            "stop_tokens": self._stop_tokens,
-            "version": 0,
-            "seconds": time.perf_counter() - began,
-        }
 
     async def _generate_one_token(self, engine: SamplingEngine) -> None:
         """Sample one token: a model that vLLM loads but cannot run fails now, and first-time costs are paid now."""
@@ -247,14 +232,6 @@ class Generator:
             except WeightsError as error:
                 receiver.fail(str(error))
             return WeightsConfirmed(receiver.confirm(), pause)
-
-    def version(self) -> int:
-        """The confirmed version of the weights."""
-        return self._running()[1].version
-
-    def ready(self) -> bool:
-        """False between a failed publication and the next confirmed one."""
-        return self._running()[1].ready
 
     def tokens_made(self) -> int:
         """Tokens sampled since the start, including unfinished responses. No increase under load means it hangs."""

@@ -1,7 +1,5 @@
 """The base of all learners: one rank's passes and optimizer steps. Parts save its state and publish its weights."""
 
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -96,13 +94,11 @@ class Learner:
             timeout_s: longest wait of any collective call for the other ranks, in seconds.
 
         Returns:
-            pid, seconds, numbers of parameters (`parameters` in total, `trained` of them), and the result of
-            `ParityProbe.check`.
+            Numbers of parameters (`parameters` in total, `trained` of them), and the result of `ParityProbe.check`.
 
         Raises:
             ModelError: the model cannot be loaded, or packed passes do not compute it.
         """
-        began = time.perf_counter()
         distributed.join(address, self.rank, self.world, timeout_s)
         torch.manual_seed(self.seed)
         module = self.build()
@@ -123,7 +119,7 @@ class Learner:
         self.state = LearnerState(self.engine, self.adapters, self.rank)
         self.published = PublishedModel(self.engine, self.adapters, self._published_as, self.rank, self.lockstep)
         self.publication.model = self.published_tensors()
-        return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **sizes, **compared}
+        return sizes | compared
 
     def published_tensors(self) -> PublishedTensors:
         """What publications send to the generators: the model."""

@@ -1,8 +1,6 @@
 """The reference scorer: log-probabilities of rollouts under a frozen model, usually the one that the policy started
 from."""
 
-import os
-import time
 from pathlib import Path
 
 import torch
@@ -40,7 +38,7 @@ class ReferenceScorer:
         return distributed.free_address(host)
 
     def start(self, address: str = "", timeout_s: float = 0.0) -> dict[str, float]:
-        """Load the model and compare its packed passes with transformers' own; returns pid, seconds and the comparison.
+        """Load the model and compare its packed passes with transformers' own; returns the comparison.
 
         Args:
             address: where the ranks of a sharded model join.
@@ -49,7 +47,7 @@ class ReferenceScorer:
         Raises:
             ModelError: the model cannot be loaded, or packed passes do not compute it.
         """
-        began, shard = time.perf_counter(), self._shard
+        shard = self._shard
         if not shard.is_whole:
             distributed.join(address, shard.rank, shard.world, timeout_s)
         # In lockstep each call of the head is a collective call, see `Learner.chunks`.
@@ -57,9 +55,8 @@ class ReferenceScorer:
         self._model = model = PackedLanguageModel(load_causal_lm(self._config), self._temperature, chunks)
         self._device = place_of(shard)(model)
         limits = RowLimits.of(model.model.config, self._longest, self._budget)
-        compared = ParityProbe(model, limits, self._device, largest=largest_of(shard)).check(
+        return ParityProbe(model, limits, self._device, largest=largest_of(shard)).check(
             f"ReferenceScorer of {self._config.path!r}")
-        return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **compared}
 
     @torch.no_grad()
     def logprobs(self, *rollouts: Rollout) -> TokenScores:

@@ -1,8 +1,6 @@
 """The reward scorer: the weighted sum of all reward sources for each rollout."""
 
 import asyncio
-import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -46,7 +44,7 @@ class RewardScorer:
         return free_address(host)
 
     async def start(self, address: str = "", timeout_s: float = 0.0) -> dict[str, float]:
-        """Start all sources.
+        """Start all sources; returns what `WeightedSum.start` returns.
 
         Args:
             address: where the ranks of sharded models join.
@@ -55,7 +53,6 @@ class RewardScorer:
         Raises:
             ModelError, RewardError: a source cannot work.
         """
-        began = time.perf_counter()
         if not self._shard.is_whole:
             from rlhf_ray.engine.distributed import join
 
@@ -64,7 +61,7 @@ class RewardScorer:
         numbers = await self._sources.start()
         if self._judge:
             await self._judge.start()
-        return {"pid": os.getpid(), "seconds": time.perf_counter() - began, **numbers}
+        return numbers
 
     async def score(self, rollout: Rollout, prompts: Prompts) -> RewardScores:
         """One score per sample, and the judge's.

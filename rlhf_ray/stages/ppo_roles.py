@@ -138,7 +138,7 @@ async def start_roles(
     for group, sizes in zip(learners, started, strict=True):
         progress.note(sizes_note(group.role, sizes[0]))
     for group, reports in zip([*learners, *frozen], [*started, *of_frozen], strict=True):
-        if "probe_seconds" in reports[0]:
+        if reports[0] and "probe_seconds" in reports[0]:
             roles.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in reports), 3)
             progress.note(probe_note(group.role, reports[0]))
     return sources

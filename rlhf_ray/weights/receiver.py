@@ -65,11 +65,6 @@ class Receiver(Generic[StageT]):
         self._confirmed: dict[str, str] = {}
         self._failure: str | None = None
 
-    @property
-    def ready(self) -> bool:
-        """False after a failed publication, until a later one is confirmed."""
-        return self._failure is None
-
     def require_ready(self) -> None:
         """Check that the model may generate.
 

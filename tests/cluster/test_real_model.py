@@ -52,8 +52,7 @@ def test_a_model_as_people_have_them_before_and_after_a_publication(tmp_path):
     prompts, keys = prompts_of(len(tokenizer)), [SampleKey(0, row, 0) for row in range(ROWS)]
 
     async def run():
-        facts = await generator.start()
-        assert facts["stop_tokens"] == stop_ids("qwen") and facts["vocab_size"] == PADDED
+        await generator.start()
         try:
             check(await generator.generate(prompts, keys, 3), model, prompts, tokenizer)
             with torch.no_grad():

@@ -16,7 +16,6 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.child_processes import descendants
 from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
 from rlhf_ray.internals.vllm import unfinished_tokens
 from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
@@ -89,8 +88,6 @@ class DirectStage:
 
 class AsynchronousEngine:
     """See `interface.SamplingEngine`."""
-
-    kind = "async"
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
@@ -273,13 +270,6 @@ class AsynchronousEngine:
         await self._living().stop_profile()
         for trace in Path(self._traces.name).iterdir():
             trace.unlink()
-
-    def pids(self) -> list[int]:
-        """See `SamplingEngine.pids`."""
-        import psutil
-
-        own = psutil.Process()
-        return [process.pid for process in (own, *descendants(own))]
 
     async def stop(self) -> None:
         """See `SamplingEngine.stop`."""

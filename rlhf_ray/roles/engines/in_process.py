@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import time
 import warnings
@@ -113,8 +112,6 @@ class RequestBatch:
 class InProcessEngine:
     """See `interface.SamplingEngine`."""
 
-    kind = "in_process"
-
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._engine: Any = None
@@ -191,10 +188,6 @@ class InProcessEngine:
     async def drop_profile(self) -> None:
         """See `SamplingEngine.drop_profile`."""
         await self._on_thread(self._profile.drop)
-
-    def pids(self) -> list[int]:
-        """See `SamplingEngine.pids`."""
-        return [os.getpid()]
 
     async def stop(self) -> None:
         """See `SamplingEngine.stop`."""

@@ -99,8 +99,6 @@ class Completion:
 class SamplingEngine(Protocol):
     """A vLLM engine. Calls may overlap; the requests of all calls are batched together."""
 
-    kind: str
-
     async def start(self) -> None:
         """Load the model; its weights are version 0."""
         ...
@@ -142,10 +140,6 @@ class SamplingEngine(Protocol):
 
     def tokens_made(self) -> int:
         """Tokens sampled since the start, including unfinished responses; shows whether the engine makes progress."""
-        ...
-
-    def pids(self) -> list[int]:
-        """All processes of the engine."""
         ...
 
     async def begin_profile(self) -> None:

@@ -13,9 +13,7 @@ from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitI
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
-from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
-from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, SampleKey, WeightRoute, offsets_of
 from rlhf_ray.roles import generator as module
 from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
@@ -46,8 +44,6 @@ FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj
 class Engine:
     """Answers each request with its last prompt token and the end of sequence, and remembers what it was asked."""
 
-    kind = "stand-in"
-
     def __init__(self):
         self.calls, self.requests, self.broken, self.masks = [], [], None, ()
 
@@ -74,9 +70,6 @@ class Engine:
     def open_stage(self):
         return Stage()
 
-    def pids(self):
-        return [11, 12]
-
     def tokens_made(self):
         return 7
 
@@ -100,7 +93,7 @@ def generator(engine, policy_model):
     """A started generator; its trial's request is forgotten."""
     generation = GenerationConfig(sampling=SAMPLING, gpus=1, sleep_level=2)
     it = Generator(policy_model, generation, 5, 8, "generator/1", "abort", "nccl")
-    it.information = asyncio.run(it.start())
+    asyncio.run(it.start())
     engine.trial, engine.requests, engine.calls = engine.requests, [], []
     return it
 
@@ -122,13 +115,8 @@ def test_a_start_builds_the_engine_it_is_configured_for_and_draws_one_token(gene
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
 
 
-def test_a_start_returns_what_the_coordinator_checks(generator, policy_model):
-    information = generator.information
-    assert information.pop("seconds") > 0
-    assert information == {
-        "pid": os.getpid(), "pids": [11, 12], "engine": "stand-in", "vocab_size": VOCABULARY, "stop_tokens": [1],
-        "tokenizer_digest": tokenizer_digest(load_tokenizer(policy_model)), "version": 0}
-    assert generator.version() == 0 and generator.ready() and generator.tokens_made() == 7
+def test_a_started_generator_has_version_zero_and_counts_tokens(generator):
+    assert generator._receiver.version == 0 and generator.tokens_made() == 7
     assert generator.devices() == GenerationConfig().devices
 
 
@@ -244,7 +232,8 @@ def test_a_publication_is_applied_once_it_is_whole(generator, engine, published)
     assert (confirmed.version, confirmed.pause_seconds) == (3, 0.25)
     [(name, stage, version)] = engine.calls
     assert (name, version) == ("apply", 3) and set(stage.names) == set(engine.settings.shapes)
-    assert generator.version() == 3 and generator.ready()
+    assert generator._receiver.version == 3
+    assert len(asyncio.run(generator.generate(prompts([2]), [SampleKey(0, 0, 0)], 9))) == 1
     with pytest.raises(WeightsError, match="refuses version 2"):
         asyncio.run(generator.begin_weights(2, 2, 1))
     assert asyncio.run(publish(generator, published(2), 2, number=3, resend=True)).version == 2
@@ -255,7 +244,7 @@ def test_weights_that_do_not_fit_stop_generation_until_they_are_published_again(
     with pytest.raises(WeightsError, match="of another shape"):
         asyncio.run(publish(generator, published(3), 3))
     engine.broken = None
-    assert not generator.ready() and generator.version() == 0
+    assert generator._receiver.version == 0
     for call in (generator.generate(prompts([2]), [SampleKey(0, 0, 0)], 9), generator.score(None)):
         with pytest.raises(WeightsError, match="does not generate"):
             asyncio.run(call)
@@ -285,7 +274,7 @@ def test_calls_for_the_engine_reach_it(generator, engine):
         ("connect", str(transfer_info(route, 2))), ("sleep", "2"), ("wake", "['weights']"), ("begin_profile",),
         ("end_profile", "/somewhere/trace.json"), ("drop_profile",), ("stop",)]
     with pytest.raises(WorkerError, match="generator/1 is not running; call start first"):
-        generator.version()
+        generator.tokens_made()
     asyncio.run(generator.stop())
 
 

@@ -83,10 +83,10 @@ def exported(directory, auto="AutoModelForCausalLM"):
     return {name: p.detach().float().numpy() for name, p in model.named_parameters()}
 
 
-def test_the_start_returns_process_sizes_and_parity(results, files):
+def test_the_start_returns_sizes_and_parity(results, files):
     size = sum(p.numel() for p in load_policy(files.tied).parameters())
     result = results.policy["started"]
-    assert result["parameters"] == result["trained"] == size and result["pid"] > 1 and result["seconds"] > 0
+    assert result["parameters"] == result["trained"] == size
     assert result["probe_difference"] < 1e-4
     with_adapters = results.adapters["started"]
     # Rank 2 on the query projections of two layers, 64 by 64.

@@ -29,7 +29,7 @@ def test_a_late_bucket_of_a_publication_that_broke_off_does_not_disturb_the_next
             await generator.load_weights(bucket, 2)
 
     asyncio.run(run())
-    assert generator.ready()
+    generator._receiver.require_ready()
     generator._receiver.finish(5)
     assert generator._receiver.confirm() == 5
 
