@@ -97,16 +97,13 @@ class NCCLSender:
             b64decode(route.nccl_id), 0, route.world, torch.accelerator.current_device_index())
 
     def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
-        """See `Sender.offer`."""
         self._bucket.tensors = tensors
         return []
 
     def send(self) -> None:
-        """See `Sender.send`."""
         self._engine.send_weights()
 
     def release(self) -> None:
-        """See `Sender.release`."""
         self._bucket.tensors = {}
 
     def close(self) -> None:
@@ -127,7 +124,6 @@ class IPCSender:
             IPCTrainerInitInfo(rank=rank, packed=False), client=self._client, source=self._bucket)
 
     def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
-        """See `Sender.offer`."""
         self._kept.append(tensors)
         self._bucket.tensors = tensors
         self._engine.send_weights()
@@ -139,13 +135,11 @@ class IPCSender:
         """See `Sender.send`."""
 
     def release(self) -> None:
-        """See `Sender.release`."""
         self._kept.clear()
         self._bucket.tensors = {}
         torch.cuda.ipc_collect()
 
     def close(self) -> None:
-        """See `Sender.close`."""
         self.release()
         self._engine.shutdown()
 
@@ -158,21 +152,17 @@ class GlooSender:
         self._tensors: Mapping[str, Tensor] = {}
 
     def offer(self, tensors: dict[str, Tensor]) -> list[dict[str, list[Any]]]:
-        """See `Sender.offer`."""
         self._tensors = tensors
         return []
 
     def send(self) -> None:
-        """See `Sender.send`."""
         for tensor in self._tensors.values():
             self._broadcast(tensor)
 
     def release(self) -> None:
-        """See `Sender.release`."""
         self._tensors = {}
 
     def close(self) -> None:
-        """See `Sender.close`."""
         self.release()
         self._broadcast.close()
 

@@ -104,7 +104,6 @@ class AsynchronousEngine:
         """When the present direct publication began; None between publications."""
 
     async def start(self) -> None:
-        """See `SamplingEngine.start`."""
         with quiet_start():
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -120,11 +119,9 @@ class AsynchronousEngine:
             await self._load_adapter(stage, self._settings.adapters)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See `SamplingEngine.sample`."""
         return await asyncio.gather(*(self._sample(request) for request in requests))
 
     async def score(self, rows: Sequence[list[int]]) -> list[NDArray[np.float32]]:
-        """See `SamplingEngine.score`."""
         outputs = await asyncio.gather(*(self._finish(row, scoring_parameters()) for row in rows))
         return [prompt_logprobs_of(output) for output in outputs]
 
@@ -179,7 +176,6 @@ class AsynchronousEngine:
             await engine.update_weights(WeightTransferUpdateRequest(update_info=offer_info(offer)))
 
     async def apply(self, stage: StagedFiles | DirectStage, version: int) -> float:
-        """See `SamplingEngine.apply`."""
         engine, began = self._living(), time.perf_counter()
         with self._fatal_errors(f"loading weights version {version}"):
             if isinstance(stage, StagedFiles) and self._settings.adapters:
@@ -249,11 +245,9 @@ class AsynchronousEngine:
             raise self._dead from error
 
     async def abort_samples(self) -> None:
-        """See `partial_rollouts.AbortableEngine`."""
         await self._living().abort(list(self._sampling))
 
     def tokens_made(self) -> int:
-        """See `SamplingEngine.tokens_made`."""
         return self._finished_tokens + unfinished_tokens(self._engine)
 
     async def begin_profile(self) -> None:
@@ -266,13 +260,11 @@ class AsynchronousEngine:
         return await asyncio.to_thread(collect_vllm_trace, Path(self._traces.name), trace)
 
     async def drop_profile(self) -> None:
-        """See `SamplingEngine.drop_profile`."""
         await self._living().stop_profile()
         for trace in Path(self._traces.name).iterdir():
             trace.unlink()
 
     async def stop(self) -> None:
-        """See `SamplingEngine.stop`."""
         self._end()
 
     def _end(self) -> None:

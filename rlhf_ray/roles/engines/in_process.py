@@ -133,12 +133,10 @@ class InProcessEngine:
         self._thread = threading.Thread(target=self._run, name=f"{settings.name} vLLM", daemon=True)
 
     async def start(self) -> None:
-        """See `SamplingEngine.start`."""
         self._thread.start()
         await self._on_thread(self._build)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See `SamplingEngine.sample`."""
         watches = [watch_for(request, self._settings.decode) for request in requests]
         completions = await self._finish([(request.prompt, partial(sampling_parameters, request), watch)
                                           for request, watch in zip(requests, watches, strict=True)], completion_of)
@@ -146,11 +144,9 @@ class InProcessEngine:
                 for completion, watch in zip(completions, watches, strict=True)]
 
     async def score(self, rows: Sequence[list[int]]) -> list[NDArray[np.float32]]:
-        """See `SamplingEngine.score`."""
         return await self._finish([(row, scoring_parameters, None) for row in rows], prompt_logprobs_of)
 
     async def fused_layers(self) -> dict[str, list[str]]:
-        """See `SamplingEngine.fused_layers`."""
         return dict(getattr(self._model, "packed_modules_mapping", {}))
 
     def open_stage(self) -> DoubleBuffer | StagedBuckets:
@@ -166,15 +162,12 @@ class InProcessEngine:
         return DoubleBuffer(self._routes, self._settings.generation.threads)
 
     async def apply(self, stage: DoubleBuffer | StagedBuckets, version: int) -> float:
-        """See `SamplingEngine.apply`."""
         return await self._on_thread(lambda: self._apply(stage, version))
 
     async def abort_samples(self) -> None:
-        """See `partial_rollouts.AbortableEngine`."""
         await self._on_thread(lambda: self._end_samples(self._waiting))
 
     def tokens_made(self) -> int:
-        """See `SamplingEngine.tokens_made`."""
         return self._finished_tokens + unfinished_tokens(self._engine)
 
     async def begin_profile(self) -> None:
@@ -182,15 +175,12 @@ class InProcessEngine:
         await self._on_thread(self._profile.begin)
 
     async def end_profile(self, trace: Path) -> WorkerProfile | None:
-        """See `SamplingEngine.end_profile`."""
         return await self._on_thread(lambda: self._profile.end(trace))
 
     async def drop_profile(self) -> None:
-        """See `SamplingEngine.drop_profile`."""
         await self._on_thread(self._profile.drop)
 
     async def stop(self) -> None:
-        """See `SamplingEngine.stop`."""
         if self._thread.is_alive():
             done: Future[None] = Future()
             self._jobs.put((self._shut_down, done))

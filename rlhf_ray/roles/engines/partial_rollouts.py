@@ -44,7 +44,6 @@ class PartialRolloutEngine:
         return getattr(self._engine, name)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """See `SamplingEngine.sample`."""
         partial: list[Completion | None] = [None] * len(requests)
         unfinished = list(range(len(requests)))
         while unfinished:
