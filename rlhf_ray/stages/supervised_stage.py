@@ -1,13 +1,15 @@
-"""The stages `sft`, `reward-model` and `process-reward`: checks, workers, data, training, export."""
+"""The stages `sft`, `reward-model` and `process-reward`: checks, workers, data, training, restarts, export."""
 
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.cluster.worker_group import WorkerGroup
@@ -19,12 +21,12 @@ from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.node_drain import watch_node_drains
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.stepwise_format import StepTokens
-from rlhf_ray.errors import ConfigError, DiskStalled
+from rlhf_ray.errors import ConfigError, DiskStalled, WorkerError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.models.router_balance import check_router
-from rlhf_ray.observability.faults import FaultLog
-from rlhf_ray.observability.metrics import MetricsWriter
+from rlhf_ray.observability.faults import FaultLog, note_restart
+from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_readers import DataReader, DataSummary
@@ -52,7 +54,6 @@ from rlhf_ray.stages.runtime import (
     start_learners,
     write_left_out,
 )
-from rlhf_ray.stages.supervised_attempts import SupervisedAttempts
 from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun, order_of_rows
 
 
@@ -114,15 +115,58 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
                         return SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
                                              stage.card, data.summary.contents)
 
-                    attempts = SupervisedAttempts(config.logging, directory, restart, build)
                     async with (watch_node_drains(stop, progress.warn, [learners], on_failure=log.failed),
                                 health.at_work([detector])):
-                        run = await attempts.run(start, resume)
+                        run = await _train(config, directory, build, restart, start, resume)
         except DiskStalled:
             files.hurry()
             raise
     return {"stage": stage.name, "steps": run.step, "rows": data.summary.rows, "seconds": time.perf_counter() - began,
             "probe_seconds": {learners.role: round(probe_seconds, 3)}, **run.evaluation, **run.keeper.summary()}
+
+
+async def _train(
+    config: SupervisedConfig, directory: RunDirectory, build: Callable[[MetricsWriter], SupervisedRun],
+    restart: LearnerRestart, start: Checkpoint | None, resume: bool,
+) -> SupervisedRun:
+    """Make the remaining steps and export the model, again from the last checkpoint when a learner is lost.
+
+    Args:
+        build: makes the run of an attempt: each has new state.
+        start: the checkpoint to continue from.
+        resume: whether the directory may hold a run, which continues, or starts over without `start`.
+
+    Returns:
+        the last attempt.
+
+    Raises:
+        WorkerError: learners were lost too often.
+        RunInterrupted: a stop was requested.
+    """
+    while True:
+        kept = start.step if start else NOTHING if resume else None
+        try:
+            return await _attempt(config, directory, build, start, kept)
+        except WorkerError as error:
+            start, resume = await restart.after(error), True
+
+
+async def _attempt(config: SupervisedConfig, directory: RunDirectory, build: Callable[[MetricsWriter], SupervisedRun],
+                   start: Checkpoint | None, kept: int | None) -> SupervisedRun:
+    """An attempt that keeps the metrics up to the step `kept`."""
+    records = directory.files.records
+    metrics = await records.run(MetricsWriter, directory.path, config.logging, kept, directory.term)
+    try:
+        run = build(metrics)
+        if start is not None:
+            await run.restore(start.path)
+            await records.run(note_restart, directory.faults, start.step, directory.term)
+        await run.train()
+        await run.export()
+        return run
+    finally:
+        with suppress(DiskStalled):  # reported already by the first failure
+            await records.run(metrics.close)
 
 
 async def _restart_learners(learners: WorkerGroup, data: "_TrainingData", timeout_s: float) -> None:
