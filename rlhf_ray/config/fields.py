@@ -1,10 +1,10 @@
 """Describes the fields of a configuration: names, types, defaults, bounds and sentences, read from the pydantic models.
 
-`--help`, `docs/configuration.md` and error messages use it. It does not handle values.
+`--help`, `docs/configuration.md` and error messages use it. Values are only listed, with the names of their fields.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -75,6 +75,21 @@ def changed_fields(section: BaseModel, default: Any = None, prefix: str = "") ->
                 yield from changed_fields(item, None, f"{path}.{number}.")
         elif usual is not _UNSET and value != usual:
             yield path, section, value
+
+
+def strings_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """All strings of a configuration with the dotted names of their fields."""
+    if isinstance(value, BaseModel):
+        for key in type(value).model_fields:
+            yield from strings_of(getattr(value, key), f"{name}.{key}".lstrip("."))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from strings_of(item, f"{name}.{key}".lstrip("."))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from strings_of(item, name)
+    elif isinstance(value, str):
+        yield name, value
 
 
 def sections_of(annotation: Any) -> tuple[type[BaseModel], ...]:

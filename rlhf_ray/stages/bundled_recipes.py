@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -48,19 +49,9 @@ class Recipe:
             file: name of the YAML file when it is not the stage's.
         """
         path = self.folder() / f"{file or stage.replace('-', '_')}.yaml"
-        moved = [f"--{field}={str(value).replace(self.home, str(directory), 1)}"
-                 for field, value in self._paths(load(STAGES[stage], path, []).model_dump())]
+        moved = [f"--{field}={text.replace(self.home, str(directory), 1)}"
+                 for field, text in strings_of(load(STAGES[stage], path, [])) if text.startswith(self.home)]
         return load(STAGES[stage], path, [*moved, f"--run.seed={seed}", *(overrides or [])])
-
-    def _paths(self, values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-        """Fields, as dotted names, whose value is a path below `home`."""
-        fields = []
-        for name, value in values.items():
-            if isinstance(value, dict):
-                fields += self._paths(value, f"{prefix}{name}.")
-            elif isinstance(value, str) and value.startswith(self.home):
-                fields.append((prefix + name, value))
-        return fields
 
 
 def refuse_other_start(directory: Path, seed: int, family: str = "llama") -> None:

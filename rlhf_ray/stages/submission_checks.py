@@ -15,6 +15,7 @@ import yaml
 
 from rlhf_ray.checkpoint.remote import require_no_password
 from rlhf_ray.cluster.jobs.package import exists_here
+from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.load import plain
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ConfigError, ModelError, first_line
@@ -37,7 +38,7 @@ def check_before_submission(stage: str, config: StageConfig) -> list[str]:
     """
     if config.run.upload:
         require_no_password(config.run.upload)
-    unseen = sorted({text for text in _paths(plain(config)) if Path(text).is_absolute() and not exists_here(Path(text))}
+    unseen = sorted({text for _, text in strings_of(config) if text.startswith("/") and not exists_here(Path(text))}
                     - {config.run.dir})
     if unseen:
         return [f"not visible from here, so the job will check it when it starts: {', '.join(unseen)}"]
@@ -64,15 +65,6 @@ def check_plan(config: StageConfig, nodes: Sequence[Node], where: str) -> list[s
     except ConfigError as error:
         raise ConfigError(f"{error}\n  (the nodes of {where}; use --no-plan if an autoscaler adds others)") from None
     return [f"it fits the {len(nodes)} node(s) of {where}"]
-
-
-def _paths(value: object) -> list[str]:
-    """All strings of a plain configuration that start like absolute paths."""
-    if isinstance(value, Mapping):
-        return [text for item in value.values() for text in _paths(item)]
-    if isinstance(value, list):
-        return [text for item in value for text in _paths(item)]
-    return [value] if isinstance(value, str) and value.startswith("/") else []
 
 
 def about_run(stage: str, config: StageConfig, directory: Path, arguments: Sequence[str]) -> dict[str, str]:

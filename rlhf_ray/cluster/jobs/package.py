@@ -5,7 +5,7 @@ that runs a part of the job. So the archive is for code, configurations and smal
 where all nodes see them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import rlhf_ray
+from rlhf_ray.config.fields import strings_of
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.internals.ray import largest_package, packed_files
 
@@ -95,21 +96,6 @@ def exists_here(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
-
-
-def strings_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """All strings of a configuration with the dotted names of their fields."""
-    if isinstance(value, BaseModel):
-        for key in type(value).model_fields:
-            yield from strings_of(getattr(value, key), f"{name}.{key}".lstrip("."))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from strings_of(item, f"{name}.{key}".lstrip("."))
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from strings_of(item, name)
-    elif isinstance(value, str):
-        yield name, value
 
 
 def environment_of(package: Package, variables: Mapping[str, str], requirements: Sequence[str]) -> dict[str, Any]:

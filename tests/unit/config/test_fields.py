@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rlhf_ray.config.config_docs import reference
-from rlhf_ray.config.fields import describe_fields
+from rlhf_ray.config.fields import describe_fields, strings_of
 from rlhf_ray.config.load import STAGES, load
 
 PAGE = Path(__file__).parents[3] / "docs" / "configuration.md"
@@ -79,3 +79,11 @@ def test_the_reference_page_has_every_field(command):
     assert f"## `rlhf-ray {command}`" in text
     for f in describe_fields(STAGES[command]):
         assert f"| `{f.path}` |" in text
+
+
+def test_the_strings_of_a_configuration_have_the_names_that_a_person_writes():
+    config = load(STAGES["ppo"], None, ["--model.path=org/name", "--rewards.r={type: model, path: org/reward}",
+                                        "--prompts.mix=[{path: a}, {path: b}]"])
+    strings = list(strings_of(config))
+    assert {("model.path", "org/name"), ("rewards.r.path", "org/reward")} <= set(strings)
+    assert [text for name, text in strings if name == "prompts.mix.path"] == ["a", "b"]

@@ -8,7 +8,7 @@ import pytest
 
 import rlhf_ray
 from rlhf_ray.cluster.jobs import package as module
-from rlhf_ray.cluster.jobs.package import check_paths, environment_of, list_package, strings_of
+from rlhf_ray.cluster.jobs.package import check_paths, environment_of, list_package
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 
@@ -80,8 +80,3 @@ def test_this_package_goes_along_unless_the_directory_holds_it(project):
     subprocess.run(["cp", "-r", str(home), str(project / "here")], check=True)
     packed = list_package(project)
     assert packed.holds(project / "here/rlhf_ray") and not packed.holds(home)
-
-
-def test_fields_are_named_as_a_person_writes_them():
-    names = dict(strings_of(config_of()))
-    assert names["model.path"] == "org/name" and names["rewards.r.path"] == "org/reward"
