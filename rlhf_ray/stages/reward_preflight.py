@@ -1,34 +1,21 @@
 """Checks of `rewards` before Ray starts."""
 
-import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive, judge_rewards, reward_sections
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import (
-    FunctionReward,
-    HTTPReward,
-    JSONSchemaReward,
-    ModelReward,
-    ProcessReward,
-    RegexReward,
-    RewardConfig,
-)
+from rlhf_ray.config.rewards import ModelReward, RewardConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.row_readers import READERS, read_rows
-from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
-from rlhf_ray.errors import ConfigError, ModelError, RewardError
+from rlhf_ray.errors import ConfigError, ModelError
 from rlhf_ray.models.config_json import pretrained_config
-from rlhf_ray.models.loading import check_scalar_head, load_tokenizer
-from rlhf_ray.models.model_families import Use, check_family, is_decoder
-from rlhf_ray.rewards.http.source import HTTPSource
-from rlhf_ray.rewards.sources import make_source
-from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_model, check_same_tokens
-from rlhf_ray.stages.scorers import AnswerCheck, check_scorer
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.model_families import is_decoder
+from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_same_tokens
+from rlhf_ray.stages.scorers import AnswerCheck, check_reward, check_scorer
 
 
 def check_rewards(config: PPOConfig) -> None:
@@ -39,7 +26,9 @@ def check_rewards(config: PPOConfig) -> None:
     """
     sections = [config.prompts, derive(config).evaluation_prompts]
     for name, reward in config.rewards.items():
-        _check_source(config, name, reward)
+        check_reward(name, reward, config.model)
+        if isinstance(reward, ModelReward):
+            _check_length(config, reward)
         check_prompt_answers(sections, config.model, f"rewards.{name}", name, reward)
     if config.logging.judge is not None:
         check_scorer(config.logging.judge, config.model, "logging.judge")
@@ -66,27 +55,9 @@ def _refuse_labelled_critic(config: PPOConfig) -> None:
                               "critic.init=policy")
 
 
-def _check_source(config: PPOConfig, name: str, reward: RewardConfig) -> None:
-    match reward:
-        case ModelReward():
-            _check_reward_model(config, name, reward)
-        case ProcessReward():
-            check_model(reward, f"rewards.{name}")
-            check_family(reward, f"rewards.{name}", {Use.LANGUAGE})
-            StepTokens.of(load_steps(reward, f"rewards.{name}"), load_tokenizer(reward))
-        case HTTPReward():
-            digest = tokenizer_digest(load_tokenizer(config.model))
-            asyncio.run(_reward_errors_as_config(HTTPSource(name, reward).check(digest)))
-        case FunctionReward() | RegexReward() | JSONSchemaReward():
-            asyncio.run(_reward_errors_as_config(_try_start(config, name, reward)))
-
-
-def _check_reward_model(config: PPOConfig, name: str, reward: ModelReward) -> None:
+def _check_length(config: PPOConfig, reward: ModelReward) -> None:
     """A model with another tokenizer reads texts, whose length it counts itself; the length for one with our tokenizer
     is checked here."""
-    field = f"rewards.{name}"
-    check_model(reward, field, require_eos=False)
-    check_scalar_head(reward, field, reward.label)
     if tokenizer_digest(load_tokenizer(config.model)) == tokenizer_digest(load_tokenizer(reward, require_eos=False)):
         check_context(reward, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                       ("prompts.max_tokens", "generator.sampling.max_tokens"))
@@ -97,23 +68,6 @@ def _check_decoder(reward: ModelReward, field: str, shards: int) -> None:
     if not is_decoder(shape := pretrained_config(reward)):
         raise ModelError(f"{field}.path={reward.path!r} is of the family {shape.model_type!r}, which is no decoder, "
                          f"and reward.shards={shards} divides decoders only: set reward.shards to 1, or use a decoder")
-
-
-async def _try_start(config: PPOConfig, name: str, reward: RewardConfig) -> None:
-    """Start the source here, as the reward scorer will do."""
-    source = make_source(name, reward, config.model, config.reward.micro_batch_tokens)
-    try:
-        await source.start()
-    finally:
-        await source.stop()
-
-
-async def _reward_errors_as_config(check: Coroutine[Any, Any, None]) -> None:
-    """A reward that cannot work from the start is an error of the configuration."""
-    try:
-        await check
-    except RewardError as error:
-        raise ConfigError(str(error)) from None
 
 
 def check_prompt_answers(sections: Iterable[PromptsConfig | None], model: ModelConfig, section: str, name: str,

@@ -20,6 +20,7 @@ from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.records import RewardScores
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
 from rlhf_ray.roles.prompt_input import PromptInput
+from rlhf_ray.stages.preflight import check_model
 
 MICRO_BATCH_TOKENS = 8192
 SECTIONS = r"rewards\.(vader|exact_match|number|http|function|model)\b"
@@ -59,32 +60,44 @@ def check_scorer(name: str, model: ModelConfig, option: str) -> None:
     """
     with errors_name_option(name, option):
         for component, reward in rewards_of(name, option).items():
+            check_reward(component, reward, model)
+
+
+def check_reward(name: str, reward: RewardConfig, model: ModelConfig) -> None:
+    """Refuse the component `rewards.NAME` if it cannot work for answers of `model`. Everything is stopped again.
+
+    Raises:
+        ConfigError, ModelError: naming the component.
+    """
+    field = f"rewards.{name}"
+    match reward:
+        case ModelReward():
+            check_model(reward, field, require_eos=False)
+            check_scalar_head(reward, field, reward.label)
+        case ProcessReward():
+            check_model(reward, field)
+            check_family(reward, field, {Use.LANGUAGE})
+            StepTokens.of(load_steps(reward, field), load_tokenizer(reward))
+        case _:
             try:
-                asyncio.run(_check(component, reward, model))
-            except RewardError as error:  # a scorer that cannot work from the start is an error of the command line
+                asyncio.run(_try_start(name, reward, model))
+            except RewardError as error:  # one that cannot work from the start is an error of the configuration
                 raise ConfigError(str(error)) from None
 
 
-async def _check(component: str, reward: RewardConfig, model: ModelConfig) -> None:
+async def _try_start(name: str, reward: RewardConfig, model: ModelConfig) -> None:
+    """Start a source here, as the reward scorer will do, or ask a service."""
     from rlhf_ray.rewards.http.source import HTTPSource
     from rlhf_ray.rewards.sources import make_source
 
-    match reward:
-        case ModelReward():
-            check_model_directory(reward, f"rewards.{component}")
-            check_scalar_head(reward, f"rewards.{component}", reward.label)
-        case ProcessReward():
-            check_model_directory(reward, f"rewards.{component}")
-            check_family(reward, f"rewards.{component}", {Use.LANGUAGE})
-            StepTokens.of(load_steps(reward, f"rewards.{component}"), load_tokenizer(reward))
-        case HTTPReward():
-            await HTTPSource(component, reward).check(tokenizer_digest(load_tokenizer(model)))
-        case _:
-            source = make_source(component, reward, model, MICRO_BATCH_TOKENS)
-            try:
-                await source.start()
-            finally:
-                await source.stop()
+    if isinstance(reward, HTTPReward):
+        await HTTPSource(name, reward).check(tokenizer_digest(load_tokenizer(model)))
+        return
+    source = make_source(name, reward, model, MICRO_BATCH_TOKENS)
+    try:
+        await source.start()
+    finally:
+        await source.stop()
 
 
 @contextmanager
