@@ -29,7 +29,7 @@ from rlhf_ray.records import (
     WeightsPlan,
     offsets_of,
 )
-from rlhf_ray.roles.async_checkpoint import SaveProgress
+from rlhf_ray.roles.learner_state import SaveProgress
 
 CHUNK = 16
 """Samples of a rollout record, the default of `generator.chunk`."""

@@ -18,8 +18,7 @@ from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.models.router_balance import RouterBalance
 from rlhf_ray.records import Rollout, TokenScores, UpdateStats
-from rlhf_ray.roles.async_checkpoint import Writers
-from rlhf_ray.roles.learner_state import LearnerState
+from rlhf_ray.roles.learner_state import LearnerState, Writers
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, score_columns, share_of
 from rlhf_ray.roles.profiling import TorchProfile
 from rlhf_ray.roles.publication import Publication, PublishedModel, PublishedTensors

@@ -28,8 +28,8 @@ from rlhf_ray.models.loading import load_causal_lm, remove_dropout
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
-from rlhf_ray.roles.async_checkpoint import Writers
 from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.learner_state import Writers
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 from rlhf_ray.roles.ppo_update import loss_count, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix

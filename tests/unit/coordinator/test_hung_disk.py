@@ -19,7 +19,7 @@ from rlhf_ray.files.writer_thread import HURRY_S, RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sample_texts import SampleWriter
-from rlhf_ray.roles.async_checkpoint import SaveProgress
+from rlhf_ray.roles.learner_state import SaveProgress
 from tests.unit.coordinator.harnesses import CoordinatorHarness
 from tests.unit.coordinator.stand_ins import ledger_of
 

@@ -22,7 +22,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.roles.async_checkpoint import SaveProgress
+from rlhf_ray.roles.learner_state import SaveProgress
 from tests.unit.coordinator.stand_ins import role_groups_of
 from tests.unit.replay.ledgers import begin
 

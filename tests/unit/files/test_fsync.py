@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sample_texts import SampleWriter
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.roles.async_checkpoint import AsyncCheckpointWriter
+from rlhf_ray.roles.learner_state import LearnerState
 from tests.checkpoints import new_checkpoint
 
 
@@ -34,9 +35,10 @@ def export(place):
 
 
 def learner(place):
-    saving = AsyncCheckpointWriter()
-    saving.begin(place / "policy", {"rank_0.safetensors": lambda path: path.write_bytes(b"w")})
-    while not saving.progress().done:
+    snapshot = SimpleNamespace(write=lambda path: path.write_bytes(b"w"))
+    state = LearnerState(SimpleNamespace(snapshot=lambda: snapshot), None, 0)
+    state.begin_save(place / "policy", {})
+    while not state.save_progress().done:
         pass
 
 

@@ -9,7 +9,7 @@ from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.roles.async_checkpoint import SaveProgress
+from rlhf_ray.roles.learner_state import SaveProgress
 from rlhf_ray.stages import sft, supervised_stage
 from rlhf_ray.stages.supervised_loop import SupervisedRun
 
