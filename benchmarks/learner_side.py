@@ -14,6 +14,7 @@ from rlhf_ray.checkpoint.state_files import load_records, save_records
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import OptimizerConfig, PolicyConfig
 from rlhf_ray.data.supervised_records import Sequences, sequences_of
+from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
@@ -94,7 +95,7 @@ class LearnerSide:
         whole = experience(directory)
         self._learner = self.learner(LEARNER, model_config(directory), rank=0, world=1, seed=SEED, total_steps=10**6,
                                      algorithm=ALGORITHM, temperature=1.0)
-        self._learner.start(self._learner.rendezvous("127.0.0.1"), timeout_s=600.0)
+        self._learner.start(free_address("127.0.0.1"), timeout_s=600.0)
         self._tokens = float(len(whole.tokens))
         self._experience = self.rows(whole)
         self._step, self._grad_norm = 0, 0.0

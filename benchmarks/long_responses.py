@@ -41,6 +41,7 @@ from rlhf_ray.config.learner import OptimizerConfig, PolicyConfig
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.data.synthetic_reviews import make_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
+from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.models.loading import load_tokenizer, new_causal_lm
 from rlhf_ray.records import Experience, Prompts, Rollout, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
@@ -108,7 +109,7 @@ def learner(directory: Path, dtype: Dtype, tokens: int, checkpointing: bool = Fa
     made = PolicyLearner(config, ModelConfig(path=str(directory), dtype=dtype), rank=0, world=1, seed=SEED,
                          total_steps=100, algorithm=AlgorithmConfig(epochs=1, mini_batches=1), temperature=1.0,
                          longest=64)
-    made.start(made.rendezvous("127.0.0.1"), timeout_s=600.0)
+    made.start(free_address("127.0.0.1"), timeout_s=600.0)
     return made
 
 

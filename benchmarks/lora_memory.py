@@ -79,13 +79,14 @@ def learn(model: Path, way: Way, directory: Path) -> tuple[int, float]:
     import deepspeed  # noqa: F401  (counted to the process, as peft is, and not to the model)
     import peft  # noqa: F401
 
+    from rlhf_ray.engine.distributed import free_address
     from rlhf_ray.roles.policy_learner import PolicyLearner
 
     before = resident("VmRSS")
     learner = PolicyLearner(PolicyConfig(micro_batch_tokens=LENGTH * 2, lora=way.lora),
                             ModelConfig(path=str(model), dtype=way.dtype), rank=0, world=1, seed=0, total_steps=10,
                             algorithm=AlgorithmConfig(epochs=1, mini_batches=1), temperature=1.0)
-    sizes = learner.start(learner.rendezvous("127.0.0.1"), timeout_s=600.0)
+    sizes = learner.start(free_address("127.0.0.1"), timeout_s=600.0)
     learner.update(0, 0.0, experience())
     highest = resident() - before
     learner.begin_save(str(directory))

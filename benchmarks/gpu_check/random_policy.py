@@ -13,6 +13,7 @@ from benchmarks.gpu_check.runner import Place
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import OptimizerConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.models.packed_model import Chunks, PackedLanguageModel
 from rlhf_ray.planning.hardware import Hardware
 from rlhf_ray.planning.learner_memory import Training, learner_memory
@@ -126,7 +127,7 @@ class Setting:
         learner = RandomPolicy(self.config(place.gpu), self.model(place), rank=0, world=1, seed=SEED, total_steps=100,
                                algorithm=ALGORITHM, temperature=1.0, longest=self.size.length)
         learner.chunks = self.chunks or learner.chunks
-        learner.start(learner.rendezvous("127.0.0.1"), TIMEOUT_S)
+        learner.start(free_address("127.0.0.1"), TIMEOUT_S)
         return learner
 
 

@@ -119,12 +119,13 @@ class PolicyRole(Role):
     ACTIVITIES, ANY = ("log-probabilities", "policy update"), ("send weights",)
 
     def start(self) -> None:
+        from rlhf_ray.engine.distributed import free_address
         from rlhf_ray.roles.policy_learner import PolicyLearner
 
         config = PolicyConfig(micro_batch_tokens=MICRO_BATCH_TOKENS)
         self._learner = PolicyLearner(config, policy_config(self.directory), rank=0, world=1, seed=SEED,
                                       total_steps=10**6, algorithm=ALGORITHM, temperature=1.0)
-        self._learner.start(self._learner.rendezvous("127.0.0.1"), timeout_s=600.0)
+        self._learner.start(free_address("127.0.0.1"), timeout_s=600.0)
         plan = self._learner.plan_weights(WeightsConfig().bucket_mb << 20, fused_groups=[])
         self._buckets, self._step, self._version = plan.whole.buckets, 0, 0
 
@@ -153,12 +154,13 @@ class CriticRole(Role):
     ACTIVITIES = ("values", "critic update")
 
     def start(self) -> None:
+        from rlhf_ray.engine.distributed import free_address
         from rlhf_ray.roles.critic_learner import CriticLearner
 
         config = CriticConfig(micro_batch_tokens=MICRO_BATCH_TOKENS)
         self._learner = CriticLearner(config, policy_config(self.directory), rank=0, world=1, seed=SEED,
                                       total_steps=10**6, algorithm=ALGORITHM)
-        self._learner.start(self._learner.rendezvous("127.0.0.1"), timeout_s=600.0)
+        self._learner.start(free_address("127.0.0.1"), timeout_s=600.0)
         self._step = 0
 
     def work(self, activity: str, length: int, rows: int) -> Work:

@@ -57,8 +57,8 @@ def is_async(cls: type) -> bool:
 
 
 def actor_class(cls: type) -> Any:
-    """The role's class as a Ray actor class of the same name, with an added method that calls and times the role's own
-    methods."""
+    """The role's class as a Ray actor class of the same name, with added methods: one that calls and times the role's
+    own, and some about the worker's process and node."""
 
     def outcome(result: Any, outputs: int, began: float) -> tuple[Any, ...]:
         seconds = time.perf_counter() - began
@@ -78,7 +78,7 @@ def actor_class(cls: type) -> Any:
             with gc_paused_for_start(call.method):
                 return outcome(getattr(self, call.method)(*call.arguments(values)), call.outputs, began)
 
-    members = {"timed_call": timed_call, "node_host": _node_host, "introduce": introduce,
+    members = {"timed_call": timed_call, "node_host": _node_host, "rendezvous": _rendezvous, "introduce": introduce,
                "own_processes": lambda _: own_processes(), "__doc__": cls.__doc__}
     return ray.remote(type(cls.__name__, (cls,), members))
 
@@ -103,6 +103,13 @@ def gc_paused_for_start(method: str) -> Iterator[None]:
 def _node_host(_: Any) -> str:
     """Address at which other nodes of the cluster reach the worker's node."""
     return ray.util.get_node_ip_address()
+
+
+def _rendezvous(_: Any) -> str:
+    """An address on the worker's node at which other ranks can join this one."""
+    from rlhf_ray.engine.distributed import free_address
+
+    return free_address(ray.util.get_node_ip_address())
 
 
 def worker_environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[str, str]:

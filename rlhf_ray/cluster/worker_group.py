@@ -107,8 +107,7 @@ class WorkerGroup:
 
     async def rendezvous(self, rank: int, timeout_s: float | None = None) -> str:
         """An address on a rank's node at which others can join it."""
-        host = await self.call(rank, "node_host", timeout_s=timeout_s).value()
-        return str(await self.call(rank, "rendezvous", host, timeout_s=timeout_s).value())
+        return str(await self.call(rank, "rendezvous", timeout_s=timeout_s).value())
 
     async def start_one(self, rank: int, *args: Any, timeout_s: float | None = None) -> Any:
         """Call one role's `start`, record the worker's processes, so that they can be killed in any state, and start

@@ -82,10 +82,6 @@ class Learner:
         self.last_update: UpdateStats | None = None
         """The last update since this process started or loaded a checkpoint."""
 
-    def rendezvous(self, host: str) -> str:
-        """An address at which the ranks can join; called on rank 0, whose node others reach at `host`."""
-        return distributed.free_address(host)
-
     def start(self, address: str, timeout_s: float) -> dict[str, float]:
         """Join the other ranks, build the module, wrap it in DeepSpeed, and compare its passes with transformers' own.
 

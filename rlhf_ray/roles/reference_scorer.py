@@ -33,10 +33,6 @@ class ReferenceScorer:
         self._temperature = temperature
         self._profile = TorchProfile()
 
-    def rendezvous(self, host: str) -> str:
-        """An address at which the ranks of a sharded model can join; called on the first, whose node is `host`."""
-        return distributed.free_address(host)
-
     def start(self, address: str = "", timeout_s: float = 0.0) -> dict[str, float]:
         """Load the model and compare its packed passes with transformers' own; returns the comparison.
 

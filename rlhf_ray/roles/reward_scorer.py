@@ -37,12 +37,6 @@ class RewardScorer:
         self._judge = make_sources(judge, policy, micro_batch_tokens, longest, shard) if judge else None
         self._turn = asyncio.Lock()
 
-    def rendezvous(self, host: str) -> str:
-        """An address at which the ranks of sharded models can join; called on the first, whose node is `host`."""
-        from rlhf_ray.engine.distributed import free_address
-
-        return free_address(host)
-
     async def start(self, address: str = "", timeout_s: float = 0.0) -> dict[str, float]:
         """Start all sources; returns what `WeightedSum.start` returns.
 

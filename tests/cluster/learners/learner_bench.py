@@ -27,10 +27,6 @@ class LearnerBench:
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
 
-    def rendezvous(self, host: str) -> str:
-        """As a learner's."""
-        return distributed.free_address(host)
-
     def start(self, address: str, timeout_s: float) -> None:
         """Join the other ranks."""
         self._address = address

@@ -36,6 +36,12 @@ def inner(cls):
     return actor_class(cls).__ray_metadata__.modified_class
 
 
+def test_every_role_has_an_address_on_its_node_where_others_join(monkeypatch):
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    (address, _) = inner(Plain)().timed_call(CallSpec.of("rendezvous", 1, ()))
+    assert address.startswith("tcp://127.0.0.1:")
+
+
 def test_roles_with_coroutines_are_told_apart():
     assert is_async(Asynchronous) and not is_async(Plain)
 

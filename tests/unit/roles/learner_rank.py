@@ -181,7 +181,7 @@ def mixture(files: Any, address: str, _: Path) -> dict[str, Any]:
 
 
 def main(files: Any, folder: Path) -> dict[str, Any]:
-    address = Learner.rendezvous(None, "127.0.0.1")  # type: ignore[arg-type]
+    address = distributed.free_address("127.0.0.1")
     distributed.join(address, 0, 1, 60.0)
     results = {make_all.__name__: make_all(files, address, folder)
              for make_all in (policy, adapters, critic, actor_critic, mixture)}

@@ -40,7 +40,10 @@ def published(model: ModelConfig, **fields: Any) -> dict[str, Any]:
     """Publish a learner's weights; whether what arrived is what it would give to the object store, and in how many
     buckets of which size it was to come."""
     learner = PolicyLearner(PolicyConfig(**fields), model, 0, 1, 0, 1, AlgorithmConfig(), 1.0)
-    learner.start(learner.rendezvous("127.0.0.1"), 60.0) if not torch.distributed.is_initialized() else again(learner)
+    if torch.distributed.is_initialized():
+        again(learner)
+    else:
+        learner.start(distributed.free_address("127.0.0.1"), 60.0)
     plan = learner.plan_weights(20_000, [])
     route, receiver = learner.broadcast_route("127.0.0.1", 2), Model()
     config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0),
