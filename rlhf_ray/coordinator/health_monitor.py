@@ -285,7 +285,7 @@ class HealthMonitor:
         state = await self._ready[group.role](rank, readmit)
         seconds = self.clock.now() - loss.since
         self._record(loss, seconds, state)
-        self.log.back(f"{group.role}/{rank} is back after {duration(seconds)}" + (f", {state}" if state else ""))
+        self.log.note(f"{group.role}/{rank} is back after {duration(seconds)}" + (f", {state}" if state else ""))
 
     def _count_restart(self, scheduler: LeastLoadedScheduler, rank: int, error: RLHFError) -> int:
         """Number of the next restart since the worker last completed a call. After an error other than its loss it is
@@ -315,8 +315,8 @@ class HealthMonitor:
     async def _delay(self, loss: Loss, role: str, rank: int, reason: RLHFError, excess: int) -> None:
         """Wait before the next restart of a worker that cannot be replaced, the `excess`-th such wait in a row."""
         delay_s = min(LONGEST_DELAY_S, FIRST_DELAY_S * 2.0 ** min(excess - 1, 30))
-        self.log.missing(f"{first_line(reason).rstrip('.')}. The others of {role} go on; it is started again in "
-                         f"{duration(delay_s)}")
+        self.log.warn(f"{first_line(reason).rstrip('.')}. The others of {role} go on; it is started again in "
+                      f"{duration(delay_s)}")
         if not loss.recorded:
             self._record(loss, None, f"not replaced yet, the others of {role} go on: {first_line(reason)}")
         self._delayed.add((role, rank))

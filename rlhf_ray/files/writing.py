@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 from rlhf_ray.files.fsync import fsync_descriptor, fsync_path, operation
 
@@ -75,7 +75,10 @@ def append_json_lines(path: Path, rows: Iterable[Mapping[str, Any]], owner: Owne
         if owner is not None:
             owner.check()
         with path.open("a+b") as file:
-            _remove_torn_line(file)
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    truncate_lines(path, lambda _: True, owner)
             file.write(json_lines(rows))
 
 
@@ -121,17 +124,3 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield offset, line
         if first:
             yield 0, first
-
-
-def _remove_torn_line(file: BinaryIO) -> None:
-    """Leave a file that is open for appending as long as its last line break is far."""
-    end = start = file.seek(0, os.SEEK_END)
-    while start:
-        size = 1 if start == end else min(PIECE, start)  # nearly always the last byte is a line break
-        start -= size
-        file.seek(start)
-        if (last := file.read(size).rfind(b"\n")) >= 0:
-            start += last + 1
-            break
-    if start < end:
-        file.truncate(start)

@@ -18,6 +18,9 @@ from rlhf_ray.observability.owner_record import Term
 
 STARTED_AGAIN = "RLHF_RAY_STARTED_AGAIN"
 """Environment variable of a run that was restarted after its process died: how that process ended, as JSON."""
+UNKNOWN = {**dict.fromkeys(("rank", "incarnation", "pid", "method", "call_age_s", "detection_s", "recovery_s")),
+           "redispatched": 0}
+"""What `FaultLog.write` records for the keys that an event does not have."""
 
 
 class FaultLog:
@@ -34,7 +37,7 @@ class FaultLog:
     def __init__(self, path: Path | None = None, warn: Callable[[str], None] | None = None,
                  note: Callable[[str], None] | None = None, term: Term | None = None,
                  thread: FileThread | None = None) -> None:
-        self._term, self._path, self._warn, self._note = term, path, warn or _silent, note or _silent
+        self._term, self._path, self.warn, self.note = term, path, warn or _silent, note or _silent
         self._thread = thread
         self._lost, self._redispatched, self._damaged, self._seconds_down = 0, 0, 0, 0.0
         self.lost_so_far = 0
@@ -43,18 +46,17 @@ class FaultLog:
     def lost(self, text: str) -> None:
         """Report a lost worker."""
         self._lost, self.lost_so_far = self._lost + 1, self.lost_so_far + 1
-        self._warn(text)
+        self.warn(text)
 
     def learners_lost(self, error: WorkerError, seconds: float, not_restarted: str = "") -> None:
         """Record that a learner was lost, and that all learners were restarted, which took `seconds`; or why not."""
         lost = error if isinstance(error, WorkerLost) else None
         self._lost, self.lost_so_far = self._lost + 1, self.lost_so_far + 1
         self.write({
-            "role": error.role, "rank": lost and lost.rank, "incarnation": lost and lost.incarnation, "pid": None,
+            "role": error.role, "rank": lost and lost.rank, "incarnation": lost and lost.incarnation,
             "kind": lost.kind if lost else "failed", "method": lost and lost.method, "reason": str(error),
-            "call_age_s": lost and round(lost.age_s, 3), "detection_s": None,
-            "recovery_s": None if not_restarted else seconds,
-            "outcome": not_restarted or "all learners restarted from the last checkpoint", "redispatched": 0,
+            "call_age_s": lost and round(lost.age_s, 3), "recovery_s": None if not_restarted else seconds,
+            "outcome": not_restarted or "all learners restarted from the last checkpoint",
             "lost_at": self.wall_time(seconds),
         }, seconds_down=seconds)
 
@@ -62,34 +64,25 @@ class FaultLog:
         """Record a bucket of weights that arrived damaged at a generator and was sent again, in `seconds`; None if it
         arrived damaged again, or the generator was lost meanwhile."""
         self._damaged += 1
-        self._warn(f"{role}/{rank} got a damaged bucket of weights; it was sent again ({reason})")
+        self.warn(f"{role}/{rank} got a damaged bucket of weights; it was sent again ({reason})")
         self.write({
-            "role": role, "rank": rank, "incarnation": incarnation, "pid": None, "kind": "damaged",
-            "method": "load_weights", "reason": reason, "call_age_s": None, "detection_s": None,
-            "recovery_s": seconds, "outcome": "sent again, intact" if seconds is not None else "sent again, not intact",
-            "redispatched": 0, "lost_at": self.wall_time(seconds or 0.0),
+            "role": role, "rank": rank, "incarnation": incarnation, "kind": "damaged", "method": "load_weights",
+            "reason": reason, "recovery_s": seconds, "lost_at": self.wall_time(seconds or 0.0),
+            "outcome": "sent again, intact" if seconds is not None else "sent again, not intact",
         })
-
-    def missing(self, text: str) -> None:
-        """Report a worker that cannot be replaced for now."""
-        self._warn(text)
-
-    def back(self, text: str) -> None:
-        """Report a worker that is back."""
-        self._note(text)
 
     def failed(self, name: str, error: Exception, again_s: float) -> None:
         """Record a background task that failed and will start again; see `background_task.background_task`."""
-        self._warn(describe_failure(name, error, again_s))
+        self.warn(describe_failure(name, error, again_s))
         self.write({
-            "role": "coordinator", "rank": None, "incarnation": None, "pid": os.getpid(), "kind": "failed",
-            "method": name, "reason": f"{type(error).__name__}: {error}", "call_age_s": None, "detection_s": None,
-            "recovery_s": again_s, "outcome": "it is started again", "redispatched": 0, "lost_at": self.wall_time(0.0),
+            "role": "coordinator", "pid": os.getpid(), "kind": "failed", "method": name,
+            "reason": f"{type(error).__name__}: {error}", "recovery_s": again_s, "outcome": "it is started again",
+            "lost_at": self.wall_time(0.0),
         })
 
     def write(self, event: Mapping[str, Any], seconds_down: float = 0.0) -> None:
-        """Record an event, with the time of day (seconds since 1970) of its end. A file that cannot be written only
-        causes a warning, since the fault itself was recovered from.
+        """Record an event, with the time of day (seconds since 1970) of its end, and `UNKNOWN` where it lacks a key. A
+        file that cannot be written only causes a warning, since the fault itself was recovered from.
 
         Raises:
             SupersededError: another driver owns the run's directory now.
@@ -98,7 +91,7 @@ class FaultLog:
         self._seconds_down += seconds_down
         if self._path is None:
             return
-        row = {"time": round(time.time(), 3), **event}
+        row = {"time": round(time.time(), 3), **UNKNOWN, **event}
         if self._thread is None:
             self._append(self._path, row)
         else:
@@ -108,7 +101,7 @@ class FaultLog:
         try:
             append_json_lines(path, [row], self._term)
         except OSError as error:
-            self._warn(f"{path} cannot be written ({error.strerror or error}); it lacks this: {json.dumps(row)}")
+            self.warn(f"{path} cannot be written ({error.strerror or error}); it lacks this: {json.dumps(row)}")
 
     def wall_time(self, ago_s: float) -> float:
         """The time of day `ago_s` seconds ago."""
@@ -140,8 +133,7 @@ def note_restart(path: Path, step: int, term: Term | None = None) -> None:
         return
     loss = json.loads(text)
     FaultLog(path, term=term).write({
-        "role": "run", "rank": None, "incarnation": None, "method": None, "call_age_s": None, "detection_s": None,
-        **loss, "recovery_s": round(time.time() - loss["lost_at"], 3), "redispatched": 0,
+        "role": "run", **loss, "recovery_s": round(time.time() - loss["lost_at"], 3),
         "outcome": f"started again from the checkpoint of step {step}",
     })
 
