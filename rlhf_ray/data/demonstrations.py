@@ -11,7 +11,7 @@ from rlhf_ray.config.data import DemonstrationsConfig
 from rlhf_ray.data.chat import ASSISTANT, ChatTemplate, PromptFormat, checked_messages
 from rlhf_ray.data.encoding import Encoded, Piece, TurnEnds, encode_pieces
 from rlhf_ray.data.load_report import LoadReport, RowErrors
-from rlhf_ray.data.row_readers import section_rows
+from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.data.supervised_records import Sequences, sequences_of
 from rlhf_ray.errors import DataError
@@ -40,10 +40,7 @@ def load_demonstrations(config: DemonstrationsConfig, tokenizer: PreTrainedToken
     """
     row_errors = row_errors or RowErrors()
     form, report, blocks, shortest = DemonstrationFormat(config, tokenizer), LoadReport(config.location), [], np.inf
-    for rows in section_rows(config, row_errors):
-        rows, values = row_errors.values(rows, form.read)
-        if row_errors.fatal or not len(rows):
-            continue
+    for rows, values in usable_blocks(config, row_errors, form.read):
         sequences = sequences_of(form.encode(values))
         shortest = min(shortest, sequences.lengths.min())
         kept = report.keep(rows, {

@@ -13,7 +13,7 @@ from rlhf_ray.data.chat import ASSISTANT, Messages, PromptFormat, PromptText, ch
 from rlhf_ray.data.encoding import Encoded, Piece, TurnEnds, encode_pieces, encode_prompts
 from rlhf_ray.data.held_out import group_digest
 from rlhf_ray.data.load_report import LoadReport, RowErrors
-from rlhf_ray.data.row_readers import section_rows
+from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.data.rows import Rows, checked_text
 from rlhf_ray.data.supervised_records import Pairs, sequences_of
 from rlhf_ray.errors import DataError
@@ -47,10 +47,7 @@ def load_preferences(config: PreferencesConfig, tokenizer: PreTrainedTokenizerBa
     form, report = PreferenceFormat(config, tokenizer), LoadReport(config.location)
     blocks = [Pairs(sequences_of([]), sequences_of([]))]
     digests: list[int] = []
-    for rows in section_rows(config, row_errors):
-        rows, values = row_errors.values(rows, form.read)
-        if row_errors.fatal or not len(rows):
-            continue
+    for rows, values in usable_blocks(config, row_errors, form.read):
         pairs, prompt_lengths = form.encode(values)
         kept = _keep(report, rows, pairs, prompt_lengths, config.max_tokens)
         blocks.append(pairs.select(kept))

@@ -12,7 +12,7 @@ from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.data.chat import PromptFormat
 from rlhf_ray.data.encoding import encode_prompts, flat_tokens
 from rlhf_ray.data.load_report import LoadReport, RowErrors
-from rlhf_ray.data.row_readers import section_rows
+from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 
 if TYPE_CHECKING:
@@ -34,10 +34,7 @@ def stream_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, re
     """
     row_errors = row_errors or RowErrors()
     form, shortest = prompt_format(config, tokenizer), np.inf
-    for rows in section_rows(config, row_errors):
-        rows, values = row_errors.values(rows, form.read)
-        if row_errors.fatal or not len(rows):
-            continue
+    for rows, values in usable_blocks(config, row_errors, form.read):
         tokens = encode_prompts(tokenizer, values)
         lengths = np.array([len(t) for t in tokens], dtype=np.int64)
         shortest, first = min(shortest, lengths.min()), report.kept

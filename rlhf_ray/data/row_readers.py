@@ -46,6 +46,17 @@ def section_rows(config: DataSection, row_errors: RowErrors) -> Iterator[Rows]:
         yield replace(rows, fields=config.column_fields)
 
 
+def usable_blocks(
+    config: DataSection, row_errors: RowErrors, read: Callable[[Rows, int], T]
+) -> Iterator[tuple[Rows, list[T]]]:
+    """The well-formed rows of each block, and the value that `read` returns for each; none after a malformed row that
+    training refuses: what follows is only read for further ones."""
+    for block in section_rows(config, row_errors):
+        rows, values = row_errors.values(block, read)
+        if values and not row_errors.fatal:
+            yield rows, values
+
+
 def section_values(config: DataSection, row_errors: RowErrors, read: Callable[[Rows, int], T]) -> tuple[Rows, list[T]]:
     """All well-formed rows of a section that is not a mix, and the value that `read` returns for each."""
     blocks = [row_errors.values(rows, read) for rows in section_rows(config, row_errors)]

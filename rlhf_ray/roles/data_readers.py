@@ -27,7 +27,6 @@ from rlhf_ray.data.prompt_table import PromptRows, open_prompts
 from rlhf_ray.data.stepwise_format import StepTokens
 from rlhf_ray.data.stepwise_supervision import StepRows, join_step_rows, load_process_rows
 from rlhf_ray.data.supervised_records import Pairs, Sequences
-from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts
 
@@ -55,17 +54,20 @@ class DataSummary:
         return sum(self.sizes)
 
 
-class DataReader:
-    """Reads the rows of supervised stages, which go directly to the object store. Data methods return training rows,
-    held-out rows and a summary."""
+class Reader:
+    """Reads texts with a model's tokenizer."""
 
     def __init__(self, model: ModelConfig | NewModelConfig) -> None:
         self._model = model
 
-    def start(self) -> dict[str, Any]:
+    def start(self) -> None:
         """Load the tokenizer."""
         self._tokenizer = load_tokenizer(self._model)
-        return {"vocabulary": len(self._tokenizer), "digest": tokenizer_digest(self._tokenizer)}
+
+
+class DataReader(Reader):
+    """Reads the rows of supervised stages, which go directly to the object store. Data methods return training rows,
+    held-out rows and a summary."""
 
     def demonstrations(self, config: DemonstrationsConfig) -> tuple[Sequences, Sequences, DataSummary]:
         """Demonstrations; the last rows of each data set are the held-out rows."""
@@ -106,7 +108,7 @@ def _summary(config: DataSection, train: list[Any], reports: list[LoadReport]) -
                        contents_of(reports), left_out_of(reports))
 
 
-class PromptReader:
+class PromptReader(Reader):
     """Keeps a run's tokenised prompts on disk, in tables by name, and returns them chunk by chunk.
 
     Args:
@@ -114,13 +116,9 @@ class PromptReader:
     """
 
     def __init__(self, model: ModelConfig, directory: Path | None = None) -> None:
-        self._model, self._directory = model, directory
+        super().__init__(model)
+        self._directory = directory
         self._tables: dict[str, PromptRows] = {}
-
-    def start(self) -> dict[str, Any]:
-        """Load the tokenizer."""
-        self._tokenizer = load_tokenizer(self._model)
-        return {"vocabulary": len(self._tokenizer), "digest": tokenizer_digest(self._tokenizer)}
 
     def open(self, table: str, config: PromptsConfig) -> dict[str, Any]:
         """Tokenise a section's data and keep it as the table `table`, and its held-out rows as "held_out".
