@@ -183,11 +183,11 @@ async def _publish_in_parts(roles: RoleGroups, buckets: int, version: int) -> di
     parts["begin"] = clock.lap()
     for index in range(buckets):
         bucket = roles.policy.call(0, "weight_bucket", version, index)
-        own = (await bucket.done()).seconds
+        own = await bucket.done()
         parts["gather and seal"] += own
         parts["into the store"] += clock.lap() - own
         calls = roles.generators.call_all("load_weights", bucket.ref, version)
-        own = max([(await call.done()).seconds for call in calls])
+        own = max([await call.done() for call in calls])
         parts["verify, load and pack"] += own
         parts["out of the store"] += clock.lap() - own
     await roles.generators.values("finish_weights", version)

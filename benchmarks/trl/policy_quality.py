@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.sentiment import judge_scores
 from rlhf_ray.models.loading import load_causal_lm, load_scalar_model, load_tokenizer
 from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel, last_token_scores
 from rlhf_ray.models.packing import Packing
+from rlhf_ray.rewards.sentiment import judge_scores
 from rlhf_ray.roles.evaluation_metrics import bigram_codes
 
 PROMPTS, RESPONSE_TOKENS = 512, 32

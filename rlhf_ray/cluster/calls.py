@@ -13,14 +13,6 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError, WorkerLost, first_line
 
-
-@dataclass(frozen=True)
-class Timing:
-    """What a worker reports about a finished call."""
-
-    seconds: float
-
-
 TIMING_BYTES = 9
 """Size of a serialized float."""
 GRACE_S = 1.0
@@ -97,17 +89,17 @@ class Call:
         """The first result."""
         return self.refs[0]
 
-    async def done(self) -> Timing:
-        """Wait for the end of the call without fetching its results.
+    async def done(self) -> float:
+        """Wait for the end of the call without fetching its results; returns the seconds that it took on the worker.
 
         Raises:
             RLHFError: the role's own error, as raised in the worker.
             WorkerLost: the worker died, hung past the deadline or was given up, or a result no longer exists.
             WorkerError: the role raised an error of another kind.
         """
-        timing = Timing(await self._fetch(self.timing))
+        seconds: float = await self._fetch(self.timing)
         traffic.received += TIMING_BYTES
-        return timing
+        return seconds
 
     async def value(self, index: int = 0) -> Any:
         """Wait for the call and fetch one result into this process. Raises the same errors as `done`."""

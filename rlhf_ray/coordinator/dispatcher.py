@@ -172,7 +172,7 @@ async def finished(call: Call, phase: str, clock: StepClock) -> Call:
         await call.done()
         return call
     with clock.waiting_for(Task(call.role, call.rank, phase, call.started)):
-        timing = await call.done()
-    clock.add_returned(call.role, timing.seconds, call.rank)
-    clock.add_returned(f"phase:{phase}", timing.seconds, call.rank)
+        seconds = await call.done()
+    clock.add_returned(call.role, seconds, call.rank)
+    clock.add_returned(f"phase:{phase}", seconds, call.rank)
     return call

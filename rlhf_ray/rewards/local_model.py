@@ -20,7 +20,7 @@ from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.shard import WHOLE, Shard
-from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, finite_scores, sample_names
+from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, finite_scores, sample_names
 from rlhf_ray.rewards.request_encoding import encode_for
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ PROBED = 1024
 """Tokens of the longest row in a comparison with transformers if the length of rows is unknown."""
 
 
-class LocalSource(ABC, Generic[Config]):
-    """Loads and runs its model in a thread, so that the event loop is not blocked."""
+class LocalSource(RewardSource, ABC, Generic[Config]):
+    """Loads and runs its model in a thread, so that the event loop is not blocked; it is freed with the process."""
 
     KIND: ClassVar[str]
     """The kind of model, for messages: "reward model"."""
@@ -71,9 +71,6 @@ class LocalSource(ABC, Generic[Config]):
         """
         async with self._busy:
             return await asyncio.to_thread(self._score, requests)
-
-    async def stop(self) -> None:
-        """Does nothing: the model is freed with the process."""
 
     @abstractmethod
     def _load(self) -> Mapping[str, float]:

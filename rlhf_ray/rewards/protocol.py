@@ -70,7 +70,7 @@ class RewardSource(Protocol):
     """One component of the reward."""
 
     async def start(self) -> Mapping[str, float] | None:
-        """Load the model, start the process, or connect to the service.
+        """Load the model, start the process, or connect to the service; unless a source defines it, do nothing.
 
         Returns:
             measurements of the start, if there are any.
@@ -78,6 +78,7 @@ class RewardSource(Protocol):
         Raises:
             ModelError, RewardError: the source cannot work.
         """
+        return {}
 
     async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         """Score the responses, at least one.
@@ -87,7 +88,9 @@ class RewardSource(Protocol):
         """
 
     async def stop(self) -> None:
-        """Release all resources, within a few seconds even when a call hangs. May be called twice."""
+        """Release all resources, within a few seconds even when a call hangs. May be called twice. Unless a source
+        defines it, there are none."""
+        return
 
 
 def sample_names(keys: Sequence[SampleKey]) -> str:

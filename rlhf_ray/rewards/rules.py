@@ -16,7 +16,7 @@ import numpy as np
 from rlhf_ray.config.rewards import VerifiableReward
 from rlhf_ray.errors import SampleError
 from rlhf_ray.rewards.function_source import KillableFunction
-from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, sample_names
+from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, sample_names
 
 
 class Verdict(IntEnum):
@@ -32,7 +32,7 @@ Rule = Callable[[str, Any], Verdict]
 """(response, answer) -> verdict."""
 
 
-class RuleSource:
+class RuleSource(RewardSource):
     """A rule that is evaluated in this process."""
 
     def __init__(self, name: str, config: VerifiableReward, rule: Rule, column: str | None,
@@ -44,9 +44,6 @@ class RuleSource:
         """
         self._name, self._config, self._rule, self._column, self.usable = name, config, rule, column, usable
 
-    async def start(self) -> None:
-        """Does nothing."""
-
     async def score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
         """`right` or `wrong` for each response.
 
@@ -56,9 +53,6 @@ class RuleSource:
         answers = answers_of(requests, self._column, self._name, self.usable)
         verdicts = [self._rule(r.response, answer) for r, answer in zip(requests, answers, strict=True)]
         return verdicts_as_answer(verdicts, self._config)
-
-    async def stop(self) -> None:
-        """Does nothing."""
 
 
 class GuardedRuleSource:

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +145,11 @@ def test_flags_default_and_read_csv_spelling():
     assert [rows.flag(i, "done", default=True) for i in range(4)] == [True, False, True, True]
     with pytest.raises(DataError, match="line 5: column 'done' must be true or false, not 1"):
         rows.flag(4, "done", default=True)
+
+
+def test_importing_the_data_package_loads_nothing_heavy():
+    modules = ["synthetic_reviews", "tokenizer", "rows", "prompts", "demonstrations", "preferences", "batching"]
+    code = (f"import sys; from rlhf_ray.data import {', '.join(modules)}; "
+            "print([m for m in ('transformers', 'datasets', 'tokenizers', 'torch', 'vaderSentiment', 'pyarrow') "
+            "if m in sys.modules])")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlhf_ray.data.sentiment import judge_scores
 from rlhf_ray.data.synthetic_reviews import ReviewFiles, make_openings, make_reviews, write_review, write_reviews
 from rlhf_ray.errors import DataError
+from rlhf_ray.rewards.sentiment import judge_scores
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
