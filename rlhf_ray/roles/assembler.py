@@ -40,10 +40,9 @@ class Assembler:
         """`longest` is the maximum number of tokens of a response, at which the overlong penalty is full."""
         self.algorithm, self.logging, self._model, self._longest = algorithm, logging, model, longest
 
-    def start(self) -> dict[str, float]:
+    def start(self) -> None:
         """Load the tokenizer, which decodes texts for the samples folder."""
         self._tokenizer = load_tokenizer(self._model)
-        return {}
 
     def assemble(
         self, terms: RewardTerms, keep_texts: int, policy_ranks: int, rollout: Rollout, rewards: RewardScores,

@@ -9,12 +9,11 @@ from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.models.loading import has_scalar_head, load_scalar_model, remove_dropout
 from rlhf_ray.models.packed_model import PackedScalarModel, values_before_tokens
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
-from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.micro_batch import MicroBatch
-from rlhf_ray.roles.ppo_update import loss_count, run_update, training_batch
+from rlhf_ray.roles.ppo_update import PPOLearner, run_update, training_batch
 
 
-class CriticLearner(Learner):
+class CriticLearner(PPOLearner):
     """One rank of the critic."""
 
     config: CriticConfig
@@ -50,14 +49,6 @@ class CriticLearner(Learner):
         micro = MicroBatch(part, self.engine.device)
         values = values_before_tokens(self.engine.forward(micro.tokens, micro.packing), micro.predicted)
         return value_objective(micro, values, self.algorithm)
-
-    def count(self, part: Batch) -> float:
-        """As `PolicyLearner.count`."""
-        return loss_count(part, self.algorithm.aggregate)
-
-    def measured(self, part: Batch) -> float:
-        """Number of response tokens, for any aggregation of the loss."""
-        return float(part.response_mask.sum())
 
 
 def value_objective(

@@ -28,10 +28,9 @@ from rlhf_ray.models.loading import load_causal_lm, remove_dropout
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
-from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.learner_state import Writers
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
-from rlhf_ray.roles.ppo_update import loss_count, run_update, training_batch
+from rlhf_ray.roles.ppo_update import PPOLearner, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
 from rlhf_ray.roles.publication import PublishedAdapters, PublishedTensors
 
@@ -39,7 +38,7 @@ GAPS = "logprob_gap_shares"
 """Statistic of the update: share of tokens in each bin of `gap_histogram`."""
 
 
-class PolicyLearner(Learner):
+class PolicyLearner(PPOLearner):
     """One rank of the policy."""
 
     config: PolicyConfig
@@ -188,14 +187,6 @@ class PolicyLearner(Learner):
             # Aggregated as the policy loss is, so that micro-batches' contributions add up to the whole.
             loss = loss - a.entropy_coef * aggregate_mean(grid, micro.mask, a.aggregate, micro.row_weights)
         return loss, stats
-
-    def count(self, part: Batch) -> float:
-        """Number of response tokens or samples, depending on the loss's aggregation; rows are parts of a sample."""
-        return loss_count(part, self.algorithm.aggregate)
-
-    def measured(self, part: Batch) -> float:
-        """Number of response tokens, for any aggregation of the loss."""
-        return float(part.response_mask.sum())
 
     def export_average(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
         """Write the average of the weights as `export` writes the weights; requires `policy.ema_decay`."""

@@ -12,7 +12,7 @@ from dataclasses import fields
 import numpy as np
 import torch
 
-from rlhf_ray.algorithms.masking import Aggregate, denominator, masked_whiten
+from rlhf_ray.algorithms.masking import denominator, masked_whiten
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Batch, Experience, UpdateStats
@@ -38,10 +38,19 @@ def mini_batches(samples: int, epochs: int, per_epoch: int, seed: int, step: int
         yield from np.split(order, per_epoch)
 
 
-def loss_count(part: Batch, aggregate: Aggregate) -> float:
-    """Number of response tokens or samples, depending on a loss's aggregation; rows are parts of a sample."""
-    micro = MicroBatch(part, "cpu")
-    return float(denominator(micro.mask, aggregate, micro.row_weights))
+class PPOLearner(Learner):
+    """One rank of a model that is updated on experience: the policy or the critic."""
+
+    algorithm: AlgorithmConfig
+
+    def count(self, part: Batch) -> float:
+        """Number of response tokens or samples, depending on the loss's aggregation; rows are parts of a sample."""
+        micro = MicroBatch(part, "cpu")
+        return float(denominator(micro.mask, self.algorithm.aggregate, micro.row_weights))
+
+    def measured(self, part: Batch) -> float:
+        """Number of response tokens, for any aggregation of the loss."""
+        return float(part.response_mask.sum())
 
 
 def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step: int) -> UpdateStats:
