@@ -39,15 +39,15 @@ def jobs(
 ) -> None:
     """List the runs that were submitted to a cluster, newest first."""
     from rich.console import Console
-    from rich.table import Table
 
     from rlhf_ray.cluster.jobs.submission_client import connect
+    from rlhf_ray.observability.tables import plain_table
 
     found = [job for job in connect(address, allow_open, allow_plain_http).jobs() if everything or job.ours]
     if not found:
         typer.echo("no jobs; `rlhf-ray submit CONFIG` submits one")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = plain_table()
     for title in ("job", "run", "stage", "standing", "began", "took", "commit"):
         table.add_column(title, no_wrap=True)
     for job in found:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_ray.cli.stage import Arguments, split_arguments
+from rlhf_ray.cli.stage import Arguments, Stage, split_arguments
 from rlhf_ray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,15 +19,13 @@ NodesOption = Annotated[str | None, typer.Option(
     "--nodes", metavar="SPEC", help="Machines to plan for: 2x8xH100, 4x(gpus=8,cpus=64,label=a:b), joined by +.")]
 ClusterOption = Annotated[str | None, typer.Option(
     "--cluster", metavar="ADDRESS", help="Plan for the nodes of this running Ray cluster.")]
-StageOption = Annotated[str | None, typer.Option(
-    "--stage", help="Whose configuration it is, where its sections do not tell: ppo, sft, reward-model, ...")]
 ShapeOption = Annotated[list[str] | None, typer.Option(
     "--shape", metavar="MODEL=LIKE", help="MODEL has the shape of LIKE: a known name, or a config.json's directory.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
 
 def plan(
-    arguments: Arguments = None, nodes: NodesOption = None, cluster: ClusterOption = None, stage: StageOption = None,
+    arguments: Arguments = None, nodes: NodesOption = None, cluster: ClusterOption = None, stage: Stage = None,
     shape: ShapeOption = None, json: JsonOption = False,
 ) -> None:
     """Show where each role of a run would lie, the memory of every device, the batch, the disk and a step's time.
@@ -112,8 +110,7 @@ def machines(config: StageConfig, spec: str | None, cluster: str | None) -> list
 
 def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_disk: bool = False) -> Plan:
     """The plan, with shapes from directories, the table, the Hub, or those that `like` says (MODEL=LIKE)."""
-    import shutil
-
+    from rlhf_ray.checkpoint.disk_space import free_bytes
     from rlhf_ray.config.model import ModelConfig, NewModelConfig
     from rlhf_ray.models.config_json import config_from_hub
     from rlhf_ray.planning.model_lookup import shape_of
@@ -128,12 +125,7 @@ def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_di
             model = model.model_copy(update={"path": pairs[named]})
         return shape_of(model, field, config_from_hub)
 
-    free = None
-    if measure_disk:
-        directory = Path(config.run.dir).absolute()
-        there = next(path for path in (directory, *directory.parents) if path.exists())
-        free = float(shutil.disk_usage(there).free)
-    return make_plan(config, nodes, shapes, free)
+    return make_plan(config, nodes, shapes, float(free_bytes(Path(config.run.dir))) if measure_disk else None)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -106,12 +106,11 @@ def profile(
 
 def _print_operators(summary: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left",
-                  title=f"step {summary['step']}, {summary['seconds']:.3g} s")
-    table.add_column("worker")
-    table.add_column("operator")
+    from rlhf_ray.observability.tables import plain_table
+
+    table = plain_table("worker", "operator", title_justify="left",
+                        title=f"step {summary['step']}, {summary['seconds']:.3g} s")
     table.add_column("calls", justify="right")
     table.add_column("own ms", justify="right")
     for worker, profile in sorted(summary["workers"].items()):

@@ -18,6 +18,8 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest ch
 KeepFinished = Annotated[bool, typer.Option(
     "--resume", help="Keep what a finished run left in run.dir; an unfinished one, which has no checkpoints, begins "
     "anew.")]
+Stage = Annotated[str | None, typer.Option(
+    "--stage", help="Whose configuration it is, where its sections do not tell: ppo, sft, reward-model, ...")]
 HelpAll = Annotated[bool, typer.Option("--help-all", help="List every field, then stop.", is_eager=True)]
 
 

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_ray.cli.jobs import Address, AllowPlainHTTP
-from rlhf_ray.cli.stage import Arguments, Resume, split_arguments
+from rlhf_ray.cli.stage import Arguments, Resume, Stage, split_arguments
 from rlhf_ray.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhf_ray.cluster.jobs.package import Package
     from rlhf_ray.config.stages import StageConfig
 
-Stage = Annotated[str | None, typer.Option(
-    "--stage", help="Whose configuration it is, where its sections do not tell: ppo, sft, reward-model, ...")]
 Requirements = Annotated[Path | None, typer.Option(
     "--requirements", help="Packages that the cluster's nodes lack, one a line as for pip; Ray installs them for this "
     "job.")]

@@ -13,7 +13,6 @@ from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
-from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import Recovery
@@ -57,8 +56,6 @@ class Coordinator:
     """Writes an evaluation and its step; called in the thread for records."""
     profiler: StepProfiler
     files: RunFiles = field(default_factory=RunFiles)
-    phases: Phases | None = None
-    """GPU sharing of generators and learners; `weights` switches it around a publication."""
     saved_at: int | None = None
     """Step of the checkpoint that the run continued from or last saved, which may still be written."""
     _row: Future[None] | None = None
@@ -143,8 +140,8 @@ class Coordinator:
         depth = self.buffer.stats()
         async with self.weights.changing():
             with self.calls.forward_passes_held():
-                if self.phases is not None:
-                    await self.phases.learning()
+                if self.weights.phases is not None:
+                    await self.weights.phases.learning()
                 learned, summaries = await self._learning.learn(lease)
                 reached("update_consumed")
                 too_old = self.buffer.evict(self.state.step)

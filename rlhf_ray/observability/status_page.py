@@ -24,7 +24,7 @@ from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
 from rlhf_ray.observability.row_means import mean_rate
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.tables import workers_table
+from rlhf_ray.observability.tables import plain_table, workers_table
 
 RECENT_STEPS = 20
 """Number of steps over which shares of time are averaged."""
@@ -140,8 +140,7 @@ def _weighted(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 def _roles_table(shares: Mapping[str, Mapping[str, float]], steps: int) -> Table:
     """A line per role, busiest first; the shares of a line sum to all of the role's time."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
-    table.add_column("role")
+    table = plain_table("role")
     table.add_column("busy", justify="right")
     table.add_column(f"waiting for (last {steps} step{'' if steps == 1 else 's'})")
     for role, causes in sorted(shares.items(), key=lambda item: -item[1].get(BUSY, 0.0)):
@@ -160,9 +159,7 @@ def _cause(role: str, cause: str) -> str:
 def _work_table(live: Mapping[str, Any]) -> Table:
     """Work in progress, oldest first."""
     buffer = live["buffer"]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("under way")
-    table.add_column("work")
+    table = plain_table("under way", "work")
     table.add_column("for", justify="right")
     for line in live.get("down", ()):
         table.add_row(line["worker"], f"down: {line['lost']}; it is being replaced", f"{line['seconds']:.1f} s")

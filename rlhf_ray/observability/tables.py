@@ -98,11 +98,13 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
+def plain_table(*columns: str, **options: Any) -> Table:
+    """A table without borders; arguments as of rich's."""
+    return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), **options)
+
+
 def _table(plain: bool, first: str, lines: bool = False) -> Table:
-    if plain:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    else:
-        table = Table(box=box.ROUNDED, show_lines=lines)
+    table = plain_table() if plain else Table(box=box.ROUNDED, show_lines=lines)
     table.add_column(first, ratio=1 if lines else None, overflow="fold")
     return table
 
@@ -129,9 +131,7 @@ WORKER_COLUMNS = ("node", "pool", "workers (process, GPUs)")
 
 def workers_table(workers: Iterable[Mapping[str, Any]]) -> Table:
     """The workers in status.json: a line per pool and node with their processes and GPUs."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in WORKER_COLUMNS:
-        table.add_column(column)
+    table = plain_table(*WORKER_COLUMNS)
     for row in _worker_rows(workers):
         table.add_row(*row)
     return table

@@ -5,12 +5,11 @@ from typing import Any
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
+from rlhf_ray.config.scorer_names import MICRO_BATCH_TOKENS
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, Rollout
 from rlhf_ray.rewards.protocol import finished, requests_of
 from rlhf_ray.rewards.sources import make_sources
-
-MICRO_BATCH_TOKENS = 8192
 
 
 class PairRanker:

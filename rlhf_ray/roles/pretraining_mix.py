@@ -79,8 +79,4 @@ class PretrainingMix:
         if not path.is_file():
             raise CheckpointError(f"the checkpoint has no position in the pretraining text ({path.name}): it was saved "
                                   "without ptx. Remove the section to resume, or start a new run.")
-        self.load_cursor(load_state(path))
-
-    def load_cursor(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`; raises CheckpointError as `PromptCursor.load_state_dict`."""
-        self._cursor.load_state_dict(state)
+        self._cursor.load_state_dict(load_state(path))

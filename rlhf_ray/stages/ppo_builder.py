@@ -82,8 +82,7 @@ class CoordinatorBuilder:
         coordinator = Coordinator(
             config=config, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
             weights=self.weights, recovery=recovery, evaluator=evaluator, best=best, metrics=metrics, samples=samples,
-            progress=progress, stop=self.stop, on_evaluation=note_evaluation, profiler=profiler, files=files,
-            phases=self.weights.phases)
+            progress=progress, stop=self.stop, on_evaluation=note_evaluation, profiler=profiler, files=files)
         return coordinator
 
     def _state(self) -> RunState:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import HTTPReward, ModelReward, ProcessReward, RegexReward, RewardConfig
-from rlhf_ray.config.scorer_names import KNOWN, YAML, scorer_rewards
+from rlhf_ray.config.scorer_names import KNOWN, MICRO_BATCH_TOKENS, YAML, scorer_rewards
 from rlhf_ray.data.rows import brief
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
@@ -22,7 +22,6 @@ from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest
 from rlhf_ray.roles.prompt_input import PromptInput
 from rlhf_ray.stages.preflight import check_model
 
-MICRO_BATCH_TOKENS = 8192
 SECTIONS = r"rewards\.(vader|exact_match|number|http|function|model)\b"
 """How errors name a scorer that was not read from a file."""
 

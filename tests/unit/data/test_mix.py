@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlhf_ray.checkpoint.state_files import save_state
 from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig, StepsConfig
 from rlhf_ray.config.derived import derive
@@ -173,7 +174,7 @@ def test_an_evaluation_of_several_data_sets_has_all_their_rows(two, tokenizer):
     assert opened.training.sizes == [2, 3], "the second has a limit of its own"
 
 
-def test_pretraining_text_of_several_data_sets_is_visited_by_weight(write_jsonl, reader):
+def test_pretraining_text_of_several_data_sets_is_visited_by_weight(write_jsonl, reader, tmp_path):
     mix = [{"path": write_jsonl(*({"text": f"{word} {n}"} for n in range(10)), name=f"{word}.jsonl"), "weight": weight}
            for word, weight in (("We", 1), ("I", 3))]
     config = PtxConfig(mix=mix, batch_size=4)
@@ -184,6 +185,7 @@ def test_pretraining_text_of_several_data_sets_is_visited_by_weight(write_jsonl,
     for _ in range(5):
         rows = visited.next_rows()
         assert sum(rows.row(i, "tokens")[0] == first for i in range(4)) == 1, "one of four rows is of the first"
+    save_state(tmp_path / "ptx.json", visited.state_dict())
     other = PretrainingMix(config, text, 0, summary.sizes, [summary.contents[0], [mix[1]["path"], "changed"]])
     with pytest.raises(CheckpointError, match=r"the rows of .*I\.jsonl are not those"):
-        other.load_cursor(visited.state_dict())
+        other.load(tmp_path / "ptx.json")
