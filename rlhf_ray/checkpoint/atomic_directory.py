@@ -60,11 +60,7 @@ def replace_directory(new: Path, final: Path, term: Term | None = None) -> None:
 
 
 def remove_directory(path: Path, term: Term | None = None) -> None:
-    """Rename a directory, then remove it, so that an interrupted removal does not look like a damaged directory.
-
-    Raises:
-        SupersededError: the term of the owner of the run's directory is over.
-    """
+    """Rename a directory, then remove it, so that an interrupted removal does not look like a damaged directory."""
     remove_tree(_renamed_for_removal(path, path, term))
 
 

@@ -41,7 +41,6 @@ def export_model(
         state_dict: the weights, by the model's parameter names, in CPU memory. Tied weights may occur once or twice
             and are stored once. Their dtype is the one saved and the one the configuration names.
         max_shard_size: weights beyond this size go into several files, with an index.
-        term: of the owner of the run's directory, if `directory` is in one.
 
     Returns:
         `directory`.
@@ -49,7 +48,6 @@ def export_model(
     Raises:
         CheckpointError: a weight is missing, unknown or of another shape, tied weights differ, the disk is full, or
             `directory` holds something other than an export. `directory` is unchanged then.
-        SupersededError: another driver owns the run's directory now.
     """
     weights = _checked_weights(model, dict(state_dict))
     with replacing_export(directory, sum(weight.nbytes for weight in weights.values()), "config.json", term) as new:
@@ -66,11 +64,9 @@ def replacing_export(directory: Path, size: int, mark: str, term: Term | None = 
     Args:
         size: about how many bytes will be written.
         mark: the file by which an export of this kind is recognised.
-        term: of the owner of the run's directory, if `directory` is in one.
 
     Raises:
         CheckpointError: the disk is full, or `directory` holds something other than such an export.
-        SupersededError: another driver owns the run's directory now.
     """
     directory = Path(directory).absolute()
     _refuse_foreign(directory, mark)
@@ -157,7 +153,6 @@ def export_adapter(config: PeftConfig, state: Mapping[str, torch.Tensor], direct
     Args:
         config: of the adapters, naming their base model.
         state: trained tensors in CPU memory, by the names of peft's files ("base_model.model....lora_A.weight").
-        term: of the owner of the run's directory, if `directory` is in one.
 
     Returns:
         `directory`.
@@ -165,7 +160,6 @@ def export_adapter(config: PeftConfig, state: Mapping[str, torch.Tensor], direct
     Raises:
         CheckpointError: the disk is full, or `directory` holds something other than an export. `directory` is unchanged
             then.
-        SupersededError: another driver owns the run's directory now.
     """
     from safetensors.torch import save_file
 

@@ -264,9 +264,6 @@ def fetch_newest(url: str, directory: Path, say: Callable[[str], None], term: Te
     """Before a resume, copy the run from `url` into `directory` if its checkpoint there is newer; with the checkpoint
     of the best step, if there is one. A ledger in `directory` is removed: it is of an earlier part of the run.
 
-    Args:
-        term: in which the caller owns the directory.
-
     Returns:
         the step of the copied checkpoint; None if none was copied.
 
@@ -307,9 +304,6 @@ def _fetch_newest(remote: RemoteDirectory, directory: Path, say: Callable[[str],
 
 def fetch_copy(url: str, say: Callable[[str], None], term: Term | None, step: int, root: Path) -> bool:
     """Replace the damaged checkpoint of `step` in the directory `root` by its uploaded copy, if that is intact.
-
-    Args:
-        term: in which the caller owns the run's directory.
 
     Returns:
         whether there was one. Why not is only reported: an older checkpoint may do.

@@ -33,7 +33,6 @@ class Quarantine:
         Args:
             limit: largest share of the prompts.
             rows: prompts of the data set.
-            term: of the owner of the run's directory, where the file is.
             thread: writes the file; without one it is written at once.
         """
         self._term = term

@@ -30,7 +30,6 @@ class FaultLog:
         path: file of JSON lines; nothing is written without it.
         warn: shows the user a loss.
         note: shows the user a recovery.
-        term: ownership term of the run's directory, where the file is.
         thread: writes the file; without it the file is written at once.
     """
 
@@ -83,9 +82,6 @@ class FaultLog:
     def write(self, event: Mapping[str, Any], seconds_down: float = 0.0) -> None:
         """Record an event, with the time of day (seconds since 1970) of its end, and `UNKNOWN` where it lacks a key. A
         file that cannot be written only causes a warning, since the fault itself was recovered from.
-
-        Raises:
-            SupersededError: another driver owns the run's directory now.
         """
         self._redispatched += event.get("redispatched", 0)
         self._seconds_down += seconds_down

@@ -39,9 +39,6 @@ class MetricsWriter:
 
         Without `resume_at` existing rows stay (a stage that opens its metrics a second time).
 
-        Args:
-            term: ownership term of the run's directory.
-
         Raises:
             ConfigError: the package of a configured sink is missing.
             DataError: metrics.jsonl is damaged in a row of a later step, elsewhere than in its last line.
@@ -62,7 +59,6 @@ class MetricsWriter:
 
         Raises:
             ValueError: a metric is called `step` or `time`, or its value is not a number.
-            SupersededError: another driver owns the run's directory now.
         """
         numbers = {name: _number(name, value) for name, value in values.items()}
         row = {"step": int(step), "time": round(time.time(), 3), **numbers}

@@ -151,7 +151,11 @@ class Record:
 @dataclass(frozen=True)
 class Term:
     """The right to write into a run's directory, until another driver takes it over. Plain data: workers receive it
-    with the paths that they write."""
+    with the paths that they write.
+
+    Whatever takes a `term` writes into that directory only while the term holds, and raises SupersededError afterwards.
+    It is None for a directory outside a run, and for a caller that only reads.
+    """
 
     directory: Path
     """The run's, absolute: all nodes use this path."""

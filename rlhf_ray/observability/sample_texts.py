@@ -34,11 +34,7 @@ class SampleWriter:
     """Writes the rollouts of each step."""
 
     def __init__(self, directory: Path, resume_at: int | None = None, term: Term | None = None) -> None:
-        """On resume at step k the rollouts of later steps are removed: those steps will be made again.
-
-        Args:
-            term: ownership term of the run's directory.
-        """
+        """On resume at step k the rollouts of later steps are removed: those steps will be made again."""
         self.directory, self._term = directory, term
         directory.mkdir(parents=True, exist_ok=True)
         parts = sample_parts(directory)

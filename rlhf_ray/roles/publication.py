@@ -96,7 +96,6 @@ class PublishedModel(PublishedTensors):
         """Write the model in Hugging Face format (rank 0; all ranks take part in gathering it).
 
         Args:
-            term: ownership of the run's directory, if `directory` is in one.
             source: as for `gather`.
         """
         state = {}
