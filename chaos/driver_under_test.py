@@ -12,6 +12,9 @@ from chaos.injection_log import InjectionLog
 from chaos.nodes import Nodes
 
 if TYPE_CHECKING:
+    import psutil
+
+    from rlhf_ray.cluster.worker_group import WorkerGroup
     from rlhf_ray.coordinator.loop import Coordinator
 
 LEARNER_RESTART, RESUME = "while learners are restarted", "while a run is resumed"
@@ -38,6 +41,8 @@ class DriverUnderTest:
         self.moment = ""
         """Outside the training loop: LEARNER_RESTART, RESUME, or neither."""
         self._coordinator: Coordinator | None = None
+        self._victims: list[tuple[WorkerGroup, int, int, psutil.Process]] = []
+        """Group, rank and incarnation of each worker that was hit, and the process that was."""
 
     @property
     def coordinator(self) -> Coordinator:
@@ -64,6 +69,17 @@ class DriverUnderTest:
         if self.moment == LEARNER_RESTART:
             found += [f"{group.role}/{rank}" for group in roles.learners() for rank in group.ranks]
         return sorted(found)
+
+    def hit(self, group: WorkerGroup, rank: int, process: psutil.Process) -> None:
+        """A fault hits a process of this worker now."""
+        self._victims.append((group, rank, group.incarnation(rank), process))
+
+    def unnoticed(self) -> bool:
+        """Whether a victim is dead or stopped and not replaced yet, perhaps because nobody has called it since."""
+        from chaos.victims import is_up
+
+        return any(group.incarnation(rank) == incarnation and not is_up(process)
+                   for group, rank, incarnation, process in self._victims)
 
     @contextmanager
     def holding(self) -> Iterator[None]:

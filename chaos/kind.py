@@ -116,7 +116,7 @@ class Kind:
         """Called when a driver that got this fault has ended, before the next one starts."""
 
     def went_unnoticed(self, evidence: Evidence, injection: dict[str, Any]) -> bool:
-        """Whether the driver was killed before it could notice its victim's loss, which therefore proves nothing. Then
+        """Whether the driver ended before it could notice its victim's loss, which therefore proves nothing. Then
         the fault is injected again. `injection` is its last line "injected" of the injection log."""
         return False
 

@@ -21,7 +21,7 @@ def outcomes(record: RunRecord) -> list[Outcome]:
                                           injected=False)
         elif kind_of(fault).went_unnoticed(evidence, injection):
             found[fault.number] = Outcome(record.config.stem, fault, injection["state"], injected=False,
-                                          problem="the driver was killed before it could notice")
+                                          problem="the driver ended before it could notice")
         else:
             found[fault.number] = kind_of(fault).outcome(evidence, fault, injection)
     inorder = [found[fault.number] for fault in record.faults]
@@ -29,7 +29,7 @@ def outcomes(record: RunRecord) -> list[Outcome]:
 
 
 def unnoticed(record: RunRecord) -> set[int]:
-    """Numbers of the faults whose victims were lost unnoticed, because the driver was killed; see
+    """Numbers of the faults whose victims were lost unnoticed, because the driver ended; see
     `Kind.went_unnoticed`."""
     last, evidence = {line["fault"]: line for line in record.injections.read("injected")}, Evidence(record)
     return {fault.number for fault in record.faults if fault.number in last

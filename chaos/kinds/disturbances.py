@@ -50,7 +50,7 @@ class Disturbance(Kind):
 
     async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Begin once no worker is down, and hold training at the end until the effect was seen."""
-        while driver.repairing():
+        while driver.repairing() or driver.unnoticed():
             await asyncio.sleep(POLL_S)
         coordinator = driver.coordinator
         step = coordinator.state.step

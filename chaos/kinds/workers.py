@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rlhf_ray.cluster.worker_group import WorkerGroup
 
 MECHANISMS = {KILL: "SIGKILL", STOP: "SIGSTOP"}
+NOTICING_S = 15.0
+"""Longest time from a fault to the end of its driver and workers in which the driver need not have noticed it:
+heartbeats are missed after five seconds and a quarter more."""
 LONG_CALL: dict[str, Any] = {"most_sightings": 1, "most_delay_s": 0.2}
 """Of calls that are made once or twice a step and take long."""
 
@@ -45,6 +48,7 @@ class WorkerFault(Kind):
                        incarnation=group.incarnation(fault.rank), in_state=in_state,
                        state=f"{self.phase} under way for {clock.now() - task.since:.3f} s")
         await self.hit(driver, fault, group, process)
+        driver.hit(group, fault.rank, process)
         self.confirm(driver, fault, process)
 
     def is_spared(self, driver: DriverUnderTest) -> bool:
@@ -95,9 +99,11 @@ class WorkerFault(Kind):
                      and event["lost_at"] <= (start.ended if start else float("inf"))), None)
 
     def went_unnoticed(self, evidence: Evidence, injection: dict[str, Any]) -> bool:
-        """A driver that is killed does not log the workers that were down."""
+        """A driver that is killed does not log the workers that were down; one that ends within seconds may not have
+        noticed them."""
         start = evidence.start_at(injection["time"])
-        return start is not None and start.abrupt and self.event(evidence, injection) is None
+        return (start is not None and self.event(evidence, injection) is None
+                and (start.abrupt or (start.code != 0 and start.ended - injection["time"] < NOTICING_S)))
 
     def problem_after(self, evidence: Evidence, fault: Fault) -> str:
         """Why a fault whose victim was hit and noticed was not survived nevertheless."""

@@ -4,9 +4,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from chaos.driver_under_test import DriverUnderTest
+from chaos.injection_log import InjectionLog
 from chaos.kinds import KINDS
 from chaos.kinds.disturbances import upload_directory
 from chaos.memory_groups import MemoryGroup
@@ -89,3 +93,17 @@ def test_a_bucket_must_have_been_refused_and_sent_again(fake_run):
 
 def test_only_what_follows_the_last_update_is_hit_at_the_end():
     assert [name for name, kind in KINDS.items() if kind.at_the_end] == ["full_at_export"]
+
+
+def test_a_disturbance_waits_for_a_victim_that_nobody_has_missed_yet(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    incarnation = [1]
+    group = SimpleNamespace(incarnation=lambda rank: incarnation[0])
+    driver = DriverUnderTest([], InjectionLog(tmp_path / "log"))
+    driver.hit(group, 0, psutil.Process(process.pid))
+    assert not driver.unnoticed(), "it is alive"
+    process.kill()
+    process.wait()
+    assert driver.unnoticed()
+    incarnation[0] += 1  # it is replaced
+    assert not driver.unnoticed()
