@@ -41,7 +41,7 @@ class DriverUnderTest:
         self.moment = ""
         """Outside the training loop: LEARNER_RESTART, RESUME, or neither."""
         self._coordinator: Coordinator | None = None
-        self._victims: list[tuple[WorkerGroup, int, int, psutil.Process]] = []
+        self.victims: list[tuple[WorkerGroup, int, int, psutil.Process]] = []
         """Group, rank and incarnation of each worker that was hit, and the process that was."""
 
     @property
@@ -72,14 +72,7 @@ class DriverUnderTest:
 
     def hit(self, group: WorkerGroup, rank: int, process: psutil.Process) -> None:
         """A fault hits a process of this worker now."""
-        self._victims.append((group, rank, group.incarnation(rank), process))
-
-    def unnoticed(self) -> bool:
-        """Whether a victim is dead or stopped and not replaced yet, perhaps because nobody has called it since."""
-        from chaos.victims import is_up
-
-        return any(group.incarnation(rank) == incarnation and not is_up(process)
-                   for group, rank, incarnation, process in self._victims)
+        self.victims.append((group, rank, group.incarnation(rank), process))
 
     @contextmanager
     def holding(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 
-from chaos.driver_under_test import POLL_S
+from chaos.driver_under_test import POLL_S, DriverUnderTest
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.nodes import HEARTBEAT_TIMEOUT_S, Node
@@ -57,6 +57,12 @@ async def call_under_way(fault: Fault, phase: str, coordinator: Coordinator, gro
 def is_up(process: psutil.Process) -> bool:
     """Whether the process is neither gone nor stopped."""
     return state_of(process) not in (GONE, psutil.STATUS_STOPPED)
+
+
+def unnoticed(driver: DriverUnderTest) -> bool:
+    """Whether a victim is dead or stopped and not replaced yet, perhaps because nobody has called it since."""
+    return any(group.incarnation(rank) == incarnation and not is_up(process)
+               for group, rank, incarnation, process in driver.victims)
 
 
 def log_effect(injections: InjectionLog, fault: Fault, process: psutil.Process, stops: bool) -> None:

@@ -50,7 +50,9 @@ class Disturbance(Kind):
 
     async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Begin once no worker is down, and hold training at the end until the effect was seen."""
-        while driver.repairing() or driver.unnoticed():
+        from chaos.victims import unnoticed
+
+        while driver.repairing() or unnoticed(driver):
             await asyncio.sleep(POLL_S)
         coordinator = driver.coordinator
         step = coordinator.state.step

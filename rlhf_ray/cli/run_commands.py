@@ -53,7 +53,7 @@ def status(
     from rlhf_ray.observability.ownership import SILENT_S
     from rlhf_ray.observability.status_page import is_finished, status_page
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=not watch)
     if not watch:
         console.print(status_page(run))
         return

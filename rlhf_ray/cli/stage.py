@@ -1,12 +1,19 @@
 """The commands that run one stage each: `sft`, `reward-model`, `process-reward`, `preferences`, `ppo`."""
 
+from __future__ import annotations
+
+import json
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from rlhf_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlhf_ray.observability.run_directory import RunDirectory
 
 Arguments = Annotated[
     list[str] | None,
@@ -78,7 +85,7 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
             overrides.append(rest.pop(0))
     if len(files) > 1:
         if fields := [file for file in files if "=" in file]:
-            raise ConfigError(f"unexpected argument {fields[0]!r}; a field is changed by --{fields[0]}")
+            raise ConfigError(f"unexpected argument {fields[0]!r}; a field is changed by --{fields[0].lstrip('-')}")
         raise ConfigError(f"one configuration file at a time; got {' and '.join(files)}")
     return (Path(files[0]) if files else None), overrides
 
@@ -109,4 +116,21 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
         raise typer.Exit(run_and_resume([command, *arguments], store, resume, Outage(config.cluster, is_listening)))
     quiet_libraries()
     run(config, resume=resume)
+    print_results(RunDirectory(config.run.dir))
     typer.echo(f"{FINISHED}{config.run.dir}")
+
+
+def print_results(run: RunDirectory) -> None:
+    """Print what a finished run has: its evaluation before and after, a policy that has hardly moved, the files."""
+    from rlhf_ray.observability.metrics import metric_rows_from_end
+    from rlhf_ray.observability.still_policy import LAST_ROWS, still_policy
+    from rlhf_ray.observability.tables import changes, print_before_after
+
+    evaluation = json.loads(run.evaluation.read_text()) if run.evaluation.is_file() else {}
+    if "before" in evaluation and "after" in evaluation:
+        print_before_after(changes(evaluation["before"], evaluation["after"]))
+    if still := still_policy(list(islice(metric_rows_from_end(run.path), 10 * LAST_ROWS))[::-1]):
+        typer.echo(still)
+    for name, path in (("model", run.model), ("best", run.best), ("report", run.report)):
+        if path.exists():
+            typer.echo(f"{name}: {path}")

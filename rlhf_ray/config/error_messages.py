@@ -156,10 +156,19 @@ def _meant(cls: type[BaseModel], place: _Place) -> str:
     key, known = place.path[-1], list(place.parent.model_fields) if place.parent else []
     if place.branch and place.parent is place.branch and (owners := _types_with(cls, place, key)):
         return f"it belongs to type {' or '.join(owners)}, but this is of type {type_tag(place.branch)}; remove it"
-    namesakes = [f.path for f in describe_fields(cls) if f.path.endswith(f".{key}")]
+    paths = [f.path for f in describe_fields(cls)]
+    if nested := [path for path in paths if key in _tails(path)]:  # kl_coef: algorithm.kl.coef
+        return f"did you mean {' or '.join(nested[:3])}?"
+    namesakes = [path for path in paths if path.endswith(f".{key}")]
     if namesakes and not difflib.get_close_matches(key, known, n=1):
         return f"did you mean {' or '.join(namesakes[:3])}?"
     return suggestion(key, known)
+
+
+def _tails(path: str) -> list[str]:
+    """The last two names of a path, or more, as one name."""
+    names = path.split(".")
+    return ["_".join(names[at:]) for at in range(len(names) - 1)]
 
 
 def _first_key(place: _Place) -> str:

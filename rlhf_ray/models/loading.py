@@ -42,6 +42,8 @@ def check_model_directory(config: ModelConfig, field: str, *, argument: bool = F
                              "write to model/, or the name of one on the Hub.")
         check_on_hub(config.path, config.revision, named)
         return
+    if not (path / "config.json").is_file() and (path / "model/config.json").is_file():
+        raise ModelError(f"{named}={config.path!r} is the directory of a run; its model is {path / 'model'}")
     if not (path / "config.json").is_file():
         raise ModelError(f"{named}={config.path!r} has no config.json, so it is not a model in Hugging Face format. "
                          "Save one there with `save_pretrained`.")

@@ -23,6 +23,7 @@ from rlhf_ray.observability.report_profile import profiles
 from rlhf_ray.observability.row_means import ROWS, mean_rate, thinned
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sample_texts import some_rollouts
+from rlhf_ray.observability.still_policy import still_policy
 from rlhf_ray.observability.tables import changes, workers_text
 
 KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "sft": "Supervised fine-tuning",
@@ -80,7 +81,7 @@ def write_report(run_dir: Path, term: Term | None = None) -> Path:
     text = page(
         ASSETS / "report.html", charts, kind=_kind(rows, config), title=run.path.resolve().name,
         lead=_lead(rows, summary), facts=_facts(config), tiles=_tiles(rows),
-        notes=(*_endings(summary), *_losses(run), *_speed(rows, config)),
+        notes=(*_endings(summary), *_losses(run), *_stillness(rows), *_speed(rows, config)),
         changes=changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after"))),
         texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=some_rollouts(run.samples),
         workers=workers_text(run.status), config=config_text,
@@ -106,6 +107,12 @@ def _losses(run: RunDirectory) -> list[str]:
     """Workers that were lost, and the whole run, if it was restarted automatically."""
     lost = in_one_line(read_faults(run.faults))
     return [f"Lost on the way: {lost}. faults.jsonl lists them."] if lost else []
+
+
+def _stillness(rows: Rows) -> list[str]:
+    """Whether the policy has hardly moved."""
+    sentence = still_policy(rows)
+    return [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
 
 
 def _speed(rows: Rows, config: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
 from rlhf_ray.observability.row_means import mean_rate
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.still_policy import still_policy
 from rlhf_ray.observability.tables import plain_table, workers_table
 
 RECENT_STEPS = 20
@@ -45,10 +46,10 @@ def status_page(path: Path) -> RenderableType:
     """
     run = RunDirectory(path)
     rows = list(islice(metric_rows_from_end(path), RECENT_ROWS))[::-1]
-    live, summary = _live(run), _summary(run)
+    live, summary, owner = _live(run), _summary(run), read_owner(path)
     if not rows and not live and summary:
         return Text(f"{path}: {in_a_sentence(summary)}")
-    if not rows and not live:
+    if not rows and not live and (owner is None or owner.ended):
         raise DataError(f"{path} holds no started run: it has neither {run.metrics.name} nor {run.status.name}; "
                         "name the directory that a stage writes (its run.dir)")
     steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
@@ -58,6 +59,8 @@ def status_page(path: Path) -> RenderableType:
         parts.append(Text(f"reference: {live['reference']}"))
     if lost := in_one_line(read_faults(run.faults)):
         parts.append(Text(f"lost workers: {lost} (faults.jsonl)"))
+    if still := still_policy(steps):
+        parts.append(Text(still))
     if shares:
         cause = diagnosis(steps, live.get("max_staleness", 0))
         parts += [Text(""), _roles_table(shares, len(steps)), Text(""), Text(cause.limit), Text(cause.advice)]
@@ -98,7 +101,7 @@ def _headline(run: RunDirectory, live: Mapping[str, Any], rows: Sequence[Mapping
     gone = owner is not None and not owner.ended and owner.process.lives(ProcessIdentity.own()) is False
     process = f"{owner.process}" if owner else "its driver"
     if not live:
-        where = f"{run.path}: step {rows[-1]['step']}"
+        where = f"{run.path}: " + (f"step {rows[-1]['step']}" if rows else "no step yet")
         finished = owner is None or owner.ended or (run.summary.exists() and run.summary.stat().st_mtime > owner.since)
         if finished and "steps" in summary:
             return f"{where} of {summary['steps']}, finished"

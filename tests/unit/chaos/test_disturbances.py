@@ -15,6 +15,7 @@ from chaos.kinds import KINDS
 from chaos.kinds.disturbances import upload_directory
 from chaos.memory_groups import MemoryGroup
 from chaos.outcomes import outcomes
+from chaos.victims import unnoticed
 
 LOST_OUTPUT = """
 import os, sys
@@ -101,9 +102,9 @@ def test_a_disturbance_waits_for_a_victim_that_nobody_has_missed_yet(tmp_path):
     group = SimpleNamespace(incarnation=lambda rank: incarnation[0])
     driver = DriverUnderTest([], InjectionLog(tmp_path / "log"))
     driver.hit(group, 0, psutil.Process(process.pid))
-    assert not driver.unnoticed(), "it is alive"
+    assert not unnoticed(driver), "it is alive"
     process.kill()
     process.wait()
-    assert driver.unnoticed()
+    assert unnoticed(driver)
     incarnation[0] += 1  # it is replaced
-    assert not driver.unnoticed()
+    assert not unnoticed(driver)

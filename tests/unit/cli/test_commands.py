@@ -10,10 +10,11 @@ import pytest
 
 from rlhf_ray.cli import examples
 from rlhf_ray.cli.examples import set_aside
-from rlhf_ray.cli.stage import split_arguments
+from rlhf_ray.cli.stage import print_results, split_arguments
 from rlhf_ray.config.model import Family
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, RunInterrupted, WorkerError
+from rlhf_ray.observability.run_directory import RunDirectory
 
 MODEL_AND_DATA = "model: {path: m}\ndata: {path: d}\n"
 FILES = {
@@ -221,3 +222,13 @@ def test_help_imports_no_library_that_takes_its_time():
     heavy = {"torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "pandas", "pydantic", "yaml"}
     assert "quickstart" in answer.stdout and "rlhf_ray" in answer.stderr.split()
     assert not heavy & set(answer.stderr.split())
+
+
+def test_a_finished_run_shows_what_it_reached_and_where(tmp_path, capsys):
+    run = RunDirectory(tmp_path)
+    run.evaluation.write_text(json.dumps({"before": {"reward": 1.0}, "after": {"reward": 2.5}}))
+    run.metrics.write_text(json.dumps({"step": 30, "kl/sequence": 0.01, "policy/learning_rate": 1e-6}) + "\n")
+    run.model.mkdir()
+    print_results(run)
+    table, header = capsys.readouterr().out, f"model: {run.model}"
+    assert "+1.5 better" in table and "hardly moved: KL 0.01" in table and table.rstrip().endswith(header)

@@ -41,6 +41,7 @@ def problems(cls, path, overrides=()):
         ("--run.xyz=5", "run.xyz: unknown key; use one of: dir, steps, epochs, seed, upload, auto_resume"),
         ("--prompt.path=x", "prompt: unknown key; did you mean prompts?"),
         ("--steps=5", "steps: unknown key; did you mean run.steps?"),
+        ("--algorithm.kl_coef=5", "algorithm.kl_coef: unknown key; did you mean algorithm.kl.coef?"),
         ("--pools.a.bundels=5", "pools.a.bundels: unknown key; did you mean bundles?"),
         ("--evaluation.every=5", "evaluation.prompts is empty and prompts.held_out=0, so the evaluation"),
         ("--rewards={a: {type: model, path: r, function: f}}",

@@ -107,9 +107,14 @@ def test_a_finished_stage_without_steps_says_what_it_made(shown, tmp_path):
     assert said in write_report(tmp_path).read_text() and "No step" not in (tmp_path / "report.html").read_text()
 
 
+def test_a_run_that_starts_its_workers_says_who_does(shown):
+    text = shown()
+    assert "no step yet; owned by process 77 on here since" in text and "no step is finished yet" in text
+
+
 def test_a_directory_without_a_run_is_refused(shown, tmp_path):
     with pytest.raises(DataError, match="holds no started run"):
-        shown()
+        shown(owner=None)
     (tmp_path / "status.json").write_text("{")
     with pytest.raises(DataError, match="status.json cannot be read"):
         status_page(tmp_path)

@@ -1,0 +1,33 @@
+"""A policy that training hardly moves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FIRST_STEP = 20
+"""Step from which a policy should have moved."""
+LAST_ROWS = 5
+"""Number of steps of which the mean KL is taken."""
+STILL_KL = 0.05
+"""Nats a response: a few tokens whose probabilities changed by a tenth. Policies that learn are at one and more."""
+
+
+def still_policy(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence about a policy that is still where it started, and what to change.
+
+    Args:
+        rows: of metrics.jsonl, in order; those of steps count.
+
+    Returns:
+        empty if the policy has moved, has made too few steps, or its KL is not measured.
+    """
+    steps = [row for row in rows if row.get("kl/sequence") is not None and row.get("policy/learning_rate")][-LAST_ROWS:]
+    if not steps or steps[-1]["step"] < FIRST_STEP:
+        return ""
+    kl = sum(abs(row["kl/sequence"]) for row in steps) / len(steps)
+    if kl >= STILL_KL:
+        return ""
+    moved = f"the policy has hardly moved: KL {kl:.2g} nats a response after step {steps[-1]['step']}"
+    if not any(row.get("reward/std", 1.0) for row in steps):
+        return f"{moved}. All samples of a step have the same reward, so there is nothing to learn from"
+    return (f"{moved}. If the reward does not rise, raise policy.optimizer.learning_rate "
+            f"({steps[-1]['policy/learning_rate']:g}); small models need larger ones")
