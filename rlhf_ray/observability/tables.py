@@ -43,8 +43,10 @@ class Change(NamedTuple):
 
     @property
     def share(self) -> float | None:
-        """The difference over `before`; None where a percentage has no meaning, since that is negative or very
-        small."""
+        """The difference over `before`; None where a percentage has no meaning: of scores, whose zero is arbitrary, and
+        where `before` is negative or very small."""
+        if self.metric.startswith(("reward", "gold")):
+            return None
         share = self.difference / self.before if self.difference is not None and self.before else math.inf
         return share if (self.before or 0) > 0 and -1 <= share < 10 else None
 

@@ -144,11 +144,12 @@ def test_every_kind_of_run_has_its_report(tmp_path, room, values, kind, plots):
 
 def test_the_verdict_is_coloured_by_which_way_is_better(run):
     run.write_json("evaluation.json", {"before": {"gold": 0.25, "eval/loss": 1.0, "kl": 0.0},
-                                       "after": {"gold": 0.5, "eval/loss": 1.5, "kl": 4.0}})
+                                       "after": {"gold": 0.5, "eval/loss": 2.0, "kl": 4.0}})
     page = write_report(run.path).read_text()
     pills = re.findall(r'<span class="pill (\w+)">', page)
     assert pills == ["better", "worse", "same"]
-    assert "▲ +0.25" in page and "(+100%)" in page
+    assert "▲ +0.25 better</span>" in page, "a score's zero is arbitrary, and so is its percentage"
+    assert '▲ +1<span class="share"> (+100%)</span>' in page
 
 
 def test_an_evaluation_with_missing_numbers_shows_a_dash(run):
