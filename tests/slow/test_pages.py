@@ -17,13 +17,12 @@ from tests.pages import PAGES, ROOT, fences
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(1800)]
 CHECKOUT = ("rlhf_ray", "benchmarks", "tests", "docs", "configs", "launch", "pyproject.toml")
-TWO_STEPS = """
-export RLHF_RAY_RUN__STEPS=2
-rlhf-ray() {
-    if [ "$1" = preferences ]; then env --unset RLHF_RAY_RUN__STEPS rlhf-ray "$@"; else command rlhf-ray "$@"; fi
-}
+TWO_STEPS = "export RLHF_RAY_RUN__STEPS=2\n"
+COMMAND = """#!/bin/sh
+if [ "$1" = preferences ]; then unset RLHF_RAY_RUN__STEPS; fi
+exec {program} "$@"
 """
-"""Preferences have no steps, and refuse the variable."""
+"""Preferences have no steps, and refuse the variable. A process of its own: pages kill it."""
 RUNNABLE = [page for page in PAGES if any(fence.language == "sh" and not fence.why_not_run for fence in fences(page))]
 
 
@@ -31,6 +30,9 @@ RUNNABLE = [page for page in PAGES if any(fence.language == "sh" and not fence.w
 def after_quickstart(tmp_path_factory):
     """A directory in which `make quickstart` was run, and which holds what users have of their own: models, data."""
     home = tmp_path_factory.mktemp("pages")
+    (home / "bin").mkdir()
+    (home / "bin/rlhf-ray").write_text(COMMAND.format(program=Path(sys.executable).with_name("rlhf-ray")))
+    (home / "bin/rlhf-ray").chmod(0o755)
     run("rlhf-ray quickstart --run.steps=2", home, "quickstart")
     shutil.copytree(ROOT / "configs", home / "configs")
     (home / ".venv/bin").mkdir(parents=True)
@@ -73,7 +75,7 @@ def test_every_command_of_a_page_works(page, after_quickstart, tmp_path):
 def run(script: str, home: Path, page: str) -> None:
     """A fence of commands, with the package of this checkout, or of the one in `home`."""
     package = home if (home / "rlhf_ray").is_dir() else ROOT
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    environment = {**os.environ, "PATH": f"{home}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
                    "PYTHONPATH": f"{package}:{home}"}
     answer = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=home, env=environment, text=True,
                             input="The hotel was\n", capture_output=True, timeout=1500)
