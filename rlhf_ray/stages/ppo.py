@@ -98,6 +98,10 @@ async def _run(
         prompts, held_out = await start_roles(config, runtime, roles, progress)
         left_out = [*prompts.left_out, *(held_out.left_out if held_out else [])]
         await write_left_out(directory, left_out)
+        rows, wanted = sum(prompts.sizes), config.coordinator.prompts_per_step
+        if wanted > rows:
+            progress.warn(f"a step takes {wanted} prompts (coordinator.prompts_per_step), and the data have {rows}: "
+                          f"each is used {wanted / rows:.3g} times in it")
         timeout_s = config.cluster.heartbeat_timeout_s
         phases = Phases(config.generator, config.policy, config.critic, roles)
         weights = WeightSync(config.weights, roles, timeout_s, phases)
