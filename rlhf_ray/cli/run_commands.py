@@ -12,6 +12,8 @@ from rlhf_ray.errors import DataError
 
 WATCH_EVERY_S = 2
 """Interval of `status --watch`."""
+STARTS_S = 20.0
+"""How long `status --watch` waits for a run that was just started to make its directory."""
 SHOWN_OPERATORS = 5
 """Operators of each worker that `rlhf-ray profile` shows."""
 
@@ -45,7 +47,6 @@ def status(
 
         print_job(str(run), address, allow_plain_http)
         return
-    require_run(run)
     from rich.console import Console
     from rich.live import Live
 
@@ -53,6 +54,10 @@ def status(
     from rlhf_ray.observability.ownership import SILENT_S
     from rlhf_ray.observability.status_page import is_finished, status_page
 
+    begun = time.monotonic()
+    while watch and not run.is_dir() and time.monotonic() - begun < STARTS_S:  # it was started a moment ago
+        time.sleep(0.2)
+    require_run(run)
     console = Console(highlight=False, soft_wrap=not watch)
     if not watch:
         console.print(status_page(run))

@@ -186,6 +186,13 @@ class DemonstrationsConfig(ChatSection):
     held_out: float = Field(0.01, ge=0, lt=1)
     """Share of rows held out to measure the loss: the last ones of each data set."""
 
+    @property
+    def column_fields(self) -> dict[str, str]:
+        """Also names the fields for rows of another form."""
+        other = {} if self.prompt or self.messages else {
+            self.text: "data.text (or data.prompt and data.response, or data.messages)"}
+        return super().column_fields | other
+
     @model_validator(mode="after")
     def _one_format(self) -> Self:
         for part in self.parts():

@@ -119,3 +119,20 @@ def test_a_driver_that_does_not_move_is_watched_for_a_minute(watched):
     """Killed, or cut off on another machine."""
     out, seconds = watched(lambda seconds: None)
     assert seconds == SILENT_S and "hangs or is gone" in out
+
+
+def test_watching_waits_for_a_run_that_was_started_a_moment_ago(run, command_line, monkeypatch):
+    aside = run.path.rename(run.path.with_name("aside"))
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 2:
+            aside.rename(run.path)
+            run.show(9, ended="finished")
+            run.summarise()
+            run.own(ended=True)
+
+    monkeypatch.setattr(run_commands.time, "sleep", sleep)
+    outcome = command_line("status", str(run.path), "--watch")
+    assert outcome.code == 0 and len(waits) == 2 and "finished" in outcome.out
