@@ -52,7 +52,8 @@ class Disturbance(Kind):
         """Begin once no worker is down, and hold training at the end until the effect was seen."""
         from chaos.victims import unnoticed
 
-        while driver.repairing() or unnoticed(driver):
+        until = time.monotonic() + LONGEST_S
+        while driver.repairing() or (unnoticed(driver) and time.monotonic() < until):
             await asyncio.sleep(POLL_S)
         coordinator = driver.coordinator
         step = coordinator.state.step

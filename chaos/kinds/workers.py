@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MECHANISMS = {KILL: "SIGKILL", STOP: "SIGSTOP"}
 NOTICING_S = 15.0
-"""Longest time from a fault to the end of its driver and workers in which the driver need not have noticed it:
-heartbeats are missed after five seconds and a quarter more."""
+"""Longest time from a fault to the end of its driver and workers in which the driver need not have noticed it: the
+heartbeats of five seconds and a quarter more, and the shutdown."""
 LONG_CALL: dict[str, Any] = {"most_sightings": 1, "most_delay_s": 0.2}
 """Of calls that are made once or twice a step and take long."""
 
@@ -47,8 +47,8 @@ class WorkerFault(Kind):
         driver.injected(fault, role=self.role, rank=fault.rank, pid=worker.pid,
                        incarnation=group.incarnation(fault.rank), in_state=in_state,
                        state=f"{self.phase} under way for {clock.now() - task.since:.3f} s")
-        await self.hit(driver, fault, group, process)
         driver.hit(group, fault.rank, process)
+        await self.hit(driver, fault, group, process)
         self.confirm(driver, fault, process)
 
     def is_spared(self, driver: DriverUnderTest) -> bool:
@@ -102,8 +102,9 @@ class WorkerFault(Kind):
         """A driver that is killed does not log the workers that were down; one that ends within seconds may not have
         noticed them."""
         start = evidence.start_at(injection["time"])
-        return (start is not None and self.event(evidence, injection) is None
-                and (start.abrupt or (start.code != 0 and start.ended - injection["time"] < NOTICING_S)))
+        if start is None or self.event(evidence, injection) is not None:
+            return False
+        return start.abrupt or (start.code == start.expected != 0 and start.ended - injection["time"] < NOTICING_S)
 
     def problem_after(self, evidence: Evidence, fault: Fault) -> str:
         """Why a fault whose victim was hit and noticed was not survived nevertheless."""

@@ -25,7 +25,7 @@ from rlhf_ray.files.fsync import fsync_tree
 from rlhf_ray.observability.owner_record import ProcessIdentity, Term, renaming
 
 CHECKPOINTS = "checkpoints"
-WRITER = "writer.json"
+WRITER = ".writer.json"
 """File that names the driver whose copies the URL holds."""
 BLOCK = 8 * 2**20
 """Bytes read at once when a file is read back."""
@@ -80,15 +80,21 @@ class RemoteDirectory:
                               f"{steps[0]}: pass --resume to continue it, or give another URL")
 
     def check_claim(self) -> None:
-        """Check that no other driver has taken the URL over. (Of two that start within a second both may pass once.)
+        """Check that no other driver has taken the URL over. What is being copied then is copied to its end.
 
         Raises:
-            UploadError: one has; what is copied now would mix with its files.
+            SupersededError: another driver owns the run's directory.
+            UploadError: another run has the URL; what is copied now would mix with its files.
         """
+        self._check()
         writer = self.read(WRITER)
         if writer not in (None, self._writer):
-            raise UploadError(f"run.upload={self.url!r} was taken over by {json.loads(writer)['driver']}, so this run "
-                              "is copied there no longer; two runs need two URLs")
+            try:
+                driver = json.loads(writer)["driver"]
+            except (ValueError, TypeError, KeyError):  # cut short, or of another program
+                driver = "another driver"
+            raise UploadError(f"run.upload={self.url!r} was taken over by {driver}, so this run is copied there no "
+                              "longer; two runs need two URLs")
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, newest first."""

@@ -58,7 +58,7 @@ class Uploader:
         """The error of the last try; None if it succeeded."""
         self._directory, self._keep = directory, keep
         self._store = CheckpointStore(directory.checkpoints, keep, term=directory.term)
-        self._ended: SupersededError | UploadError | None = None
+        self._end_reason: SupersededError | UploadError | None = None
         """Why nothing is copied any more."""
         self._silence_s, self._warn = silence_s, warn or logging.getLogger(__name__).warning
         self._sent: dict[str, tuple[int, int]] = {}
@@ -95,8 +95,8 @@ class Uploader:
             if time.monotonic() - self._moved_at > self._silence_s:
                 self.failure = f"no progress for {self._silence_s:g} s"
                 break
-        if self._ended is not None:
-            raise self._ended
+        if self._end_reason is not None:
+            raise self._end_reason
         if self.failure:
             newest = "no checkpoint" if self.step is None else f"the checkpoint of step {self.step}"
             raise UploadError(
@@ -112,7 +112,7 @@ class Uploader:
             self._warn(f"run.upload: copying has stopped to {self.remote.url} ({self.failure})")
 
     def _copy_during_run(self) -> None:
-        while not self._over.wait(LOOK_S) and self._ended is None:
+        while not self._over.wait(LOOK_S) and self._end_reason is None:
             newest = next((step for step, _ in self._steps()), None)
             tried, when = self._tried
             if newest not in (None, self.step) and (newest != tried or time.monotonic() - when > AGAIN_S):
@@ -120,7 +120,7 @@ class Uploader:
 
     def _copy_the_rest(self) -> None:
         for pause in LAST_TRIES_S:
-            if self._ended is not None:
+            if self._end_reason is not None:
                 return
             time.sleep(pause)
             self._moved()
@@ -137,12 +137,14 @@ class Uploader:
             try:
                 send()
             except (SupersededError, UploadError) as error:
-                self._ended, self.failure = error, None
+                self._end_reason, self.failure = error, None
                 if isinstance(error, UploadError):
                     self._warn(str(error))
                 return
             except Exception as error:  # whatever the library of this kind of place raises; the other parts may work
                 self.failure = self.failure or f"{type(error).__name__}: {first_line(error)}"
+                if send == self.remote.check_claim:  # the URL may be another run's now
+                    break
         if self.failure:
             self._warn(f"run.upload: copying to {self.remote.url} failed ({self.failure}); it is tried again")
 

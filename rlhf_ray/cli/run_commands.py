@@ -12,8 +12,8 @@ from rlhf_ray.errors import DataError
 
 WATCH_EVERY_S = 2
 """Interval of `status --watch`."""
-STARTS_S = 20.0
-"""How long `status --watch` waits for a run that was just started to make its directory."""
+STARTS_S = 60.0
+"""How long `status --watch` waits for a run: one that was just started checks its models and data first."""
 SHOWN_OPERATORS = 5
 """Operators of each worker that `rlhf-ray profile` shows."""
 
@@ -52,10 +52,12 @@ def status(
 
     from rlhf_ray.observability.owner_record import read_owner
     from rlhf_ray.observability.ownership import SILENT_S
+    from rlhf_ray.observability.run_directory import RunDirectory
     from rlhf_ray.observability.status_page import is_finished, status_page
 
-    begun = time.monotonic()
-    while watch and not run.is_dir() and time.monotonic() - begun < STARTS_S:  # it was started a moment ago
+    begun, files = time.monotonic(), RunDirectory(run)
+    while watch and not (read_owner(run) or files.summary.exists() or files.metrics.exists()) \
+            and time.monotonic() - begun < STARTS_S:
         time.sleep(0.2)
     require_run(run)
     console = Console(highlight=False, soft_wrap=not watch)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from rlhf_ray.errors import ConfigError
+from rlhf_ray.errors import ConfigError, RLHFError
 
 if TYPE_CHECKING:
     from rlhf_ray.observability.run_directory import RunDirectory
@@ -121,7 +121,17 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
 
 
 def print_results(run: RunDirectory) -> None:
-    """Print what a finished run has: its evaluation before and after, a policy that has hardly moved, the files."""
+    """Print the held-out metrics before and after a run, whether its policy has hardly moved, and its files."""
+    try:
+        _print_metrics(run)
+    except (RLHFError, ValueError, OSError) as error:  # damaged files; the run has succeeded nevertheless
+        typer.echo(f"its metrics cannot be shown: {error}", err=True)
+    for name, path in (("model", run.model), ("best", run.best), ("report", run.report)):
+        if path.exists():
+            typer.echo(f"{name}: {path}")
+
+
+def _print_metrics(run: RunDirectory) -> None:
     from rlhf_ray.observability.metrics import metric_rows_from_end
     from rlhf_ray.observability.still_policy import LAST_ROWS, still_policy
     from rlhf_ray.observability.tables import changes, print_before_after
@@ -131,6 +141,3 @@ def print_results(run: RunDirectory) -> None:
         print_before_after(changes(evaluation["before"], evaluation["after"]))
     if still := still_policy(list(islice(metric_rows_from_end(run.path), 10 * LAST_ROWS))[::-1]):
         typer.echo(still)
-    for name, path in (("model", run.model), ("best", run.best), ("report", run.report)):
-        if path.exists():
-            typer.echo(f"{name}: {path}")

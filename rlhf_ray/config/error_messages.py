@@ -157,7 +157,8 @@ def _meant(cls: type[BaseModel], place: _Place) -> str:
     if place.branch and place.parent is place.branch and (owners := _types_with(cls, place, key)):
         return f"it belongs to type {' or '.join(owners)}, but this is of type {type_tag(place.branch)}; remove it"
     paths = [f.path for f in describe_fields(cls)]
-    if nested := [path for path in paths if key in _tails(path)]:  # kl_coef: algorithm.kl.coef
+    section = "".join(f"{name}." for name in place.path[:-1])
+    if nested := [path for path in paths if path.startswith(section) and key in _tails(path)]:  # kl_coef: kl.coef
         return f"did you mean {' or '.join(nested[:3])}?"
     namesakes = [path for path in paths if path.endswith(f".{key}")]
     if namesakes and not difflib.get_close_matches(key, known, n=1):

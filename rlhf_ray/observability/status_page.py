@@ -50,7 +50,8 @@ def status_page(path: Path) -> RenderableType:
     if not rows and not live and summary:
         return Text(f"{path}: {in_a_sentence(summary)}")
     if not rows and not live and (owner is None or owner.ended):
-        raise DataError(f"{path} holds no started run: it has neither {run.metrics.name} nor {run.status.name}; "
+        raise DataError(f"{path} holds no started run: it has neither {run.metrics.name} nor {run.status.name}, and "
+                        "no driver owns it; "
                         "name the directory that a stage writes (its run.dir)")
     steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
     shares = mean_shares(steps)

@@ -8,11 +8,11 @@ FIRST_STEP = 20
 LAST_ROWS = 5
 """Number of steps of which the mean KL is taken."""
 STILL_KL = 0.05
-"""Nats a response: a few tokens whose probabilities changed by a tenth. Policies that learn are at one and more."""
+"""Nats a response. The quickstart's policy is over 3 after five steps; with a rate of 1e-6 it has 0.02 after forty."""
 
 
 def still_policy(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence about a policy that is still where it started, and what to change.
+    """A sentence about a policy that is still close to its reference, and what to change.
 
     Args:
         rows: of metrics.jsonl, in order; those of steps count.

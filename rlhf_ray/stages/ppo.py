@@ -101,7 +101,7 @@ async def _run(
         rows, wanted = sum(prompts.sizes), config.coordinator.prompts_per_step
         if wanted > rows:
             progress.warn(f"a step takes {wanted} prompts (coordinator.prompts_per_step), and the data have {rows}: "
-                          f"each is used {wanted / rows:.3g} times in it")
+                          "prompts are used several times in it")
         timeout_s = config.cluster.heartbeat_timeout_s
         phases = Phases(config.generator, config.policy, config.critic, roles)
         weights = WeightSync(config.weights, roles, timeout_s, phases)

@@ -83,7 +83,7 @@ class BucketSource(WeightSource):
         return iter(self.tensors.items())
 
 
-class NCCLSender:
+class NCCLSender(Sender):
     """Broadcasts from the learner's first rank over NCCL.
 
     vLLM's `trainer_init` would let the members find each other through a store that listens on all interfaces and whose
@@ -112,7 +112,7 @@ class NCCLSender:
         self._engine.shutdown()
 
 
-class IPCSender:
+class IPCSender(Sender):
     """Sends handles of this rank's GPU memory; rank 0 collects those of all ranks."""
 
     def __init__(self, rank: int) -> None:
@@ -144,7 +144,7 @@ class IPCSender:
         self._engine.shutdown()
 
 
-class GlooSender:
+class GlooSender(Sender):
     """The same broadcast between processes without GPUs, for testing."""
 
     def __init__(self, route: WeightRoute) -> None:

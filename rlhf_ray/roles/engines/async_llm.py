@@ -20,7 +20,13 @@ from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
 from rlhf_ray.internals.vllm import unfinished_tokens
 from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
 from rlhf_ray.roles.engines.in_process import quiet_start
-from rlhf_ray.roles.engines.interface import AdapterSettings, Completion, EngineSettings, SampleRequest
+from rlhf_ray.roles.engines.interface import (
+    AdapterSettings,
+    Completion,
+    EngineSettings,
+    SampleRequest,
+    SamplingEngine,
+)
 from rlhf_ray.roles.engines.stop_strings import ResponseWatch, watch_for
 from rlhf_ray.roles.engines.vllm_adapter import (
     adapter_request,
@@ -86,8 +92,8 @@ class DirectStage:
                            "offers")
 
 
-class AsynchronousEngine:
-    """See `interface.SamplingEngine`."""
+class AsynchronousEngine(SamplingEngine):
+    """vLLM's `AsyncLLM`, in processes of its own."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings

@@ -36,7 +36,7 @@ from rlhf_ray.internals.vllm import (
     unfinished_tokens,
 )
 from rlhf_ray.records import TensorEntry, WorkerProfile
-from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest
+from rlhf_ray.roles.engines.interface import Completion, EngineSettings, SampleRequest, SamplingEngine
 from rlhf_ray.roles.engines.stop_strings import ResponseWatch, watch_for
 from rlhf_ray.roles.engines.vllm_adapter import (
     adapter_request,
@@ -109,8 +109,8 @@ class RequestBatch:
         return not self.done.done() and self.done.set_running_or_notify_cancel()
 
 
-class InProcessEngine:
-    """See `interface.SamplingEngine`."""
+class InProcessEngine(SamplingEngine):
+    """vLLM's `LLMEngine` on a thread of this process."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings

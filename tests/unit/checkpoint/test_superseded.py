@@ -182,7 +182,9 @@ def test_copies_elsewhere_are_the_owners(tmp_path):
     uploader.start(resume=False)
     a.save(4)
     b = Driver(run, "b")
-    RemoteDirectory(url, term=b.term).put_checkpoint(b.save(6))
+    there = RemoteDirectory(url, term=b.term)
+    there.claim(resume=True)
+    there.put_checkpoint(b.save(6))
     (run / "metrics.jsonl").write_text("of b")
     with pytest.raises(SupersededError):
         uploader.finish()

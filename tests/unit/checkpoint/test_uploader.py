@@ -220,7 +220,7 @@ def test_hidden_files_stay_here(run, url, quick):
     uploader = uploader_of(url, run)
     uploader.start(resume=False)
     uploader.finish()
-    assert uploader.remote.names() == ["ledger.sqlite", "metrics.jsonl", "writer.json"]
+    assert uploader.remote.names() == [".writer.json", "ledger.sqlite", "metrics.jsonl"]
 
 
 def test_a_run_whose_last_files_are_not_there_says_what_is(run, url, quick, monkeypatch):
@@ -288,6 +288,37 @@ def test_of_two_runs_with_one_url_the_later_has_it_and_the_earlier_says_so(run, 
         earlier.finish()
     later.finish()
     assert later.remote.steps() == [4] and len(said) == 1
+
+
+def test_nothing_is_copied_while_it_is_not_known_whose_the_url_is(run, url, quick, monkeypatch):
+    said = []
+    uploader = uploader_of(url, run, warn=said.append)
+    uploader.start(resume=False)
+    monkeypatch.setattr(uploader.remote, "read", lambda name: b"{")  # half a writer is another one, too
+    save(run, 2)
+    wait_until(lambda: said)
+    assert "taken over by another driver" in said[0]
+    with pytest.raises(UploadError, match="taken over"):
+        uploader.finish()
+    assert uploader.remote.steps() == []
+
+
+def test_a_claim_that_cannot_be_read_is_tried_again(run, url, quick, monkeypatch):
+    said, read = [], RemoteDirectory.read
+    uploader = uploader_of(url, run, warn=said.append)
+    uploader.start(resume=False)
+
+    def fails(remote, name):
+        if not said:
+            raise OSError("no answer")
+        return read(remote, name)
+
+    monkeypatch.setattr(RemoteDirectory, "read", fails)
+    save(run, 2)
+    wait_until(lambda: said)
+    assert "no answer" in said[0] and uploader.remote.steps() == []
+    uploader.finish()
+    assert uploader.remote.steps() == [2]
 
 
 @pytest.mark.parametrize(("url", "said"), [
