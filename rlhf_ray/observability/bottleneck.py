@@ -154,8 +154,8 @@ def recommend(shares: Shares, max_staleness: int, publish_share: float = 0.0) ->
     if not max_staleness and min(learning, generating) > NOTICEABLE:
         gain = (learning + generating) / max(learning, generating)
         return (f"generators and learners take turns ({generating:.0%} and {learning:.0%} of the time): "
-                f"coordinator.max_staleness=1 lets them work side by side, up to {gain:.1f} times as fast on hardware "
-                "of their own")
+                f"coordinator.max_staleness=1 lets them work side by side, up to {gain:.1f} times as fast where they "
+                "share no cores")
     busiest = shares[limit].get(BUSY, 0.0)
     if max_staleness and min(learning, generating) < busiest - NOTICEABLE and busiest < 1 - NOTICEABLE:
         return (f"neither side is always busy (generators {generating:.0%}, learners {learning:.0%} of the time): "
