@@ -30,7 +30,8 @@ def plan(
 ) -> None:
     """Show where each role of a run would lie, the memory of every device, the batch, the disk and a step's time.
 
-    Needs no GPU, starts nothing, reads no data and loads no weights. Ends with 2 when the run could not work, and says what to change.
+    Needs no GPU, starts nothing, reads no data and loads no weights. Ends with 2 when the run could not work, and says
+    what to change.
     """
     import sys
 
