@@ -19,7 +19,7 @@ from rlhf_ray.observability.control_files import SILENT_S
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metric_catalogue import readable
 from rlhf_ray.observability.metrics import metric_rows_from_end
-from rlhf_ray.observability.owner_record import ProcessIdentity, day_and_time, read_owner
+from rlhf_ray.observability.owner_record import ProcessIdentity, Record, day_and_time, read_owner
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
 from rlhf_ray.observability.row_means import mean_rate
@@ -50,9 +50,8 @@ def status_page(path: Path) -> RenderableType:
     if not rows and not live and summary:
         return Text(f"{path}: {in_a_sentence(summary)}")
     if not rows and not live and (owner is None or owner.ended):
-        raise DataError(f"{path} holds no started run: it has neither {run.metrics.name} nor {run.status.name}, and "
-                        "no driver owns it; "
-                        "name the directory that a stage writes (its run.dir)")
+        raise DataError(f"{path} holds no started run: it has neither {run.metrics.name} nor {run.status.name}, and no "
+                        "driver owns it; name the directory that a stage writes (its run.dir)")
     steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
     shares = mean_shares(steps)
     parts: list[RenderableType] = [Text(_headline(run, live, rows, summary)), Text(_pace(steps, live))]
@@ -65,7 +64,7 @@ def status_page(path: Path) -> RenderableType:
     if shares:
         cause = diagnosis(steps, live.get("max_staleness", 0))
         parts += [Text(""), _roles_table(shares, len(steps)), Text(""), Text(cause.limit), Text(cause.advice)]
-    if live and not live.get("ended"):
+    if live and not live.get("ended") and not _is_gone(owner):
         parts += [Text(""), _work_table(live), Text(""), workers_table(live.get("workers", ()))]
     return Group(*parts)
 
@@ -96,10 +95,15 @@ def _summary(run: RunDirectory) -> dict[str, Any]:
         raise DataError(f"{run.summary} cannot be read: {error}; remove it") from error
 
 
+def _is_gone(owner: Record | None) -> bool:
+    """Whether the driver was killed, as far as this machine can tell."""
+    return owner is not None and not owner.ended and owner.process.lives(ProcessIdentity.own()) is False
+
+
 def _headline(run: RunDirectory, live: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
               summary: Mapping[str, Any]) -> str:
     owner = read_owner(run.path)
-    gone = owner is not None and not owner.ended and owner.process.lives(ProcessIdentity.own()) is False
+    gone = _is_gone(owner)
     process = f"{owner.process}" if owner else "its driver"
     if not live:
         where = f"{run.path}: " + (f"step {rows[-1]['step']}" if rows else "no step yet")
@@ -109,7 +113,8 @@ def _headline(run: RunDirectory, live: Mapping[str, Any], rows: Sequence[Mapping
         if owner is None or owner.ended:
             return where
         return f"{where}; " + (f"{process} {GONE}" if gone else f"owned by {process} since {day_and_time(owner.since)}")
-    where = f"{run.path}: step {live['step']} of {live['steps']}"
+    step = max([live["step"], *(row["step"] for row in rows[-1:] if gone)])  # steps since the last status
+    where = f"{run.path}: step {step} of {live['steps']}"
     silent = time.time() - live["time"]
     if (ended := live.get("ended")) == "finished" and not summary:
         lost = silent > SILENT_S or gone

@@ -83,7 +83,8 @@ def test_a_run_that_was_killed_on_this_machine_is_told_at_once(shown):
     child.wait()
     gone = replace(here, pid=child.pid)
     assert f"step 4; {gone} is gone (--resume" in shown(rows=[{"step": 4, "time": 1.0}], owner=gone)
-    assert f"{gone} is gone (--resume" in shown(live, owner=gone)
+    text = shown(live, [{"step": 7, "time": 1.0}], owner=gone)
+    assert f"step 7 of 10; {gone} is gone (--resume" in text and "under way" not in text
     assert f"running ({here} since" in shown(live, owner=here)
 
 
