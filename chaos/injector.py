@@ -115,8 +115,11 @@ class Injector:
             await kind_of(fault).inject(self.driver, fault)
 
     def is_due(self, fault: Fault) -> bool:
-        """Whether training has come so far; a fault during a repair waits for it, but not longer than an update."""
+        """Whether training has come so far; a fault during a repair waits for it, but not longer than an update. One
+        that lasts does not begin in a loop that a lost learner is about to end, which would cut it short."""
         step = self.driver.coordinator.state.step
+        if kind_of(fault).updates and self.driver.learners_lost:
+            return False
         if fault.during_repair and step <= fault.step + 1:
             return bool(self.driver.repairing())
         return step >= fault.step

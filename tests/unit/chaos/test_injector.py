@@ -52,6 +52,16 @@ def test_a_fault_during_a_repair_waits_for_it_but_not_for_ever(tmp_path, step, d
     assert injector.is_due(injector.driver.left[0]) is due
 
 
+@pytest.mark.parametrize(("kind", "due"), [("output_lost", False), ("disk_slow", False), ("generator_kill", True)])
+def test_what_lasts_waits_for_the_loop_after_a_lost_learner(tmp_path, kind, due):
+    injector = Injector([Fault(1, kind, step=5)], InjectionLog(tmp_path / "i.jsonl"))
+    injector.driver.coordinator = coordinator(5)
+    injector.driver.learners_lost = True
+    assert injector.is_due(injector.driver.left[0]) is due
+    injector.driver.coordinator = coordinator(5)  # of the next loop
+    assert injector.is_due(injector.driver.left[0])
+
+
 def test_what_was_under_repair_is_logged_and_a_fault_is_injected_once(tmp_path):
     injector = Injector([Fault(1, "generator_kill", step=5)], InjectionLog(tmp_path / "i.jsonl"))
     driver = injector.driver
