@@ -233,6 +233,10 @@ class Generator:
                 receiver.fail(str(error))
             return WeightsConfirmed(receiver.confirm(), pause)
 
+    def version(self) -> int:
+        """The confirmed version of the weights."""
+        return self._running()[1].version
+
     def tokens_made(self) -> int:
         """Tokens sampled since the start, including unfinished responses. No increase under load means it hangs."""
         return self._running()[0].tokens_made()
