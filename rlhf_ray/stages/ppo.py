@@ -98,10 +98,7 @@ async def _run(
         prompts, held_out = await start_roles(config, runtime, roles, progress)
         left_out = [*prompts.left_out, *(held_out.left_out if held_out else [])]
         await write_left_out(directory, left_out)
-        rows, wanted = sum(prompts.sizes), config.coordinator.prompts_per_step
-        if wanted > rows:
-            progress.warn(f"a step takes {wanted} prompts (coordinator.prompts_per_step), and the data have {rows}: "
-                          "prompts are used several times in it")
+        _warn_of_repeats(config, sum(prompts.sizes), progress)
         timeout_s = config.cluster.heartbeat_timeout_s
         phases = Phases(config.generator, config.policy, config.critic, roles)
         weights = WeightSync(config.weights, roles, timeout_s, phases)
@@ -135,6 +132,14 @@ async def _run(
         **coordinator.best.summary(), "checkpoint_pause_seconds": coordinator.recovery.longest_pause_s,
         "ledger": samples,
     }
+
+
+def _warn_of_repeats(config: PPOConfig, rows: int, progress: StageProgress) -> None:
+    """Warn if the data have fewer rows than a step takes."""
+    wanted = config.coordinator.prompts_per_step
+    if wanted > rows:
+        progress.warn(f"a step takes {wanted} prompts (coordinator.prompts_per_step), and the data have {rows}: prompts "
+                      "are used several times in it")
 
 
 def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinator], None]:
