@@ -138,8 +138,8 @@ def _warn_of_repeats(config: PPOConfig, rows: int, progress: StageProgress) -> N
     """Warn if the data have fewer rows than a step takes."""
     wanted = config.coordinator.prompts_per_step
     if wanted > rows:
-        progress.warn(f"a step takes {wanted} prompts (coordinator.prompts_per_step), and the data have {rows}: prompts "
-                      "are used several times in it")
+        progress.warn(f"a step takes {wanted} prompts (coordinator.prompts_per_step), and the data have {rows}: "
+                      "prompts are used several times in it")
 
 
 def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinator], None]:
