@@ -131,22 +131,29 @@ class Uploader:
     def _try(self, whole: bool) -> None:
         steps = self._steps()  # before the files: rows of metrics precede their checkpoint
         self._tried = (steps[0][0] if steps else None, time.monotonic())
-        self.failure = None
-        for send in (self.remote.check_claim, lambda: self._send_files(whole), lambda: self._send_checkpoints(steps),
-                     self._send_best):
-            try:
-                send()
-            except (SupersededError, UploadError) as error:
-                self._end_reason, self.failure = error, None
-                if isinstance(error, UploadError):
-                    self._warn(str(error))
-                return
-            except Exception as error:  # whatever the library of this kind of place raises; the other parts may work
-                self.failure = self.failure or f"{type(error).__name__}: {first_line(error)}"
-                if send == self.remote.check_claim:  # the URL may be another run's now
-                    break
+        self.failure = self._failure_of(self.remote.check_claim)
+        if self.failure is None:  # otherwise the URL may be another run's now
+            sends = (lambda: self._send_files(whole), lambda: self._send_checkpoints(steps), self._send_best)
+            failures = [self._failure_of(send) for send in sends]
+            self.failure = next((failure for failure in failures if failure), None)
+        if self._end_reason is not None:
+            self.failure = None
         if self.failure:
             self._warn(f"run.upload: copying to {self.remote.url} failed ({self.failure}); it is tried again")
+
+    def _failure_of(self, send: Callable[[], None]) -> str | None:
+        """Make one part of a try, unless nothing is copied any more; returns why it failed."""
+        if self._end_reason is not None:
+            return None
+        try:
+            send()
+        except (SupersededError, UploadError) as error:
+            self._end_reason = error
+            if isinstance(error, UploadError):
+                self._warn(str(error))
+        except Exception as error:  # whatever the library of this kind of place raises; the other parts may work
+            return f"{type(error).__name__}: {first_line(error)}"
+        return None
 
     def _steps(self) -> list[tuple[int, Path]]:
         with suppress(OSError):  # a disk that hangs; the thread must live until the end of the run

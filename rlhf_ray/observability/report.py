@@ -111,8 +111,8 @@ def _losses(run: RunDirectory) -> list[str]:
 
 def _stillness(rows: Rows) -> list[str]:
     """Whether the policy has hardly moved."""
-    sentence = still_policy(rows)
-    return [f"{sentence[0].upper()}{sentence[1:]}."] if sentence else []
+    found = still_policy(rows)
+    return [_sentence(found)] if found else []
 
 
 def _speed(rows: Rows, config: Mapping[str, Any]) -> list[str]:
@@ -122,7 +122,11 @@ def _speed(rows: Rows, config: Mapping[str, Any]) -> list[str]:
     if not steps:
         return []
     cause = diagnosis(steps, loop.get("max_staleness", 0) if isinstance(loop, Mapping) else 0)
-    return [f"{cause.limit[:1].upper()}{cause.limit[1:]}. {cause.advice[:1].upper()}{cause.advice[1:]}."]
+    return [f"{_sentence(cause.limit)} {_sentence(cause.advice)}"]
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _parsed(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:

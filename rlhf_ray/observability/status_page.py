@@ -54,7 +54,7 @@ def status_page(path: Path) -> RenderableType:
                         "driver owns it; name the directory that a stage writes (its run.dir)")
     steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
     shares = mean_shares(steps)
-    parts: list[RenderableType] = [Text(_headline(run, live, rows, summary)), Text(_pace(steps, live))]
+    parts: list[RenderableType] = [Text(_headline(run, owner, live, rows, summary)), Text(_pace(steps, live))]
     if "reference" in live:
         parts.append(Text(f"reference: {live['reference']}"))
     if lost := in_one_line(read_faults(run.faults)):
@@ -100,9 +100,8 @@ def _is_gone(owner: Record | None) -> bool:
     return owner is not None and not owner.ended and owner.process.lives(ProcessIdentity.own()) is False
 
 
-def _headline(run: RunDirectory, live: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
+def _headline(run: RunDirectory, owner: Record | None, live: Mapping[str, Any], rows: Sequence[Mapping[str, Any]],
               summary: Mapping[str, Any]) -> str:
-    owner = read_owner(run.path)
     gone = _is_gone(owner)
     process = f"{owner.process}" if owner else "its driver"
     if not live:
