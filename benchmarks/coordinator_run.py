@@ -155,7 +155,7 @@ async def run_coordinator(config: PPOConfig, roles: RoleGroups, reader: Any, liv
                            [config.run.steps * config.coordinator.samples_per_step], [])
     with (directory.path / "progress.txt").open("w") as stream, StageProgress("", config.run.steps, 0, stream) as shown:
         builder = CoordinatorBuilder(config, roles, WeightSync(config.weights, roles), prompts, None, directory,
-                                     CheckpointStore(directory.checkpoints, 1), shown, StopRequest(shown.warn))
+                                     CheckpointStore(directory.checkpoints, 1), {}, shown, StopRequest(shown.warn))
         coordinator = builder.build(metrics, EvaluationLog(directory, None), None)
         coordinator.state.unmeasured = False
         metrics.mark(0)

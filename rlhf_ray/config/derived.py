@@ -79,7 +79,7 @@ def reward_sections(config: PPOConfig) -> dict[str, RewardConfig]:
 def derive(config: PPOConfig) -> Derived:
     """What follows from the configuration of a PPO run, which need not have passed its checks."""
     own_critic, training = config.critic.backbone == "own", config.generator.sampling
-    uses_reference = bool(_needs_reference(config))
+    uses_reference = bool(needs_reference(config))
     held_out = config.evaluation.sampling if config.evaluation else None
     reward_models = [reward for reward in config.rewards.values() if isinstance(reward, ModelReward)]
     responses = {"generator.sampling.max_tokens": training.max_tokens}
@@ -112,7 +112,7 @@ def reference_in_words(config: PPOConfig) -> str:
     return f"{base}{derived.reference_model.path}"
 
 
-def _needs_reference(config: PPOConfig) -> list[str]:
+def needs_reference(config: PPOConfig) -> list[str]:
     """The settings that need log-probabilities of a reference: ["early_stop.kl_above=0.1"]."""
     coef, metric = config.algorithm.kl.coef, config.checkpoint.best_metric
     needed = {  # the adaptive coefficient is positive
@@ -229,18 +229,4 @@ def experience_kind(config: PPOConfig) -> dict[str, str]:
         "old_logprobs": f"old log-probabilities of the {derive(config).old_logprobs}",
         "sampling": f"tokens sampled at {config.generator.sampling.kind}",
         "kl": f"the KL penalty in the {config.algorithm.kl.placement}",
-    }
-
-
-def geometry_of(config: PPOConfig) -> dict[str, int | str | list[str]]:
-    """What a resumed run must have in common with the run that saved (`coordinator.recovery.check_geometry`)."""
-    critic = config.critic.backbone if config.algorithm.has_critic else "none"
-    return {
-        "algorithm.estimator": config.algorithm.estimator,
-        "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
-        "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
-        "critic.backbone": critic,
-        "critic.path": config.critic.path or "empty",
-        "reference.path": config.reference.path or "empty",
-        "what needs the reference": _needs_reference(config),
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.cluster.session import Session
-from rlhf_ray.config.derived import geometry_of, placements_of
+from rlhf_ray.config.derived import placements_of
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
@@ -19,6 +19,7 @@ from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.node_drain import watch_node_drains
+from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.coordinator.weight_sync import WeightSync
@@ -31,6 +32,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import counts, require_sound
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.stages.epochs import count_prompts, with_steps
+from rlhf_ray.stages.geometry import ppo_geometry
 from rlhf_ray.stages.ppo_attempts import RunAttempts
 from rlhf_ray.stages.ppo_builder import CoordinatorBuilder
 from rlhf_ray.stages.ppo_preflight import preflight
@@ -65,17 +67,18 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     config, configured = resolve(config), config.generator.workers
     preflight(config)
     config = with_steps(config, lambda: count_prompts(config), config.coordinator.prompts_per_step)
+    geometry = ppo_geometry(config)
     with owned_directory(config, resume) as directory:
         if resume:
             fetch_uploaded(config, directory)  # first: the number of generators may be saved only there
             config = with_generators(config, load_generator_count(directory, configured))
-            check_resume(config, config.run.steps, geometry_of(config))
+            check_resume(config, config.run.steps, geometry)
         return run_stage(config, directory, resume,
-                         lambda session: _run(config, directory, session, resume, configured))
+                         lambda session: _run(config, directory, session, resume, configured, geometry))
 
 
 async def _run(
-    config: PPOConfig, directory: RunDirectory, session: Session, resume: bool, configured: int
+    config: PPOConfig, directory: RunDirectory, session: Session, resume: bool, configured: int, geometry: Geometry
 ) -> dict[str, Any]:
     """`configured`: the number of generators in the configuration; a run that was scaled resumes with another
     number."""
@@ -110,7 +113,8 @@ async def _run(
         learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
                                          partial(restart_learners, config, runtime, roles, progress), progress.warn,
                                          stop, files)
-        builder = CoordinatorBuilder(config, roles, weights, prompts, held_out, directory, store, progress, stop)
+        builder = CoordinatorBuilder(config, roles, weights, prompts, held_out, directory, store, geometry,
+                                     progress, stop)
         attempts = RunAttempts(config.logging, directory, learner_restart, builder.build)
         scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
                           partial(save_generator_count, directory, configured), progress.note, files)

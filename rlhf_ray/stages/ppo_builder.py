@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.session import write_timeline
-from rlhf_ray.config.derived import derive, experience_kind, geometry_of
+from rlhf_ray.config.derived import derive, experience_kind
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
@@ -14,7 +14,7 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
-from rlhf_ray.coordinator.recovery import LEDGER, Recovery
+from rlhf_ray.coordinator.recovery import LEDGER, Geometry, Recovery
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState, kl_controller
 from rlhf_ray.coordinator.step_profile import StepProfiler
@@ -46,6 +46,7 @@ class CoordinatorBuilder:
     """Prompts of the evaluation."""
     directory: RunDirectory
     store: CheckpointStore
+    geometry: Geometry
     progress: StageProgress
     stop: StopRequest
 
@@ -65,7 +66,7 @@ class CoordinatorBuilder:
         evaluator = None
         if config.evaluation and self.held_out:
             evaluator = Evaluator(config, roles, calls, self.held_out, progress.warn_once)
-        recovery = Recovery(self.store, roles, state, buffer, geometry_of(config), ledger,
+        recovery = Recovery(self.store, roles, state, buffer, self.geometry, ledger,
                             experience_kind(config), files)
         best = BestKeeper(config.checkpoint, self.directory, self.store, state.best,
                           lambda place: export_policy(coordinator, evaluations, place, term))

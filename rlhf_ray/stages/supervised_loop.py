@@ -13,7 +13,7 @@ from rlhf_ray.cluster.calls import Call
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.stages import ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper, BestSoFar
-from rlhf_ray.coordinator.recovery import STATE, parts_on_disk, whole_or_nothing
+from rlhf_ray.coordinator.recovery import STATE, Geometry, parts_on_disk, whole_or_nothing
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.errors import RunInterrupted
@@ -45,6 +45,8 @@ class SupervisedRun:
     """The model card for a step and its last evaluation."""
     contents: Contents
     """Digest of each data set."""
+    geometry: Geometry
+    """Saved for `check_resume`."""
     step: int = 0
     best: BestSoFar = field(default_factory=BestSoFar)
     evaluation: dict[str, float] = field(default_factory=dict)
@@ -118,7 +120,7 @@ class SupervisedRun:
             await parts_on_disk([self.learners], checkpoints.timeout_s)
             await checkpoints.run(save_state, directory / STATE, {
                 "step": self.step, "best": self.best.state_dict(), "contents": self.contents,
-                "geometry": order_of_rows(self.config)})
+                "geometry": dict(self.geometry)})
         await checkpoints.run(self.store.commit, directory, self.step)
 
     async def restore(self, path: Path) -> None:
@@ -154,27 +156,3 @@ class SupervisedRun:
 
     def _due(self, every: int) -> bool:
         return self.step == self.config.run.steps or (every > 0 and self.step % every == 0)
-
-
-READ_BY = ("text", "prompt", "response", "messages", "chosen", "rejected", "margin", "steps", "labels", "system",
-           "as_chat")
-"""Fields of a section of data that decide what is read from a row."""
-
-
-def order_of_rows(config: SupervisedConfig) -> dict[str, int | str]:
-    """Values of the configuration, by field, that determine which rows an update visits: a resumed run needs the same
-    ones, or rows would be repeated or missed, and held-out ones trained on. How rows are read belongs to it: another
-    system message makes other rows too long, and exchanged columns would undo what was learned."""
-    parts = config.data.parts()
-    read = {f"data.{field}": ", ".join(str(getattr(part, field)) for part in parts)
-            for field in READ_BY if field in type(parts[0]).model_fields}
-    steps = getattr(config, "steps", None)
-    return {
-        **read,
-        **({} if steps is None else {f"steps.{name}": str(value) for name, value in steps.model_dump().items()}),
-        "run.seed": config.run.seed,
-        "training.batch_size": config.training.batch_size,
-        "data.held_out": f"{config.data.held_out:g}",
-        "data.max_tokens": config.data.max_tokens,
-        "data.mix (weights)": ", ".join(f"{weight:g}" for weight in config.data.weights),
-    }

@@ -19,6 +19,7 @@ from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.node_drain import watch_node_drains
+from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.stepwise_format import StepTokens
 from rlhf_ray.errors import ConfigError, DiskStalled, WorkerError
@@ -32,6 +33,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_readers import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.epochs import count_rows, with_steps
+from rlhf_ray.stages.geometry import supervised_geometry
 from rlhf_ray.stages.preflight import (
     check_adapters,
     check_data,
@@ -54,7 +56,7 @@ from rlhf_ray.stages.runtime import (
     start_learners,
     write_left_out,
 )
-from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun, order_of_rows
+from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,17 @@ def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
     config = stage.config
     config = with_steps(config, partial(count_rows, config, stage.reader, stage.method, stage.reading),
                         config.training.batch_size)
-    stage = replace(stage, config=config)
-    with owned_directory(stage.config, resume) as directory:
+    stage, geometry = replace(stage, config=config), supervised_geometry(config)
+    with owned_directory(config, resume) as directory:
         if resume:
-            fetch_uploaded(stage.config, directory)
-            check_resume(stage.config, stage.config.run.steps, order_of_rows(stage.config))
-        return run_stage(stage.config, directory, resume, lambda session: _run(stage, directory, session, resume))
+            fetch_uploaded(config, directory)
+            check_resume(config, config.run.steps, geometry)
+        return run_stage(config, directory, resume, lambda session: _run(stage, directory, session, resume, geometry))
 
 
-async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session, resume: bool) -> dict[str, Any]:
+async def _run(
+    stage: SupervisedStage, directory: RunDirectory, session: Session, resume: bool, geometry: Geometry
+) -> dict[str, Any]:
     config, files, began = stage.config, directory.files, time.perf_counter()
     store = checkpoint_store(config, directory, config.checkpoint.keep)
     start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
@@ -113,7 +117,7 @@ async def _run(stage: SupervisedStage, directory: RunDirectory, session: Session
 
                     def build(metrics: MetricsWriter) -> SupervisedRun:
                         return SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
-                                             stage.card, data.summary.contents)
+                                             stage.card, data.summary.contents, geometry)
 
                     async with (watch_node_drains(stop, progress.warn, [learners], on_failure=log.failed),
                                 health.at_work([detector])):

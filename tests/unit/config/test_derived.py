@@ -1,9 +1,5 @@
 """What follows from several sections, and what of it the loaded configuration contains."""
 
-import json
-from contextlib import nullcontext
-from pathlib import Path
-
 import pytest
 
 from rlhf_ray.config.conditional_fields import without_effect
@@ -11,7 +7,6 @@ from rlhf_ray.config.derived import (
     buffer_capacity_mb,
     concurrency_of,
     derive,
-    geometry_of,
     model_paths,
     placements_of,
     reference_in_words,
@@ -22,7 +17,6 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
-from rlhf_ray.coordinator.recovery import check_geometry
 from rlhf_ray.errors import ConfigError
 from tests.unit.config.conftest import MINIMAL
 
@@ -72,23 +66,6 @@ def test_the_placement_of_a_reference_that_nothing_needs_is_a_warning(write):
     (sentence,) = without_effect(config, warns=True)
     assert "reference.threads=2 has no effect: with algorithm.kl.coef=0" in sentence
     assert not list(without_effect(load(STAGES["ppo"], write("ppo"), [FREE, "--reference.path=r"]), warns=True))
-
-
-KL_STOP = "--early_stop.kl_above=0.5"
-
-
-@pytest.mark.parametrize(("before", "after", "said"), [
-    ([FREE], [FREE, KL_STOP], "what needs the reference was nothing and is early_stop.kl_above=0.5. "),
-    ([], [FREE], r"what needs the reference was algorithm.kl.coef=0\.\d+ and is nothing\. "),
-    ([FREE, KL_STOP], [FREE], "what needs the reference was early_stop.kl_above=0.5 and is nothing. "),
-    ([FREE], [FREE, "--reference.path=r"], "reference.path was empty and is r; what .* and is reference.path=r"),
-    ([], ["--critic.path=c"], "critic.path was empty and is c. "),
-    ([], [KL_STOP], None), ([FREE, KL_STOP], [], None), (["--reference.path=r"], [FREE, "--reference.path=r"], None),
-], ids=str)
-def test_a_resume_with_another_reference_or_critic_is_refused_by_the_field_that_changed(write, before, after, said):
-    saved, wanted = (geometry_of(load(STAGES["ppo"], write("ppo"), changes)) for changes in (before, after))
-    with pytest.raises(ConfigError, match=said) if said else nullcontext():
-        check_geometry(Path("step_8"), wanted, json.loads(json.dumps(saved)))
 
 
 def test_other_held_out_rows_of_a_data_set_are_another_data_set(write):

@@ -11,6 +11,7 @@ from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.learner_state import SaveProgress
 from rlhf_ray.stages import sft, supervised_stage
+from rlhf_ray.stages.geometry import supervised_geometry
 from rlhf_ray.stages.supervised_loop import SupervisedRun
 
 
@@ -37,7 +38,8 @@ def resume(tmp_path, monkeypatch):
     config = config_of(tmp_path)
     directory = RunDirectory.create(tmp_path)
     store = CheckpointStore(directory.checkpoints, 2)
-    run = SupervisedRun(config, "sft", Learners(), directory, store, None, None, None, None, [], step=4)
+    run = SupervisedRun(config, "sft", Learners(), directory, store, None, None, None, None, [],
+                        supervised_geometry(config), step=4)
     asyncio.run(run.save())
     monkeypatch.setattr(supervised_stage, "owned_directory", lambda *_: nullcontext(directory))
     monkeypatch.setattr(sft, "check_supervised", lambda _: None)

@@ -1,0 +1,56 @@
+"""A resume with other models, adapters or uses of the reference is refused by the field that changed."""
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlhf_ray.config.load import STAGES, load
+from rlhf_ray.coordinator.recovery import check_geometry
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.stages.geometry import ppo_geometry, supervised_geometry
+from tests.unit.config.conftest import MINIMAL
+
+FREE, KL_STOP = "--algorithm.kl.coef=0", "--early_stop.kl_above=0.5"
+
+
+@pytest.fixture
+def geometry_of(tmp_path):
+    """geometry_of("ppo", ["--model.path=m"]), as it is after it was saved."""
+    def _geometry_of(stage: str, changes: list[str]):
+        path = tmp_path / f"{stage}.yaml"
+        path.write_text(yaml.safe_dump(MINIMAL[stage]))
+        made = (ppo_geometry if stage == "ppo" else supervised_geometry)(load(STAGES[stage], path, changes))
+        return json.loads(json.dumps(made))
+
+    return _geometry_of
+
+
+@pytest.mark.parametrize(("before", "after", "said"), [
+    ([FREE], [FREE, KL_STOP], "what needs the reference was nothing and is early_stop.kl_above=0.5. "),
+    ([], [FREE], r"what needs the reference was algorithm.kl.coef=0\.\d+ and is nothing\. "),
+    ([FREE, KL_STOP], [FREE], "what needs the reference was early_stop.kl_above=0.5 and is nothing. "),
+    ([FREE], [FREE, "--reference.path=r"], "reference.path was empty and is r; what .* and is reference.path=r"),
+    ([], ["--critic.path=c"], "critic.path was empty and is c. "),
+    ([], ["--model.path=n"], "model.path was m and is n. "),
+    ([], ["--model.revision=v2"], "model.path was m and is m@v2. "),
+    ([], ["--policy.lora.rank=4"], "policy.lora was empty and is rank 4, alpha 32, targets all-linear. "),
+    (["--policy.lora={}"], ["--policy.lora.alpha=64"], "policy.lora was rank 16, alpha 32, .* and is .*alpha 64"),
+    ([], ["--critic.lora={}"], "critic.path was empty and is m; critic.lora was empty and is rank 16"),
+    ([], [KL_STOP], None), ([FREE, KL_STOP], [], None), (["--reference.path=r"], [FREE, "--reference.path=r"], None),
+    (["--policy.lora={}"], ["--policy.lora.dropout=0.1"], None),
+], ids=str)
+def test_ppo(geometry_of, before, after, said):
+    saved, wanted = geometry_of("ppo", before), geometry_of("ppo", after)
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        check_geometry(Path("step_8"), wanted, saved)
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward-model", "process-reward"])
+def test_supervised(geometry_of, stage):
+    for change, said in (("--model.path=n", "model.path was m and is n. "),
+                         ("--learner.lora={}", "learner.lora was empty and is rank 16")):
+        with pytest.raises(ConfigError, match=said):
+            check_geometry(Path("step_8"), geometry_of(stage, [change]), geometry_of(stage, []))
