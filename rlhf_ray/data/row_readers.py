@@ -22,11 +22,12 @@ from typing import Any, TypeVar
 from rlhf_ray.config.data import DataSection
 from rlhf_ray.data.load_report import RowErrors
 from rlhf_ray.data.rows import Rows, brief
-from rlhf_ray.errors import DataError
+from rlhf_ray.errors import DataError, first_line
 
 T = TypeVar("T")
 Numbered = Iterator[tuple[int, dict[str, Any] | DataError]]
 """(line number from 1, row or the error in it)."""
+HUB_TIMEOUT_S = 10.0
 BLOCK = 1000
 """Rows that are read, tokenised and written together."""
 
@@ -92,28 +93,65 @@ def stream_rows(path: str, row_errors: RowErrors, split: str = "train", limit: i
         raise DataError(f"{path}: no rows; give a file with at least one")
 
 
+def local_files(path: str) -> list[Path] | None:
+    """The files that a path or pattern names, in the order of their names; None for a directory, and for what may be
+    the name of a Hub data set.
+
+    Raises:
+        DataError: there is none, or one of an unknown format.
+    """
+    file = Path(path).expanduser()
+    if file.is_dir():
+        return None
+    found = sorted(Path(name) for name in glob(str(file), recursive=True) if Path(name).is_file())
+    files = [file] if file.is_file() else found if has_magic(path) else []
+    for other in files:
+        if other.suffix.lower() not in READERS:
+            raise DataError(f"{other}: unknown format {other.suffix!r}; name the file .jsonl, .csv or .parquet")
+    if not files and not _may_be_on_hub(path):
+        raise DataError(f"{path}: no such file (relative paths start at {Path.cwd()}); create it (`rlhf-ray "
+                        "quickstart` makes a data set of its own), or correct the path")
+    return files or None
+
+
+def _may_be_on_hub(path: str) -> bool:
+    named = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None
+    return named and Path(path).suffix.lower() not in READERS
+
+
+def check_on_hub(name: str, revision: str | None) -> None:
+    """Refuse a data set that is neither on the Hub nor in the local cache. Reading it would try for half a minute.
+
+    Raises:
+        DataError: with the Hub's answer.
+    """
+    from datasets import config
+    from datasets.naming import camelcase_to_snakecase
+    from huggingface_hub import HfApi
+
+    *owner, last = name.split("/")
+    if (Path(config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(last)])).is_dir():
+        return
+    try:
+        HfApi().dataset_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+    except Exception as error:  # unknown, gated, offline, ...: the library raises its own kinds and its client's
+        at = f" at revision {revision!r}" if revision else ""
+        raise DataError(f"{name} is neither a local file nor a data set in the local cache, and could not be found on "
+                        f"the Hub{at}: {type(error).__name__}: {first_line(error)}. Correct the path, or go online "
+                        "(and `hf auth login` for a private one)") from error
+
+
 def _open(path: str, split: str, subset: str | None, revision: str | None) -> Iterator[tuple[str, Numbered]]:
     """Each file of `path` with its rows."""
-    file = Path(path).expanduser()
-    if file.is_file():
-        yield path, _open_file(file)
-    elif file.is_dir():
-        yield path, _read_saved(file, split)
-    elif has_magic(path):
-        names = sorted(name for name in glob(str(file), recursive=True) if Path(name).is_file())
-        if not names:
-            raise DataError(f"no file matches the pattern {path} (in {Path.cwd()}); correct it")
-        yield from ((name, _open_file(Path(name))) for name in names)
-    elif file.suffix.lower() in READERS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
-        raise DataError(f"no such file: {path} (in {Path.cwd()}); create it (`rlhf-ray quickstart` makes a data set of "
-                        "its own), or correct the path in the configuration")
+    if (files := local_files(path)) is not None:
+        yield from ((str(file) if has_magic(path) else path, _open_file(file)) for file in files)
+    elif (directory := Path(path).expanduser()).is_dir():
+        yield path, _read_saved(directory, split)
     else:
         yield path, _read_hub(path, split, subset, revision)
 
 
 def _open_file(file: Path) -> Numbered:
-    if file.suffix.lower() not in READERS:
-        raise DataError(f"{file}: unknown format {file.suffix!r}; name the file .jsonl, .csv or .parquet")
     try:
         yield from READERS[file.suffix.lower()](file)
     except OSError as error:

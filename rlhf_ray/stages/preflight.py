@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from glob import has_magic
 from pathlib import Path
 
 from rlhf_ray.checkpoint.state_files import load_state
@@ -15,7 +14,7 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.coordinator.recovery import Geometry, check_geometry
 from rlhf_ray.data.inspection import check_rows, check_some_are_left
-from rlhf_ray.data.row_readers import READERS
+from rlhf_ray.data.row_readers import READERS, check_on_hub, local_files
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlhf_ray.models.config_json import context_of, local_configuration, pretrained_config
@@ -32,13 +31,13 @@ FIRST_ROWS = 1000
 
 
 def check_data(config: DataSection) -> None:
-    """Refuse local data files that are missing or empty, and fields of the Hub for a local directory.
+    """Refuse data sets that are missing or empty, and fields of the Hub for a local directory.
 
     Raises:
         DataError: naming the field and the path.
     """
     for field, part in config.named_parts():
-        check_data_file(part.location, field)
+        check_data_file(part.location, field, part.revision)
         for key in ("subset", "revision"):
             if (value := getattr(part, key)) is not None and Path(part.location).expanduser().is_dir():
                 raise DataError(f"{config.SECTION}.{key}={value!r} has no effect: {part.location} is a directory, not "
@@ -66,19 +65,21 @@ def check_first_rows(
                 check_some_are_left(first, tokenizer, steps)
 
 
-def check_data_file(path: str, field: str) -> None:
-    """Refuse a local data file that is missing or empty.
+def check_data_file(path: str, field: str, revision: str | None = None) -> None:
+    """Refuse a data file that is missing, empty or of an unknown format, and a name that is not on the Hub.
 
     Raises:
         DataError: naming the field and the path.
     """
-    file = Path(path).expanduser()
-    looks_local = file.suffix.lower() in READERS or file.is_absolute() or path.startswith(".")
-    if looks_local and not file.exists() and not has_magic(path):
-        raise DataError(f"{field}={path!r}: no such file. Relative paths start at the working directory, "
-                        f"{Path.cwd()}.")
-    if file.is_file() and file.stat().st_size == 0:
-        raise DataError(f"{field}={path!r} is empty; it needs at least one row")
+    try:
+        files = local_files(path)
+        if files is None and not Path(path).expanduser().is_dir():
+            check_on_hub(path, revision)
+    except DataError as error:
+        raise DataError(f"{field}={error}") from None  # it begins with the path
+    for file in files or ():
+        if file.stat().st_size == 0:
+            raise DataError(f"{field}={file} is empty; it needs at least one row")
 
 
 def check_model(config: ModelConfig | NewModelConfig, field: str, require_eos: bool = True) -> None:

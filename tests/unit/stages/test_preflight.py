@@ -48,12 +48,12 @@ def config(path, **more):
 
 def test_a_missing_file_is_named_with_where_was_looked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = rf"^prompts\.path='data/p\.jsonl': no such file\. Relative paths start at .*{re.escape(str(tmp_path))}"
+    said = rf"^prompts\.path=data/p\.jsonl: no such file \(relative paths start at .*{re.escape(str(tmp_path))}"
     with pytest.raises(DataError, match=said):
         check_data_file("data/p.jsonl", "prompts.path")
 
 
-@pytest.mark.parametrize("path", ["p.jsonl", "p.json", "p.parquet", "p.csv", "./p", "/nowhere/p"])
+@pytest.mark.parametrize("path", ["p.jsonl", "p.json", "p.parquet", "p.csv", "./p", "/nowhere/p", "a/b/p", "p*.jsonl"])
 def test_what_looks_like_a_file_must_be_one(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="no such file"):
@@ -68,14 +68,35 @@ def test_a_path_in_the_home_directory_is_found_as_readers_find_it(tmp_path, monk
     check_data_file("~/p.jsonl", "data.path")
 
 
-def test_a_hub_name_is_left_to_the_hub(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_hub_name_must_be_on_the_hub_or_in_the_cache(tmp_path, monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     check_data_file("stanfordnlp/imdb", "data.path")
+
+    def unknown(self, name, revision, timeout):
+        raise ConnectionError(f"no {name} at {revision}\nor so")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unknown)
+    said = (r"^data\.path=stanfordnlp/bigSet is neither .* could not be found on the Hub at revision 'v1': "
+            r"ConnectionError: no stanfordnlp/bigSet at v1\. Correct the path")
+    with pytest.raises(DataError, match=said):
+        check_data_file("stanfordnlp/bigSet", "data.path", "v1")
+    (tmp_path / "stanfordnlp___big_set").mkdir()
+    check_data_file("stanfordnlp/bigSet", "data.path", "v1")
+
+
+def test_an_unknown_format_is_refused(tmp_path):
+    (tmp_path / "p.txt").write_text("x")
+    with pytest.raises(DataError, match=r"^data\.path=.*unknown format '\.txt'"):
+        check_data_file(str(tmp_path / "p.txt"), "data.path")
 
 
 def test_an_empty_file_is_refused_and_a_full_one_is_not(tmp_path):
     (tmp_path / "p.jsonl").touch()
-    with pytest.raises(DataError, match=r"^data\.path='.*p\.jsonl' is empty; it needs at least one row"):
+    with pytest.raises(DataError, match=r"^data\.path=.*p\.jsonl is empty; it needs at least one row"):
         check_data_file(str(tmp_path / "p.jsonl"), "data.path")
     (tmp_path / "p.jsonl").write_text("{}\n")
     check_data_file(str(tmp_path / "p.jsonl"), "data.path")
@@ -183,8 +204,8 @@ def test_a_sound_ppo_configuration_passes(ppo_config):
 
 
 @pytest.mark.parametrize("changes, error, said", [
-    ({"prompts": {"path": "/none.jsonl", "max_tokens": 32}}, DataError, "prompts.path='/none.jsonl'"),
-    ({"evaluation": {"prompts": "/none.jsonl"}}, DataError, "evaluation.prompts='/none.jsonl'"),
+    ({"prompts": {"path": "/none.jsonl", "max_tokens": 32}}, DataError, "prompts.path=/none.jsonl"),
+    ({"evaluation": {"prompts": "/none.jsonl"}}, DataError, "evaluation.prompts=/none.jsonl"),
     ({"model": {"path": "/none"}}, ModelError, "model.path='/none'"),
     ({"rewards": {"main": {"type": "model", "path": "/none"}}}, ModelError, "rewards.main.path='/none'"),
     ({"generator": {"sampling": {"max_tokens": 40}}}, ModelError, "= 72 tokens is over the context"),
