@@ -29,7 +29,6 @@ COMMON: dict[str, list[str]] = {
     "preferences": [
         "run.dir", "run.seed", "model.path", "prompts.path", "prompts.limit", "generator.workers",
         "generator.sampling.max_tokens", "generator.sampling.temperature", "pairs.judge", "pairs.min_margin",
-        "pairs.output",
     ],
     "ppo": [
         "run.dir", "run.steps", "run.seed", "model.path", "rewards.NAME.type", "rewards.NAME.path", "prompts.path",

@@ -32,7 +32,7 @@ class KLConfig(Section):
     """Samples over which the adaptive controller corrects the error (Ziegler et al. 2019: 10000)."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Per-token estimator (Schulman 2020, "Approximating KL divergence"); k1 is the unbiased log-ratio. In the loss the
-    default is k3, as in GRPO: the gradient of k1 is zero on average there, so it would not penalise."""
+    default is k3, as in GRPO: the gradient of k1 is zero on average there, so it is refused."""
 
 
 class AlgorithmConfig(Section):
@@ -139,7 +139,10 @@ class AlgorithmConfig(Section):
         return {"whiten_advantages": estimator in WHITENED_ESTIMATORS, "importance": importance, **given, "kl": chosen}
 
     @model_validator(mode="after")
-    def _adaptive_needs_coef(self) -> "AlgorithmConfig":
+    def _penalises(self) -> "AlgorithmConfig":
+        if self.kl.placement == "loss" and self.kl.estimator == "k1":
+            raise ValueError("kl.estimator=k1 with kl.placement=loss penalises nothing: its gradient is the policy's "
+                             "score function, zero on average; use k3 (or k2), or kl.placement=reward")
         if self.kl.kind == "adaptive" and self.kl.coef == 0:
             raise ValueError("kl.kind=adaptive multiplies the coefficient, so kl.coef=0 would stay 0; make it positive")
         return self

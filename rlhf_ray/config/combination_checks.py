@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from rlhf_ray.config.bundle_assignment import BundleSlot, worker_bundles
 from rlhf_ray.config.conditional_fields import check_effects
 from rlhf_ray.config.derived import (
     buffer_capacity_mb,
     concurrency_of,
     derive,
+    evaluation_metrics,
     placements_of,
     reward_sections,
     shares_one_gpu,
@@ -24,7 +27,14 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, PPOLearnerConfig
 from rlhf_ray.config.rewards import ModelReward, ProcessReward
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
+from rlhf_ray.config.stages import (
+    PPOConfig,
+    PreferencesStageConfig,
+    ProcessRewardConfig,
+    RewardModelConfig,
+    SFTConfig,
+    StageConfig,
+)
 from rlhf_ray.errors import ConfigError
 
 BYTES_PER_TOKEN, BYTES_PER_VALUE = 21, 4
@@ -70,6 +80,9 @@ def check_pools(config: StageConfig) -> None:
                 raise ValueError(
                     f"pools.{name} has {given:g} {kind}, but its roles need {asked:g} ({parts}); "
                     f"raise pools.{name}.{kind} or bundles, or lower the roles' {kind} or workers")
+    if placed and (unused := sorted(set(config.pools) - {p.pool for p in placed.values()})):
+        raise ValueError(f"pools.{unused[0]} would be reserved for the whole run, and no role is placed in it; leave "
+                         f"it out, or set the `pool` of one of {', '.join(placed)}")
     _check_shared_gpus(placed, worker_bundles(config.pools, placed))
 
 
@@ -183,10 +196,8 @@ def check_overlong_buffer(config: PPOConfig) -> None:
 
 def check_sampling(config: PPOConfig) -> None:
     """Training samples from a distribution that learners compute too, and a held-out response may end."""
-    held_out = config.evaluation.sampling if config.evaluation else None
-    if held_out and held_out.min_tokens > held_out.max_tokens:
-        raise ValueError(f"evaluation.sampling.min_tokens={held_out.min_tokens} (from generator.sampling if it is not "
-                         f"set) is more than evaluation.sampling.max_tokens={held_out.max_tokens}; lower it")
+    if config.evaluation and config.evaluation.sampling:
+        _check_held_out_sampling(config.evaluation.sampling, config.evaluation.samples_per_prompt)
     s = config.generator.sampling
     if (field := _greedy(s)) is not None:
         raise ValueError(f"generator.sampling.{field} is greedy and explores nothing: the only token has the "
@@ -204,6 +215,18 @@ def check_sampling(config: PPOConfig) -> None:
                              "may set it)")
 
 
+def _check_held_out_sampling(sampling: SamplingConfig, samples: int) -> None:
+    """What is set there and what is taken from training fit together, and several samples can differ."""
+    try:
+        SamplingConfig.model_validate(sampling.model_dump())
+    except ValidationError as error:
+        raise ValueError("evaluation.sampling, whose fields are those of generator.sampling if they are not set: "
+                         + error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    if samples > 1 and (field := _greedy(sampling)) is not None:
+        raise ValueError(f"evaluation.samples_per_prompt={samples} with evaluation.sampling.{field} samples the same "
+                         "response each time; use one sample, or a distribution of several tokens")
+
+
 def check_pairs(config: PreferencesStageConfig) -> None:
     """The two responses of a pair can differ."""
     if (field := _greedy(config.generator.sampling)) is not None:
@@ -217,17 +240,25 @@ def _greedy(sampling: SamplingConfig) -> str | None:
     return next((f"{name}={value:g}" for name, value in settings.items() if getattr(sampling, name) == value), None)
 
 
-def check_best_metric(config: PPOConfig) -> None:
+def check_best_metric(config: SFTConfig | RewardModelConfig | ProcessRewardConfig | PPOConfig) -> None:
     """The metric that selects the best step is measured."""
     metric = config.checkpoint.best_metric
-    if metric and not config.evaluation:
+    if metric is None:
+        return
+    if not isinstance(config, PPOConfig) and not config.data.held_out:
+        raise ValueError(f"checkpoint.best_metric={metric} is measured on held-out rows, but data.held_out=0; set it "
+                         "(0.01 to 0.1 are usual)")
+    if isinstance(config, PPOConfig) and not config.evaluation:
         raise ValueError(f"checkpoint.best_metric={metric} is measured on held-out prompts, but there is no "
                          "evaluation; add one, e.g. evaluation.every=10, with prompts.held_out=0.01 or "
                          "evaluation.prompts")
-    if metric == "kl" and not derive(config).evaluates_the_policy_itself:
+    if isinstance(config, PPOConfig) and metric == "kl" and not derive(config).evaluates_the_policy_itself:
         raise ValueError("checkpoint.best_metric=kl, but KL is only measured if evaluation.sampling is the "
                          "distribution under training: temperature, top_p, top_k, min_p, repetition_penalty and "
                          "min_tokens of generator.sampling; change one of them")
+    if metric not in (known := evaluation_metrics(config)):
+        raise ValueError(f"checkpoint.best_metric={metric} is not a metric of this run's evaluations; name one of "
+                         + ", ".join(sorted(known)))
 
 
 def check_mini_batches(config: PPOConfig) -> None:
@@ -351,6 +382,9 @@ def check_schedules(config: PPOConfig) -> None:
 
 CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     StageConfig: (check_pools, check_effects),
+    SFTConfig: (check_best_metric,),
+    RewardModelConfig: (check_best_metric,),
+    ProcessRewardConfig: (check_best_metric,),
     PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
     PPOConfig: (
         check_backbone, check_target_kl, check_reward_components, check_critic_start, check_groups, check_held_out,

@@ -10,7 +10,15 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, RewardConfig, VerifiableReward
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
-from rlhf_ray.config.stages import CriticConfig, PPOConfig, ReferenceConfig, StageConfig
+from rlhf_ray.config.stages import (
+    CriticConfig,
+    PPOConfig,
+    ProcessRewardConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    SFTConfig,
+    StageConfig,
+)
 from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
 
 REFERENCE_METRICS = ("kl", "perplexity")
@@ -220,6 +228,23 @@ def _solved_at(config: PPOConfig) -> dict[str, float]:
         scores |= {name: other for name, reward in config.rewards.items()
                    if isinstance(reward, FunctionReward | HTTPReward)}
     return scores
+
+
+def evaluation_metrics(config: SFTConfig | RewardModelConfig | ProcessRewardConfig | PPOConfig) -> set[str]:
+    """Names of the metrics that an evaluation of this run has."""
+    if not isinstance(config, PPOConfig):
+        return {"loss"} if isinstance(config, SFTConfig) else {
+            "loss", "accuracy", *(("margin", "score") if isinstance(config, RewardModelConfig) else ("probability",))}
+    derived, evaluation = derive(config), config.evaluation
+    powers = [2**i for i in range(evaluation.samples_per_prompt.bit_length())] if evaluation else []
+    optional = {
+        "kl": derived.uses_reference and derived.evaluates_the_policy_itself, "perplexity": derived.uses_reference,
+        "gold": config.logging.judge is not None, "unscored": config.reward.on_failure == "quarantine",
+    }
+    return {"reward", "length", "finished", "distinct", "distinct_bigrams", "responses",
+            *(name for name, measured in optional.items() if measured),
+            *(f"reward/{name}" for name in config.rewards),
+            *(f"pass@{k}/{name}" for name in derived.solved_at for k in powers)}
 
 
 def experience_kind(config: PPOConfig) -> dict[str, str]:

@@ -103,6 +103,9 @@ class GenerationConfig(PlacementConfig):
     GPU."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sampling of training rollouts."""
+    gpus: float = Field(0.0, ge=0)
+    """GPUs that each worker reserves in its pool: as many as `tensor_parallel` x `pipeline_parallel`, or a fraction of
+    one."""
     chunk: int = Field(16, ge=1)
     """Samples per rollout record: the unit that is generated, scored and stored together."""
     max_sequences: int = Field(64, ge=1)
@@ -191,7 +194,7 @@ class GenerationConfig(PlacementConfig):
         if self.pipeline_parallel > 1 and not self.gpus:
             raise ValueError(f"pipeline_parallel={self.pipeline_parallel} needs GPUs, but generator.gpus=0 (vLLM's CPU "
                              f"build has no pipeline stages); set gpus to {self.devices}, or pipeline_parallel to 1")
-        if self.devices > 1 and self.gpus not in (0, self.devices):
+        if max(self.devices, self.gpus) > 1 and self.gpus not in (0, self.devices):
             raise ValueError(f"{shape} needs {self.devices} whole gpus per worker, not {self.gpus:g}; set gpus to "
                              f"{self.devices} (in one bundle: a worker runs on one node), or both to 1")
         return self

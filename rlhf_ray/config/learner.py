@@ -48,7 +48,9 @@ class OptimizerConfig(Section):
         return self.warmup_steps if self.warmup_ratio is None else math.ceil(self.warmup_ratio * total_steps)
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> "OptimizerConfig":
+    def _possible(self) -> "OptimizerConfig":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={list(self.betas)} must be at least 0 and less than 1")
         if self.warmup_steps and self.warmup_ratio is not None:
             raise ValueError(f"warmup_ratio={self.warmup_ratio:g} and warmup_steps={self.warmup_steps} both set the "
                              "warm-up; leave one of them out")

@@ -44,6 +44,9 @@ class ArchitectureConfig(Section):
     def _divides(self) -> "ArchitectureConfig":
         if self.hidden_size % self.heads:
             raise ValueError(f"hidden_size={self.hidden_size} is not a multiple of heads={self.heads}")
+        if self.hidden_size // self.heads % 2:
+            raise ValueError(f"hidden_size={self.hidden_size} / heads={self.heads} = {self.hidden_size // self.heads} "
+                             "is odd, and rotary embeddings turn pairs of a head's dimensions; make it even")
         if self.heads % (self.kv_heads or self.heads):
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
         if self.family == "gemma2" and not self.tie_embeddings:

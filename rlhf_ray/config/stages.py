@@ -142,8 +142,6 @@ class SamplePairsConfig(Section):
     exact_match, number, file.py:function, the address of a service, a .yaml file with `rewards`)."""
     min_margin: float = Field(0.1, ge=0)
     """Pairs whose scores differ by less, or are equal, are left out (and counted)."""
-    output: str = Field("preferences.jsonl", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
-    """File to write, relative to run.dir."""
 
 
 class PreferencesStageConfig(StageConfig):

@@ -132,13 +132,6 @@ class EvaluationConfig(Section):
             raise ValueError(f"prompts={self.prompts!r} and mix are both set; keep one")
         return self
 
-    @model_validator(mode="after")
-    def _samples_differ(self) -> Self:
-        if self.samples_per_prompt > 1 and self.sampling and self.sampling.temperature == 0:
-            raise ValueError(f"samples_per_prompt={self.samples_per_prompt} with sampling.temperature=0 samples the "
-                             "same response each time; use one sample, or a positive temperature")
-        return self
-
 
 class LoggingConfig(Section):
     """Destinations of metrics and texts, in addition to metrics.jsonl, which is always written."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.data import (
     DataSection,
     DemonstrationsConfig,
@@ -18,7 +19,7 @@ from rlhf_ray.config.data import (
     PromptsConfig,
     StepsConfig,
 )
-from rlhf_ray.data.demonstrations import DemonstrationFormat, load_demonstrations
+from rlhf_ray.data.demonstrations import DemonstrationFormat, load_demonstrations, load_pretraining_text, texts_of
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.preferences import PreferenceFormat, load_preferences
 from rlhf_ray.data.prompts import prompt_format, stream_prompts
@@ -111,6 +112,9 @@ def _blocks(config: DataSection, tokenizer: PreTrainedTokenizerBase, inspection:
     elif isinstance(config, DemonstrationsConfig):
         sequences, inspection.report = load_demonstrations(config, tokenizer, inspection.row_errors)
         yield sequences
+    elif isinstance(config, PtxConfig):
+        sequences, inspection.report = load_pretraining_text(config, tokenizer)
+        yield sequences
     elif isinstance(config, PreferencesConfig):
         pairs, _, inspection.report = load_preferences(config, tokenizer, inspection.row_errors)
         yield pairs
@@ -156,6 +160,8 @@ def row_reader(
         return prompt_format(config, tokenizer).read
     if isinstance(config, DemonstrationsConfig):
         return DemonstrationFormat(config, tokenizer).read
+    if isinstance(config, PtxConfig):
+        return DemonstrationFormat(texts_of(config), tokenizer).read
     if isinstance(config, PreferencesConfig):
         return PreferenceFormat(config, tokenizer).read
     if isinstance(config, ProcessRowsConfig) and steps:

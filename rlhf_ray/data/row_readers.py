@@ -114,6 +114,11 @@ def local_files(path: str) -> list[Path] | None:
     return files or None
 
 
+def is_local(path: str) -> bool:
+    """Whether a path names files or a directory of this machine, not a Hub data set."""
+    return Path(path).expanduser().is_dir() or local_files(path) is not None
+
+
 def _may_be_on_hub(path: str) -> bool:
     named = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path) is not None
     return named and Path(path).suffix.lower() not in READERS
@@ -235,6 +240,9 @@ def _read_saved(directory: Path, split: str) -> Numbered:
         if split not in saved:
             raise DataError(f"{directory} has no split {split!r}; it has {sorted(saved)}. Choose one of them")
         saved = saved[split]
+    elif split not in ("train", str(saved.split)):
+        raise DataError(f"{directory} is one data set without splits, and split={split!r} would be all of it; name "
+                        "the directory of that split, and leave split out")
     return enumerate(saved, start=1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,11 @@ def pretrained_config(config: ModelConfig) -> PretrainedConfig:
         return AutoConfig.from_pretrained(config.path, **config.trust)
     except Exception as error:  # an unknown type, a field of another type, no JSON: each raises its own error
         raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
+
+
+def is_classifier(architectures: Sequence[str] | None) -> bool:
+    """Whether a model with these `architectures` is a sequence classifier, as reward models are."""
+    return any("SequenceClassification" in name for name in architectures or [])
 
 
 def context_of(config: PretrainedConfig) -> int | None:

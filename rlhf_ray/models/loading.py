@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from inspect import getsource, unwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError, first_line
-from rlhf_ray.models.config_json import HUB_TIMEOUT_S, local_configuration, pretrained_config
+from rlhf_ray.models.config_json import HUB_TIMEOUT_S, is_classifier, local_configuration, pretrained_config
 from rlhf_ray.models.model_families import why_padded
 from rlhf_ray.models.scalar_head import classifier_class, new_classifier
 
@@ -214,11 +213,6 @@ def has_scalar_head(config: ModelConfig, field: str = "") -> bool:
         raise ModelError(f"{named} is a classifier with {len(names)} labels, and a critic has one value for each "
                          "state: name a classifier with one label, or a language model, which gets a new head")
     return is_classifier(heads)
-
-
-def is_classifier(architectures: Sequence[str] | None) -> bool:
-    """Whether a model with these `architectures` is a sequence classifier, as reward models are."""
-    return any("SequenceClassification" in name for name in architectures or [])
 
 
 def meta_model(config: PretrainedConfig, trust_remote_code: bool = False, scalar: bool = False) -> PreTrainedModel:

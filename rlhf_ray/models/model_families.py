@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.internals.transformers import supports_attention_interface
-from rlhf_ray.models.config_json import local_configuration, pretrained_config
+from rlhf_ray.models.config_json import is_classifier, local_configuration, pretrained_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -101,6 +101,9 @@ def check_family(
         return  # new models are of families that can be used for everything
     values = _configuration(model)
     kind, refused = str(values.get("model_type")), _refused(values)
+    if Use.SCALAR not in uses and is_classifier(values.get("architectures")):
+        raise ModelError(f"{section}: {model.path!r} is a classifier ({values['architectures']}), as reward models "
+                         "are, and has no output head for tokens; use a language model")
     for use in (use for use in Use if use in uses and use in refused):
         raise ModelError(
             f"{section}: {model.path!r} is of the family {kind!r}, which cannot be used for {use.value}: "

@@ -45,6 +45,7 @@ class RunDirectory:
         self.ledger = self.path / "ledger.sqlite"
         self.left_out = self.path / "left_out.jsonl"
         self.quarantine = self.path / "quarantine.jsonl"
+        self.preferences = self.path / "preferences.jsonl"
         self.samples = self.path / "samples"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"

@@ -53,7 +53,7 @@ def preflight(config: PPOConfig) -> None:
     if config.evaluation:
         check_stop_tokens(config.model, config.evaluation.sampling, "evaluation.sampling.stop_token_ids")
     check_fit(config)
-    for section in (config.prompts, held_out) if held_out else (config.prompts,):
+    for section in filter(None, (config.prompts, held_out, config.ptx)):
         check_first_rows(section, config.model)
 
 

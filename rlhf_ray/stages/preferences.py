@@ -28,8 +28,15 @@ from rlhf_ray.roles.data_readers import PromptReader
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.pair_ranker import PairRanker
-from rlhf_ray.stages.preflight import check_context, check_data, check_first_rows, check_model, check_stop_tokens
-from rlhf_ray.stages.reward_preflight import check_prompt_answers
+from rlhf_ray.stages.preflight import (
+    check_context,
+    check_data,
+    check_first_rows,
+    check_fit,
+    check_model,
+    check_stop_tokens,
+)
+from rlhf_ray.stages.reward_preflight import check_prompt_answers, check_reads_longest
 from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage, write_left_out
 from rlhf_ray.stages.scorers import check_scorer, rewards_of
 
@@ -57,8 +64,11 @@ def preflight(config: PreferencesStageConfig) -> None:
     check_model(config.model, "model")
     check_family(config.model, "model", {Use.GENERATION})
     check_first_rows(config.prompts, config.model)
+    check_fit(config)
     check_scorer(config.pairs.judge, config.model, "pairs.judge")
     for name, reward in rewards_of(config.pairs.judge, "pairs.judge").items():
+        check_reads_longest(reward, config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
+                            "generator.sampling.max_tokens")
         check_prompt_answers([config.prompts], config.model, f"pairs.judge ({name})", name, reward)
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))
@@ -69,7 +79,7 @@ async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[
     began = time.perf_counter()
     with StopRequest(print, directory.files.hurry).listening():
         pairs, left_out = await _sample_pairs(config, directory)
-    output = directory.path / config.pairs.output
+    output = directory.preferences
     lines = "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs)
     await directory.files.records.run(write_atomically, output, lines.encode(), directory.term)
     return {"stage": "preferences", "pairs": len(pairs), "left_out": left_out, "output": str(output),

@@ -14,7 +14,7 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.coordinator.recovery import Geometry, check_geometry
 from rlhf_ray.data.inspection import check_rows, check_some_are_left
-from rlhf_ray.data.row_readers import READERS, check_on_hub, local_files
+from rlhf_ray.data.row_readers import check_on_hub, is_local, local_files
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlhf_ray.models.config_json import context_of, local_configuration, pretrained_config
@@ -58,7 +58,7 @@ def check_first_rows(
     """
     tokenizer = load_tokenizer(model)
     for part in config.parts():
-        if Path(part.location).suffix.lower() in READERS:
+        if is_local(part.location):
             limit = min(part.limit or FIRST_ROWS, FIRST_ROWS)
             first = part.model_copy(update={"limit": limit})
             if check_rows(first, tokenizer, steps) < limit or part.limit == limit:
@@ -73,7 +73,7 @@ def check_data_file(path: str, field: str, revision: str | None = None) -> None:
     """
     try:
         files = local_files(path)
-        if files is None and not Path(path).expanduser().is_dir():
+        if not is_local(path):
             check_on_hub(path, revision)
     except DataError as error:
         raise DataError(f"{field}={error}") from None  # it begins with the path

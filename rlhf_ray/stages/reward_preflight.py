@@ -1,14 +1,13 @@
 """Checks of `rewards` before Ray starts."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive, judge_rewards, reward_sections
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import ModelReward, RewardConfig
+from rlhf_ray.config.rewards import LOCAL_MODELS, ModelReward, RewardConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.data.row_readers import READERS, read_rows
+from rlhf_ray.data.row_readers import is_local, read_rows
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, ModelError
 from rlhf_ray.models.config_json import pretrained_config
@@ -24,21 +23,20 @@ def check_rewards(config: PPOConfig) -> None:
     Raises:
         ModelError, ConfigError, DataError: naming the component and the fix.
     """
-    sections = [config.prompts, derive(config).evaluation_prompts]
+    derived = derive(config)
+    sections = [config.prompts, derived.evaluation_prompts]
     for name, reward in config.rewards.items():
         check_reward(name, reward, config.model)
-        if isinstance(reward, ModelReward):
-            _check_length(config, reward)
         check_prompt_answers(sections, config.model, f"rewards.{name}", name, reward)
     if config.logging.judge is not None:
         check_scorer(config.logging.judge, config.model, "logging.judge")
         for name, reward in judge_rewards(config).items():
             check_prompt_answers(sections, config.model, f"logging.judge ({name})", name, reward)
-    if config.reward.shards > 1:
-        for field, reward in reward_sections(config).items():
-            if isinstance(reward, ModelReward):
-                _check_decoder(reward, field, config.reward.shards)
-    derived = derive(config)
+    for field, reward in reward_sections(config).items():
+        check_reads_longest(reward, config.model, config.prompts.max_tokens, derived.longest_response,
+                            derived.longest_response_field)
+        if config.reward.shards > 1 and isinstance(reward, ModelReward):
+            _check_decoder(reward, field, config.reward.shards)
     if derived.starts_critic and config.critic.init == "reward":
         _refuse_labelled_critic(config)
         check_same_tokens(config.model, derived.critic_model,
@@ -55,12 +53,17 @@ def _refuse_labelled_critic(config: PPOConfig) -> None:
                               "critic.init=policy")
 
 
-def _check_length(config: PPOConfig, reward: ModelReward) -> None:
-    """A model with another tokenizer reads texts, whose length it counts itself; the length for one with our tokenizer
-    is checked here."""
-    if tokenizer_digest(load_tokenizer(config.model)) == tokenizer_digest(load_tokenizer(reward, require_eos=False)):
-        check_context(reward, config.prompts.max_tokens, config.generator.sampling.max_tokens,
-                      ("prompts.max_tokens", "generator.sampling.max_tokens"))
+def check_reads_longest(reward: RewardConfig, model: ModelConfig, prompt_tokens: int, response_tokens: int,
+                        response_field: str) -> None:
+    """Refuse a local reward model whose context is shorter than the longest sample of `model`. One with another
+    tokenizer reads texts, whose length it counts itself.
+
+    Raises:
+        ModelError: naming both fields and the context.
+    """
+    if isinstance(reward, LOCAL_MODELS) and (
+            tokenizer_digest(load_tokenizer(model)) == tokenizer_digest(load_tokenizer(reward, require_eos=False))):
+        check_context(reward, prompt_tokens, response_tokens, ("prompts.max_tokens", response_field))
 
 
 def _check_decoder(reward: ModelReward, field: str, shards: int) -> None:
@@ -72,7 +75,7 @@ def _check_decoder(reward: ModelReward, field: str, shards: int) -> None:
 
 def check_prompt_answers(sections: Iterable[PromptsConfig | None], model: ModelConfig, section: str, name: str,
                          reward: RewardConfig) -> None:
-    """Check the first rows of local files of prompts for the columns that a reward reads, and for answers that a
+    """Check the first rows of local data sets of prompts for the columns that a reward reads, and for answers that a
     response can be compared with.
 
     Args:
@@ -83,7 +86,7 @@ def check_prompt_answers(sections: Iterable[PromptsConfig | None], model: ModelC
     """
     check = AnswerCheck(section, name, reward, model)
     for field, part in (named for prompts in sections if prompts for named in prompts.named_parts()):
-        if not check.columns or Path(part.location).suffix.lower() not in READERS:
+        if not check.columns or not is_local(part.location):
             continue
         rows = read_rows(part.location, part.split, min(part.limit or FIRST_ROWS, FIRST_ROWS), part.subset,
                          part.revision)

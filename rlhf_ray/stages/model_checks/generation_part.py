@@ -16,8 +16,7 @@ from torch import Tensor
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError, RLHFError
-from rlhf_ray.models.config_json import context_of, pretrained_config
-from rlhf_ray.models.loading import is_classifier
+from rlhf_ray.models.config_json import context_of, is_classifier, pretrained_config
 from rlhf_ray.models.model_families import Use
 from rlhf_ray.models.parity import NOISE, root_mean_square
 from rlhf_ray.models.parity_pass import embedding_as_leaf

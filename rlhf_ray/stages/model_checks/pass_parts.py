@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.config_json import pretrained_config
-from rlhf_ray.models.loading import is_classifier, label_names, load_causal_lm, load_scalar_model
+from rlhf_ray.models.config_json import is_classifier, pretrained_config
+from rlhf_ray.models.loading import label_names, load_causal_lm, load_scalar_model
 from rlhf_ray.models.lora import BASE, A, Adapters, B
 from rlhf_ray.models.model_families import Use, why_padded
 from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel

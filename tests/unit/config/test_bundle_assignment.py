@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
+from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 
 
@@ -31,7 +32,8 @@ def test_where_spreading_leaves_no_room_for_others_workers_are_packed():
 
 
 def test_a_tensor_parallel_engine_lives_in_one_bundle_that_has_all_its_gpus():
-    found = assignments(PoolConfig(bundles=2, cpus=4, gpus=4), generator=place(1, 1, 4), policy=place(4, 0.5, 1))
+    generator = GenerationConfig(cpus=1, gpus=4, tensor_parallel=4)
+    found = assignments(PoolConfig(bundles=2, cpus=4, gpus=4), generator=generator, policy=place(4, 0.5, 1))
     assert found["generator/0"] == 0 and {found[f"policy/{rank}"] for rank in range(4)} == {1}
 
 

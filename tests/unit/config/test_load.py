@@ -41,6 +41,7 @@ def test_overrides_of_every_kind_of_value(write):
             "--evaluation=null",
             "--pools.default.cpus=4",
             "--pools.spare.bundles=2",
+            "--critic.pool=spare",
             "--algorithm.kl.kind=adaptive",
         ],
     )

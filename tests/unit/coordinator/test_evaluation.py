@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import derive, evaluation_metrics
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.evaluation import TEXTS, Evaluator
@@ -61,6 +61,16 @@ def test_components_of_the_reward_are_told_one_by_one():
              replace(SECOND, components={"a": np.array([6.0]), "b": np.array([-3.0])})]
     found = summarise(parts)
     assert (found["reward"], found["reward/a"], found["reward/b"]) == (3.0, 3.0, -1.0)
+
+
+def test_the_names_that_a_best_metric_may_have_are_those_that_are_measured():
+    config = PPOConfig(
+        model={"path": "m"}, prompts={"path": "p"}, evaluation={"prompts": "e", "samples_per_prompt": 2},
+        rewards={"a": {"type": "exact_match"}, "b": {"type": "model", "path": "r"}}, logging={"judge": "vader"})
+    scores = np.array([1.0, 0.0])
+    measured = part(scores, [1, 1], [True, True], [7, 8], [], [0, 0], [-1, -1], gold=[0.5, -1.0])
+    parts = [replace(measured, rows=np.array([4, 4]), components={"a": scores, "b": scores})]
+    assert evaluation_metrics(config) == {*summarise(parts), *pass_rates(parts, derive(config).solved_at)}
 
 
 class EvaluationHarness:

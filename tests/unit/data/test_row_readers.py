@@ -46,6 +46,10 @@ def test_a_directory_that_datasets_saved_is_read_by_split(tmp_path: Path):
         assert read_rows(str(path), split).records == [{"prompt": "a"}, {"prompt": "b"}]
     with pytest.raises(DataError, match=r"has no split 'train'; it has \['test'\]"):
         read_rows(str(tmp_path / "many"))
+    datasets.Dataset.from_dict({"prompt": ["c"]}, split="test").save_to_disk(str(tmp_path / "held"))
+    assert len(read_rows(str(tmp_path / "held"), "test")) == len(read_rows(str(tmp_path / "held"))) == 1
+    with pytest.raises(DataError, match=r"one data set without splits, and split='test' would be all of it"):
+        read_rows(str(tmp_path / "one"), "test")
 
 
 def bad_prompts(write_jsonl: Any) -> str:

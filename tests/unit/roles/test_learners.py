@@ -18,6 +18,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
+from rlhf_ray.config.derived import evaluation_metrics
+from rlhf_ray.config.load import STAGES
 from rlhf_ray.data.supervised_records import Pairs
 from rlhf_ray.roles.ppo_update import training_batch
 from tests.cluster.learners.plain_torch import (
@@ -43,6 +45,7 @@ from tests.cluster.learners.plain_torch import (
 )
 from tests.models import make_tiny_llama, make_tiny_reward_model
 from tests.tiny_families import DECODERS, config_of
+from tests.unit.config.conftest import MINIMAL
 from tests.unit.roles.learner_rank import BALANCED, MARGINS
 
 
@@ -220,6 +223,8 @@ def test_supervised_updates_and_evaluations_are_plain_torchs(results, files, kin
     }[kind]()
     with torch.no_grad():
         assert result["evaluated"]["loss"] == pytest.approx(float(loss(model, held_out)), rel=1e-5)
+    stage = {"SFTLearner": "sft", "RewardModelLearner": "reward-model", "ProcessRewardLearner": "process-reward"}[kind]
+    assert set(result["evaluated"]) == evaluation_metrics(STAGES[stage](**MINIMAL[stage]))
     assert_same_update(plain_supervised(model, train, loss), result["before"], result["after"])
     assert [(stats.step, stats.applied, stats.skipped) for stats in result["stats"]] == [(1, 1, 0), (2, 1, 0)]
     assert all(stats.tokens == int(train.lengths.sum()) and stats.seconds > 0 for stats in result["stats"])

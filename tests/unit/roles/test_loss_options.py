@@ -40,7 +40,7 @@ POLICY = [
     {"importance": "none"}, {"importance": "mask"}, {"importance_cap": 1.3}, {"importance_level": "sequence"},
     {"importance": "mask", "importance_cap": 1.3}, {"entropy_coef": 0.2},
     {"entropy_coef": 0.2, "aggregate": "sequence"},
-    *({"kl": {"placement": "loss", "estimator": estimator}} for estimator in ("k1", "k2", "k3", "abs")),
+    *({"kl": {"placement": "loss", "estimator": estimator}} for estimator in ("k2", "k3", "abs")),
     {"kl": {"placement": "loss"}, "aggregate": "sequence", "dual_clip": 1.3, "importance": "mask", "entropy_coef": 0.1},
 ]
 CRITIC = [{"value_clip": 0.05}, {"value_clip": None}, {"aggregate": "sequence"}]
@@ -80,7 +80,7 @@ def policy_oracle(a: AlgorithmConfig, old=OLD):
     loss = mean(losses, a.aggregate)
     if a.kl.placement == "loss":
         gap = NEW - REFERENCE
-        kl = {"k1": gap, "k2": gap**2 / 2, "k3": np.exp(-gap) - 1 + gap, "abs": abs(gap)}[a.kl.estimator]
+        kl = {"k2": gap**2 / 2, "k3": np.exp(-gap) - 1 + gap, "abs": abs(gap)}[a.kl.estimator]
         loss += KL_COEF * mean(kl, a.aggregate)
     return loss - a.entropy_coef * mean(ENTROPY, a.aggregate)
 

@@ -39,6 +39,11 @@ def require_free_memory(asked, free_gib, total_gib=80):
     return request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=asked.gpu_memory_utilization))
 
 
+def test_a_worker_s_gpus_are_divided_as_asked():
+    asked = arguments(gpus=6, tensor_parallel=2, pipeline_parallel=3)
+    assert (asked.tensor_parallel_size, asked.pipeline_parallel_size) == (2, 3)
+
+
 class TestCache:
     def test_a_generator_with_a_cache_of_its_own_size_starts_again_beside_a_learner(self):
         """The learner is alive and has two thirds of the GPU when a lost generator comes back."""

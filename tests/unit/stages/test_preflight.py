@@ -13,6 +13,7 @@ from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
+from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.errors import ConfigError, DataError, ModelError
@@ -199,8 +200,42 @@ def ppo_config(llama, tmp_path):
     return build
 
 
-def test_a_sound_ppo_configuration_passes(ppo_config):
-    ppo.preflight(ppo_config())
+def test_a_sound_ppo_configuration_passes(ppo_config, tmp_path):
+    (tmp_path / "text.jsonl").write_text('{"text": "w2 w3"}\n')
+    ppo.preflight(ppo_config(ptx={"path": str(tmp_path / "text.jsonl"), "max_tokens": 32}))
+
+
+def test_rows_of_pretraining_text_and_of_saved_directories_are_read(ppo_config, tmp_path):
+    import datasets
+
+    (tmp_path / "text.jsonl").write_text('{"text": "w2 w3"}\n')
+    with pytest.raises(DataError, match=r"no column 'words'.*ptx\.column"):
+        ppo.preflight(ppo_config(ptx={"path": str(tmp_path / "text.jsonl"), "column": "words", "max_tokens": 32}))
+    datasets.Dataset.from_dict({"question": ["w2"]}).save_to_disk(str(tmp_path / "saved"))
+    ppo.preflight(ppo_config(prompts={"path": str(tmp_path / "saved"), "column": "question", "max_tokens": 32}))
+    with pytest.raises(DataError, match="no column 'prompt'"):
+        ppo.preflight(ppo_config(prompts={"path": str(tmp_path / "saved"), "max_tokens": 32}))
+    with pytest.raises(DataError, match="was not written by `datasets`"):
+        ppo.preflight(ppo_config(prompts={"path": str(tmp_path), "max_tokens": 32}))
+
+
+def test_a_reward_model_is_no_policy_and_no_reference(ppo_config, tmp_path):
+    for section in ("model", "reference"):
+        with pytest.raises(ModelError, match=rf"^{section}: .* is a classifier .*use a language model"):
+            ppo.preflight(ppo_config(**{section: {"path": str(tmp_path / "reward")}}))
+
+
+def test_every_reward_model_can_read_the_longest_response(ppo_config, tmp_path):
+    judge = str(make_tiny_reward_model(tmp_path / "judge", vocab=40, positions=48))
+    with pytest.raises(ModelError, match=r"= 64 tokens is over the context of '.*judge', 48"):
+        ppo.preflight(ppo_config(logging={"judge": judge}))
+    evaluation = {"prompts": str(tmp_path / "p.jsonl"), "sampling": {"max_tokens": 16}}
+    short = ppo_config(generator={"sampling": {"max_tokens": 8}}, evaluation=evaluation, logging={"judge": judge})
+    ppo.preflight(resolve(short))
+    evaluation["sampling"]["max_tokens"] = 17
+    short = ppo_config(generator={"sampling": {"max_tokens": 8}}, evaluation=evaluation, logging={"judge": judge})
+    with pytest.raises(ModelError, match=r"evaluation\.sampling\.max_tokens=17 = 49 tokens .*judge', 48"):
+        ppo.preflight(resolve(short))
 
 
 @pytest.mark.parametrize("changes, error, said", [

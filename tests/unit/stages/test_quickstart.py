@@ -35,7 +35,7 @@ def test_stages_hand_over_what_the_next_one_reads():
     sft, pairs, reward, ppo = (quickstart._config(stage, Path("d"), 0) for stage in STAGES)
     model = f"{sft.run.dir}/model"
     assert pairs.model.path == reward.model.path == ppo.model.path == model
-    assert reward.data.path == f"{pairs.run.dir}/{pairs.pairs.output}"
+    assert reward.data.path == f"{pairs.run.dir}/preferences.jsonl"
     assert ppo.rewards["preference"].path == f"{reward.run.dir}/model"
     assert ppo.logging.judge == pairs.pairs.judge
 
