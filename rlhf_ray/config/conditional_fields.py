@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.data import DataSection, DemonstrationsConfig, is_file_of_rows
 from rlhf_ray.config.derived import derive, reward_sections
 from rlhf_ray.config.fields import changed_fields, format_value
@@ -48,6 +49,13 @@ def _never(_: Any, __: Any) -> bool:
 
 def _has_critic(config: PPOConfig, _: Any) -> bool:
     return config.algorithm.has_critic
+
+
+def _may_move(config: PPOConfig, algorithm: AlgorithmConfig) -> bool:
+    """Whether a step can be made with other probabilities or values than the old ones."""
+    dropout = config.policy.lora is not None and config.policy.lora.dropout > 0
+    return (algorithm.epochs * algorithm.mini_batches > 1 or config.coordinator.max_staleness > 0 or dropout
+            or algorithm.old_logprobs == "generator")
 
 
 def _writes_prompts(_: Any, data: DemonstrationsConfig) -> bool:
@@ -140,6 +148,10 @@ _PPO = (
     ConditionalFields(
         ("algorithm.target_kl",), lambda _, algorithm: algorithm.epochs * algorithm.mini_batches > 1,
         "with epochs=1 and mini_batches=1 an update has only its first step, which is always made",
+        "raise epochs or mini_batches"),
+    ConditionalFields(
+        ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.value_clip"), _may_move,
+        "with epochs=1 and mini_batches=1 an update has one step, which begins where the samples came from",
         "raise epochs or mini_batches"),
     ConditionalFields(
         ("algorithm.value_coef",), lambda config, _: derive(config).shares_backbone,

@@ -68,10 +68,11 @@ class Quarantine:
         else:
             self._thread.submit(self._write, unscored).add_done_callback(self._written)
         self.samples += len(leaving)
-        places = {row: place for place, row in enumerate(self._reasons, start=1)}
-        for (epoch, row), reason in reasons.items():
-            self._warn(f"the prompt of row {row} leaves epoch {epoch}: it has a sample without a score "
-                       f"({places[row]} of at most {self._allowed} prompts; see {self._file.name}): {reason}")
+        if reasons:
+            (epoch, row), others = next(iter(reasons)), len(reasons) - 1
+            leave = f"and {others} more leave epoch {epoch}: they have" if others else f"leaves epoch {epoch}: it has"
+            self._warn(f"the prompt of row {row} {leave} a sample without a score ({len(self._reasons)} of at most "
+                       f"{self._allowed} prompts; see {self._file.name}): {reasons[epoch, row]}")
         return [key for key in keys if (key.epoch, key.row) not in reasons]
 
     def _written(self, job: Future[None]) -> None:

@@ -96,6 +96,18 @@ def test_a_resumed_run_knows_who_left_and_forgets_who_left_after_its_checkpoint(
         again.set_aside(keys[3:], unscored(3))
 
 
+def test_prompts_of_a_chunk_that_leave_together_are_one_line(tmp_path):
+    facts = LedgerFacts(2, 1, 0, (20,), seed=0, shuffle=False, weights=(1.0,))
+    ledger, told = Ledger.create(tmp_path / "ledger.sqlite", facts), []
+    keys = [SampleKey(0, row, 0) for row in range(9)]
+    quarantine = Quarantine(ledger, tmp_path / "quarantine.jsonl", 0.5, 20, told.append)
+    begin(ledger, keys)
+    reasons = [Unscored(key, "p", "r", f"bad {key.row}") for key in keys[3:7]]
+    quarantine.set_aside(keys, UnscoredSamples("no score", reasons))
+    assert told == ["the prompt of row 3 and 3 more leave epoch 0: they have a sample without a score (4 of at most 10 "
+                    "prompts; see quarantine.jsonl): bad 3"]
+
+
 @pytest.mark.parametrize(("limit", "rows", "allowed"), [(0.29, 100, 29), (0.57, 100, 57), (0.05, 50, 2), (0.001, 9, 1)])
 def test_the_limit_is_the_share_of_the_prompts_as_written(tmp_path, limit, rows, allowed):
     facts = LedgerFacts(2, 1, 0, (rows,), seed=0, shuffle=False, weights=(1.0,))
