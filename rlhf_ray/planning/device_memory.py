@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhf_ray.config.generation import GenerationConfig
-from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.planning.memory_breakdown import BUFFERS, DRIVER, MIB, RAY_HEAD, RUNTIME, WEIGHTS, Memory
+from rlhf_ray.planning.memory_breakdown import DRIVER, MIB, RAY_HEAD, RUNTIME, Memory
 from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.roles import Role
 from rlhf_ray.planning.worker_placement import Placement
@@ -80,7 +79,7 @@ def loads_of(
         if not here and number:
             continue
         for device in sorted({d for worker in here for d in worker.devices}):
-            holders = {w.name: held[w.role].device for w in here if device in w.devices}
+            holders = {w.name: held[w.role] for w in here if device in w.devices}
             taken = _time_shared({name: settings[name.partition("/")[0]] for name in holders}, holders)
             capacity = node.gpu.memory_bytes if node.gpu else 0.0
             loads.append(Load(node.name, device, node.gpu.name if node.gpu else "unknown GPU", capacity, taken))
@@ -99,15 +98,12 @@ def store_bytes(cluster: ClusterConfig, nodes: Sequence[Node], node: Node) -> fl
     return min(OBJECT_STORE_MOST, OBJECT_STORE_SHARE * node.memory_bytes)
 
 
-def _time_shared(
-    settings: Mapping[str, object], holders: Mapping[str, Mapping[str, float]]
-) -> dict[str, Mapping[str, float]]:
-    """Bytes that the workers of one GPU hold when generators sleep during updates, or learners offload their state
-    during rollouts: those of the larger phase."""
+def _time_shared(settings: Mapping[str, object], memories: Mapping[str, Memory]) -> dict[str, Mapping[str, float]]:
+    """Bytes that the workers of one GPU hold in the larger phase: in updates, when generators may sleep, or in
+    rollouts, when learners score, and may have offloaded their state."""
     sleeping = {n for n, s in settings.items() if isinstance(s, GenerationConfig) and s.sleep_level}
-    offloading = {n for n, s in settings.items() if isinstance(s, PPOLearnerConfig) and s.offload_between_phases}
-    drawing = {n: _offloaded(parts) if n in offloading else parts for n, parts in holders.items()}
-    learning = {n: _sleeping(parts) if n in sleeping else parts for n, parts in holders.items()}
+    drawing = {n: memory.in_rollouts or memory.device for n, memory in memories.items()}
+    learning = {n: _sleeping(memory.device) if n in sleeping else memory.device for n, memory in memories.items()}
 
     def held(phase: Mapping[str, Mapping[str, float]]) -> float:
         return sum(sum(parts.values()) for parts in phase.values())
@@ -118,9 +114,3 @@ def _time_shared(
 def _sleeping(parts: Mapping[str, float]) -> dict[str, float]:
     """A sleeping generator keeps only its CUDA context on the GPU; weights and cache are freed or offloaded."""
     return {RUNTIME: parts.get(RUNTIME, 0.0)}
-
-
-def _offloaded(parts: Mapping[str, float]) -> dict[str, float]:
-    """A learner that offloaded its optimizer state (`TrainEngine.offload_state`) keeps weights, context and buffers;
-    gradients and activations exist only during an update."""
-    return {name: amount for name, amount in parts.items() if name in (WEIGHTS, BUFFERS, RUNTIME)}

@@ -92,13 +92,15 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
     elif isinstance(config, PPOLearnerConfig) and config.offload_between_phases:
         moved = {OPTIMIZER: state[OPTIMIZER]}
     buffers[BUFFERS] += 2 * model.bucket_bytes * model.direct
+    kept = {name: amount for name, amount in state.items() if name not in (GRADIENTS, OPTIMIZER if moved else "")}
+    scoring = {**kept, **_pass_without_gradients(config, model), **buffers, RUNTIME: GPU_CONTEXT}
     learning = [{**moment, **buffers, RUNTIME: GPU_CONTEXT} for moment in _update(config, model, state)]
     # Buckets of a publication and, on the first rank, the whole model when it is exported.
     sending = 3 * model.bucket_bytes
     host = peak_of({**moved, **copies}, {**moved, BUFFERS: sending}, {WEIGHTS: _starting(config, model.shape)})
     first = peak_of(host, {**moved, BUFFERS: sending + model.shape.weight_bytes})
     process = {RUNTIME: float(LEARNER + GPU_HOST)}
-    return Memory(device=peak_of(*learning), host={**host, **process}, first={**first, **process})
+    return Memory(device=peak_of(*learning), in_rollouts=scoring, host={**host, **process}, first={**first, **process})
 
 
 def _starting(config: LearnerConfig, shape: ModelShape) -> float:
@@ -109,15 +111,28 @@ def _starting(config: LearnerConfig, shape: ModelShape) -> float:
     return float(shape.weight_bytes if config.lora else FLOAT * shape.parameters)
 
 
+def _micro_batch(config: LearnerConfig, model: Training) -> MicroBatch:
+    """The largest one of a rank."""
+    share = -(-model.rows // config.workers)
+    return MicroBatch(min(config.micro_batch_tokens, share * model.longest), model.longest, config.gpus > 0,
+                      half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing)
+
+
+def _pass_without_gradients(config: LearnerConfig, model: Training) -> dict[str, float]:
+    """Memory of a pass that scores rollouts."""
+    micro_batch = _micro_batch(config, model)
+    answers = round(model.answers * micro_batch.tokens)
+    return {LOGITS: logits_bytes(model.shape, micro_batch, answers, training=False, copies=model.logit_copies),
+            ACTIVATIONS: scoring_bytes(model.shape, micro_batch) + _cast_weights(config, model.shape)}
+
+
 def _update(config: LearnerConfig, model: Training, state: dict[str, float]) -> list[dict[str, float]]:
     """Memory of an update when a backward pass begins, and when the last one ends.
 
     When it begins, gradients of earlier micro-batches exist. A single micro-batch has none, and frees activations while
     its gradients appear; but blocks differ in size, so gradients reuse about half of them (measured on CPUs).
     """
-    share, shape = -(-model.rows // config.workers), model.shape
-    micro_batch = MicroBatch(min(config.micro_batch_tokens, share * model.longest), model.longest, config.gpus > 0,
-                  half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing)
+    share, shape, micro_batch = -(-model.rows // config.workers), model.shape, _micro_batch(config, model)
     logits = logits_bytes(
         shape, micro_batch, round(model.answers * micro_batch.tokens), training=True, copies=model.logit_copies)
     layer = micro_batch.tokens * transient_bytes(shape, micro_batch)

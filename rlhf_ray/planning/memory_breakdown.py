@@ -21,6 +21,8 @@ class Memory:
 
     device: Mapping[str, float] = field(default_factory=dict)
     """Bytes on each GPU by part; empty for a worker on the CPU."""
+    in_rollouts: Mapping[str, float] = field(default_factory=dict)
+    """The same of a learner between its updates, while it scores rollouts; empty for other roles."""
     host: Mapping[str, float] = field(default_factory=dict)
     """Bytes of main memory by part."""
     first: Mapping[str, float] = field(default_factory=dict)

@@ -139,6 +139,7 @@ class TestLearner:
         memory = learner_memory(config, Training(SMALL, 32, 1.0, 64))
         number = SMALL.parameters
         assert "optimizer" not in memory.device and memory.device["weights"] == 4 * number
+        assert "optimizer" not in memory.in_rollouts and memory.in_rollouts["weights"] == 4 * number
         kept = [memory.host[part] for part in ("optimizer", "weights", "gradients")]
         assert kept == [8 * number / 2, 4 * number / 2, 4 * number / 2]
 
@@ -146,6 +147,11 @@ class TestLearner:
         config = PolicyConfig(gpus=1, offload_between_phases=True, micro_batch_tokens=64)
         memory = learner_memory(config, Training(SMALL, 32, 1.0, 64))
         assert memory.device["optimizer"] == memory.host["optimizer"] == 8 * SMALL.parameters
+        assert "optimizer" not in memory.in_rollouts and memory.in_rollouts["weights"] == memory.device["weights"]
+        assert 0 < memory.in_rollouts["activations"] < memory.device["activations"], "a pass without gradients"
+        assert 0 < memory.in_rollouts["logits"] < memory.device["logits"]
+        whole = learner_memory(PolicyConfig(gpus=1, micro_batch_tokens=64), Training(SMALL, 32, 1.0, 64))
+        assert whole.in_rollouts["optimizer"] == 8 * SMALL.parameters
 
     def test_ranks_that_share_the_weights_never_have_them_whole_but_for_the_first_one_s_export(self):
         def main_memory(stage):
@@ -301,6 +307,9 @@ class TestVerdict:
         assert in_turns.bytes < gpu.bytes
         assert set(in_turns.holders["policy/0"]) >= {"weights"}, "moments go, weights stay"
         assert in_turns.bytes >= max(parts.values())
+        scoring = {name: sum(held.in_rollouts.values()) for name, held in turns.memory.items() if held.in_rollouts}
+        drawing = scoring["policy"] + turns.memory["generator"].device_bytes
+        assert in_turns.bytes >= drawing, "learners score while generators are awake"
 
 
 class TestRest:
