@@ -20,6 +20,7 @@ from rlhf_ray.errors import RunInterrupted
 def handlers_stay_as_they_are():
     names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(name) for name in names]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the suite may have been started with hangups ignored
     yield
     for name, handler in zip(names, before, strict=True):
         signal.signal(name, handler)
