@@ -83,8 +83,11 @@ def _heading(cls: type[StageConfig], section: str) -> str:
 
 
 def _print_fields(console: Console, fields: Iterable[FieldDescription]) -> None:
-    """Each field on a line with its default, and its sentence below."""
+    """Each field on a line with its default, and its sentence below, or which field above has the same one."""
+    shown: dict[str, str] = {}
     for f in fields:
         default = "required" if f.required else f.default
         console.print(Text.assemble("  ", (f"--{f.path}", "cyan"), f"  {default}"))
-        console.print(Padding(Text(f.sentence, style="dim"), (0, 0, 0, 6)))
+        first = shown.setdefault(f.sentence, f.path)
+        sentence = f.sentence if first == f.path else f"As --{first}."
+        console.print(Padding(Text(sentence, style="dim"), (0, 0, 0, 6)))
