@@ -35,6 +35,9 @@ def test_a_side_wins_where_the_interval_leaves_out_one_half(wins, losses, words)
 def test_the_summary_is_json_with_every_pair():
     summary = json.loads(json.dumps(compared([(1.0, 2.0), (1.0, 1.0), (3.0, 1.0)]).summary()))
     assert (summary["wins"], summary["ties"], summary["losses"], summary["win_rate"]) == (1, 1, 1, 0.5)
+    mean, *interval = compared([(1.0, 2.0), (1.0, 1.0), (3.0, 1.0)]).margin()
+    assert (summary["margin"], summary["margin_interval"]) == (mean, interval)
+    assert compared([(1.0, 2.0)]).summary()["margin_interval"] is None, "of one pair"
     assert summary["score"] == {"a": pytest.approx(5 / 3), "b": pytest.approx(4 / 3)}
     assert [pair["outcome"] for pair in summary["pairs"]] == ["win", "tie", "loss"]
     assert summary["pairs"][0] == {"prompt": "prompt 0", "a": "one", "b": "two", "scores": [1.0, 2.0],

@@ -54,3 +54,9 @@ def test_supervised(geometry_of, stage):
                          ("--learner.lora={}", "learner.lora was empty and is rank 16")):
         with pytest.raises(ConfigError, match=said):
             check_geometry(Path("step_8"), geometry_of(stage, [change]), geometry_of(stage, []))
+
+
+def test_the_format_of_steps_stays(geometry_of):
+    saved, wanted = (geometry_of("process-reward", [f"--steps.placeholder={mark}"]) for mark in "?!")
+    with pytest.raises(ConfigError, match=r"cannot be resumed .*: steps\.placeholder was \? and is !\. "):
+        check_geometry(Path("step_8"), wanted, saved)
