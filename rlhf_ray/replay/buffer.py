@@ -43,9 +43,6 @@ class ReplayBuffer:
     """
 
     def __init__(self, capacity_samples: int, capacity_bytes: int | None, max_staleness: int) -> None:
-        if capacity_samples < 1 or max_staleness < 0:
-            raise BufferError("a replay buffer needs capacity_samples >= 1 and max_staleness >= 0; got "
-                              f"{capacity_samples} and {max_staleness}")
         self.capacity_samples = capacity_samples
         self.capacity_bytes = capacity_bytes
         self.max_staleness = max_staleness
@@ -76,8 +73,6 @@ class ReplayBuffer:
             again: they had a place before; the capacity in bytes is ignored then, so that admitted samples are
                 finished.
         """
-        if samples < 1:
-            raise BufferError(f"cannot reserve {samples} samples; reserve at least one")
         return None if self._bytes_full() and not again else self._state.open(samples, version)
 
     def commit(
@@ -121,8 +116,6 @@ class ReplayBuffer:
         Raises:
             BufferError: whole chunks do not add up to `samples`, or waiting longer could never help.
         """
-        if samples < 1:
-            raise BufferError(f"cannot lease {samples} samples; lease at least one")
         self._version = version
         chosen = self._oldest(samples)
         if chosen is None:
@@ -215,9 +208,6 @@ class ReplayBuffer:
 
         Returns:
             The open reservations: generate their samples again under them.
-
-        Raises:
-            BufferError: this buffer is in use, or a reference is missing.
         """
         self._version = state["version"]
         return self._state.load_state_dict(state, refs, summaries or {}, self._version)
@@ -265,11 +255,6 @@ class ReplayBuffer:
 
     def _check_not_stuck(self, samples: int) -> None:
         """Raise when no later commit could ever fill the batch, so that the run does not wait for ever."""
-        if samples > self.capacity_samples:
-            raise BufferError(
-                f"an update needs {samples} samples and the buffer holds at most {self.capacity_samples}; "
-                f"raise capacity_samples to at least {samples}"
-            )
         state = self._state
         idle = not state.reserved and not state.leases and all(self._fresh(e) for e in state.ready.values())
         if idle and self._bytes_full():

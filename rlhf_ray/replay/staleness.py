@@ -32,8 +32,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rlhf_ray.errors import BufferError
-
 
 def staleness(min_version: int, current_version: int) -> int:
     """Versions from the oldest token of an experience to the policy now; negative when it is ahead of the policy."""
@@ -74,13 +72,6 @@ class AdmissionRule:
     """η: the largest staleness that may be trained."""
     concurrency: int
     """Largest number of samples that generators work on at the same time."""
-
-    def __post_init__(self) -> None:
-        if self.batch < 1 or self.max_staleness < 0 or self.concurrency < 1:
-            raise BufferError(
-                f"admission needs batch >= 1, max_staleness >= 0 and concurrency >= 1; got batch={self.batch}, "
-                f"max_staleness={self.max_staleness}, concurrency={self.concurrency}"
-            )
 
     def allowance(self, version: int, accepted: int, running: int, generating: int) -> int:
         """min(concurrency - generating, (η + version + 1)·batch - accepted - running): samples that may be started.

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ray.errors import BufferError
 from rlhf_ray.replay.staleness import AdmissionRule, in_time, is_fresh, staleness
 
 
@@ -24,12 +23,6 @@ def test_staleness_admits_that_many_batches_ahead():
 def test_allowance_is_never_negative():
     rule = AdmissionRule(batch=4, max_staleness=0, concurrency=100)
     assert rule.allowance(version=0, accepted=9, running=9, generating=0) == 0
-
-
-@pytest.mark.parametrize("arguments", [(0, 0, 1), (1, -1, 1), (1, 0, 0)])
-def test_senseless_rules_are_refused(arguments):
-    with pytest.raises(BufferError, match="admission needs"):
-        AdmissionRule(*arguments)
 
 
 def test_generators_are_given_no_more_than_they_take():
