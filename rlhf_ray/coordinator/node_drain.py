@@ -5,40 +5,27 @@ workers are replaced when their node is gone.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from rlhf_ray.cluster.nodes import draining_nodes, own_node
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
 
 LOOK_S = 2.0
 """Between two checks. Clouds give notice of half a minute (Google's spot machines) to two minutes (Amazon's)."""
 
 
-@asynccontextmanager
-async def watch_node_drains(
-    stop: StopRequest, warn: Callable[[str], None], learners: Iterable[WorkerGroup],
-    others: Iterable[WorkerGroup] = (), on_failure: OnFailure = log_failure,
-) -> AsyncIterator[None]:
-    """Watch for draining nodes during the enclosed work.
-
-    Args:
-        stop: requested when the driver or a learner is on a draining node.
-        warn: called with a warning for each draining node with a worker.
-        on_failure: called when the background task fails.
-    """
-    watch = DrainWatch(stop, warn, tuple(learners), tuple(others))
-    async with background_task("the watch for drained nodes", watch.run, on_failure):
-        yield
-
-
 class DrainWatch:
     """Handles each draining node once."""
 
-    def __init__(self, stop: StopRequest, warn: Callable[[str], None], learners: tuple[WorkerGroup, ...],
-                 others: tuple[WorkerGroup, ...]) -> None:
+    def __init__(self, stop: StopRequest, warn: Callable[[str], None], learners: Sequence[WorkerGroup],
+                 others: Sequence[WorkerGroup] = ()) -> None:
+        """
+        Args:
+            stop: requested when the driver or a learner is on a draining node.
+            warn: called with a warning for each draining node with a worker.
+        """
         self._stop, self._warn, self._learners, self._others = stop, warn, learners, others
         self._driver = own_node()
         self._reported: set[tuple[str, bool]] = set()

@@ -18,11 +18,12 @@ from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.node_drain import watch_node_drains
+from rlhf_ray.coordinator.node_drain import DrainWatch
 from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.coordinator.weight_sync import WeightSync
+from rlhf_ray.observability.background_task import background_task
 from rlhf_ray.observability.control_files import answering
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import StageProgress
@@ -118,10 +119,11 @@ async def _run(
         attempts = RunAttempts(config.logging, directory, learner_restart, builder.build)
         scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
                           partial(save_generator_count, directory, configured), progress.note, files)
-        frozen = [group for group in roles.groups() if not roles.trains(group.role)]
+        drains = DrainWatch(stop, progress.warn, roles.learners(),
+                            [group for group in roles.groups() if not roles.trains(group.role)])
 
         async with (live_status(lambda: attempts.coordinator, directory, show_live(config, directory), log.failed),
-                    watch_node_drains(stop, progress.warn, roles.learners(), frozen, log.failed),
+                    background_task("the watch for drained nodes", drains.run, log.failed),
                     health.at_work(detectors),
                     answering(directory, {"profile": attempts.profile, "scale": scaling.asked}, log.failed)):
             coordinator = await attempts.run(start, resume)

@@ -18,7 +18,7 @@ from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
-from rlhf_ray.coordinator.node_drain import watch_node_drains
+from rlhf_ray.coordinator.node_drain import DrainWatch
 from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.stepwise_format import StepTokens
@@ -26,6 +26,7 @@ from rlhf_ray.errors import ConfigError, DiskStalled, WorkerError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.models.router_balance import check_router
+from rlhf_ray.observability.background_task import background_task
 from rlhf_ray.observability.faults import FaultLog, note_restart
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
@@ -119,7 +120,8 @@ async def _run(
                         return SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
                                              stage.card, data.summary.contents, geometry)
 
-                    async with (watch_node_drains(stop, progress.warn, [learners], on_failure=log.failed),
+                    drains = DrainWatch(stop, progress.warn, [learners])
+                    async with (background_task("the watch for drained nodes", drains.run, log.failed),
                                 health.at_work([detector])):
                         run = await _train(config, directory, build, restart, start, resume)
         except DiskStalled:

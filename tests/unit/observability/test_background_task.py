@@ -145,7 +145,8 @@ def tasks_of_a_run(tmp_path, monkeypatch, told):
     return {
         "status": (status, lambda: live_status.live_status(status, directory, on_failure=tell)),
         "control": (questions, lambda: (answering(directory, {}, on_failure=tell), started.append(1))[0]),
-        "drains": (drains, lambda: node_drain.watch_node_drains(StopRequest(print), print, [], on_failure=tell)),
+        "drains": (drains, lambda: background_task("drains", node_drain.DrainWatch(StopRequest(print), print, []).run,
+                                                   tell)),
         "heartbeats": (watched, heartbeats),
     }
 
