@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -178,7 +178,7 @@ class TrainEngine:
                                   "Resume with the model and adapters it was saved with, or start a new run.")
         if self._stage < 3:
             for name, parameter in self._trained.items():
-                parameter.copy_(_require_weights(saved.whole(WEIGHTS, name, parameter.numel())).view_as(parameter))
+                parameter.copy_(cast(Tensor, saved.whole(WEIGHTS, name, parameter.numel())).view_as(parameter))
         for part in optimizer_shards(self.engine, self._stage, self._trained, whole=True):
             self._restore(saved, part)
         self.optimizer_steps = int(saved.notes["optimizer_steps"])
@@ -189,7 +189,7 @@ class TrainEngine:
         # Between phases the state is in main memory; generators may be awake on this GPU.
         offloads = isinstance(self.config, PPOLearnerConfig) and self.config.offload_between_phases
         device = "cpu" if offloads else part.owner.device
-        weights = _require_weights(saved.whole(WEIGHTS, part.name, part.numel))[span]
+        weights = cast(Tensor, saved.whole(WEIGHTS, part.name, part.numel))[span]
         part.weights.copy_(weights)
         if self._stage == 3:
             managed_shard(self._trained[part.name])[: len(weights)].copy_(weights)
@@ -259,13 +259,6 @@ class TrainEngine:
 def _finite_or_nan(loss: Tensor, weight: float) -> Tensor:
     """A factor for the loss: `weight`, or NaN if the loss is not finite, because its gradient may still be finite."""
     return torch.where(torch.isfinite(loss.detach()), weight, torch.nan)
-
-
-def _require_weights(tensor: Tensor | None) -> Tensor:
-    """`tensor`, or an error if a saved parameter lacks its weights."""
-    if tensor is None:
-        raise CheckpointError("a parameter was saved without its weights; use another checkpoint")
-    return tensor
 
 
 def adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
