@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
@@ -181,14 +181,7 @@ def _hash(path: Path) -> FileRecord:
 
 def _encode(manifest: Manifest) -> bytes:
     """The exact bytes of a manifest file. Reading encodes again and compares, so that any changed byte is noticed."""
-    body = {
-        "schema": manifest.schema,
-        "step": manifest.step,
-        "created": manifest.created,
-        "package_version": manifest.package_version,
-        "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(manifest.files.items())},
-        "term": manifest.term,
-    }
+    body = asdict(manifest)
     canonical = json.dumps(body, sort_keys=True, allow_nan=False)
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     return json.dumps({"manifest": body, "sha256": digest}, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"

@@ -1,7 +1,7 @@
 """The best step of a run by a held-out metric: its checkpoint is kept, and its model exported to best/."""
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class BestSoFar:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers for the checkpoint."""
-        return {"step": self.step, "value": self.value, "metric": self.metric, "mode": self.mode}
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`."""

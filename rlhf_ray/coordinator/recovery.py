@@ -12,11 +12,11 @@ from rlhf_ray.checkpoint.state_files import check_complete, encoded_state, load_
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.coordinator.run_state import RunState, summary_of, summary_state
+from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.errors import ConfigError, DiskStalled, WorkerLost, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import ProgressDeadline, RunFiles
-from rlhf_ray.records import SampleKey
+from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_state import Entry
 from rlhf_ray.replay.ledger import Ledger
@@ -85,7 +85,7 @@ class Recovery:
                 snapshot = encoded_state({
                     "geometry": dict(self.geometry), "run": self.state.state_dict(),
                     "buffer": self.buffer.state_dict(),
-                    "summaries": [[entry.order, summary_state(entry.summary)] for entry in waiting],
+                    "summaries": [[entry.order, vars(entry.summary)] for entry in waiting],
                     "experience": self.experience,
                 })
                 await asyncio.gather(*(group.values("begin_save", str(directory.absolute() / group.role))
@@ -182,7 +182,7 @@ class Recovery:
         for entry in saved["buffer"]["ready"]:
             path = directory.absolute() / f"experience_{entry['order']}.npz"
             refs[entry["order"]] = (await self.roles.dispatcher(self.roles.assembler).call("load", str(path))).ref
-        summaries = {order: summary_of(summary) for order, summary in saved["summaries"]}
+        summaries = {order: ExperienceSummary(**summary) for order, summary in saved["summaries"]}
         self.state.load_state_dict(saved["run"], self.buffer.load_state_dict(saved["buffer"], refs, summaries))
         self.state.returned[:0] = dropped
 

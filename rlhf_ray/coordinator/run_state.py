@@ -1,7 +1,7 @@
 """The coordinator's state that checkpoints contain: step, data cursor, KL coefficient, samples under way."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from rlhf_ray.coordinator.chunk import Chunk
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.data.cursor import PromptCursor
-from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
+from rlhf_ray.records import RewardTerms, SampleKey
 from rlhf_ray.replay.buffer_state import Reservation
 
 
@@ -107,16 +107,6 @@ class RunState:
         self.chunks = {place.order: Chunk(place, [SampleKey(*key) for key in in_flight[place.order]])
                        for place in places}
         self.returned = [SampleKey(*key) for key in state["returned"]]
-
-
-def summary_state(summary: ExperienceSummary) -> dict[str, Any]:
-    """A summary of ready experience as plain types, for a checkpoint; arrays stay arrays."""
-    return {f.name: getattr(summary, f.name) for f in fields(summary)}
-
-
-def summary_of(state: dict[str, Any]) -> ExperienceSummary:
-    """The summary from a `summary_state`."""
-    return ExperienceSummary(**state)
 
 
 def _plain(keys: list[SampleKey]) -> list[list[int]]:

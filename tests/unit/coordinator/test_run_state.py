@@ -9,10 +9,10 @@ from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_ray.checkpoint.state_files import load_state, save_state
 from rlhf_ray.config.algorithm import KLConfig
 from rlhf_ray.coordinator.chunk import Chunk
-from rlhf_ray.coordinator.run_state import RunState, kl_controller, summary_of, summary_state
+from rlhf_ray.coordinator.run_state import RunState, kl_controller
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError
-from rlhf_ray.records import RewardTerms, SampleKey
+from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
 from rlhf_ray.replay.buffer_state import Reservation
 
 
@@ -101,8 +101,8 @@ def test_the_controller_is_the_configured_one(kind, cls):
 def test_a_summary_comes_back_from_disk_as_it_was(summary, tmp_path, gold):
     keys = [SampleKey(0, 3, 0), SampleKey(1, 4, 2)]
     said = summary(keys, version=6, gold=gold, samples=[{"prompt": "a", "score": 1.5, "gold": None}])
-    save_state(tmp_path / "s.json", {"summary": summary_state(said)})
-    again = summary_of(load_state(tmp_path / "s.json")["summary"])
+    save_state(tmp_path / "s.json", {"summary": vars(said)})
+    again = ExperienceSummary(**load_state(tmp_path / "s.json")["summary"])
     for name, value in vars(said).items():
         back = getattr(again, name)
         if isinstance(value, np.ndarray):
