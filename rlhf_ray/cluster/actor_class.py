@@ -78,7 +78,7 @@ def actor_class(cls: type) -> Any:
             with gc_paused_for_start(call.method):
                 return outcome(getattr(self, call.method)(*call.arguments(values)), call.outputs, began)
 
-    members = {"timed_call": timed_call, "node_host": _node_host, "rendezvous": _rendezvous, "introduce": introduce,
+    members = {"timed_call": timed_call, "rendezvous": _rendezvous, "introduce": introduce,
                "own_processes": lambda _: own_processes(), "__doc__": cls.__doc__}
     return ray.remote(type(cls.__name__, (cls,), members))
 
@@ -98,11 +98,6 @@ def gc_paused_for_start(method: str) -> Iterator[None]:
         gc.freeze()
         if collecting:
             gc.enable()
-
-
-def _node_host(_: Any) -> str:
-    """Address at which other nodes of the cluster reach the worker's node."""
-    return ray.util.get_node_ip_address()
 
 
 def _rendezvous(_: Any) -> str:

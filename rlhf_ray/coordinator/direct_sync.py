@@ -144,9 +144,9 @@ class DirectSync:
     async def _route(self, world: int) -> WeightRoute:
         if self._transport != "nccl":
             return WeightRoute(self._transport)
-        first = self._roles.policy
-        route: WeightRoute = await first.call(
-            0, "broadcast_route", await first.call(0, "node_host").value(), world).value()
+        processes = self._roles.policy.processes(0)
+        assert processes is not None  # it has started
+        route: WeightRoute = await self._roles.policy.call(0, "broadcast_route", processes.host, world).value()
         return route
 
 

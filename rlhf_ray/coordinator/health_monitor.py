@@ -135,7 +135,7 @@ class HealthMonitor:
         if error.role in self._learners:
             return Decision.RESTART_LEARNERS
         if isinstance(error, WorkerLost) and error.kind == "result":
-            calls = [group.call(rank, "node_host", timeout_s=self._config.heartbeat_timeout_s)
+            calls = [group.call(rank, "own_processes", timeout_s=self._config.heartbeat_timeout_s)
                      for group in self._learners.values() for rank in group.ranks]
             if not all(await asyncio.gather(*map(_answers, calls))):
                 return Decision.RESTART_LEARNERS

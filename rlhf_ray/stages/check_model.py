@@ -20,6 +20,7 @@ from pathlib import Path
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.model import DType, ModelConfig
 from rlhf_ray.errors import RLHFError, first_line
+from rlhf_ray.models.model_families import model_family
 from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 from rlhf_ray.stages.model_checks.outcome import Outcome, Verdict
 from rlhf_ray.stages.resolve_model import model_at
@@ -113,7 +114,7 @@ def run(options: CheckOptions, progress: Callable[[str], None] = lambda _: None)
     model, notice = model_at(options.model, "MODEL", options.dtype or "auto")
     if notice:
         progress(notice)
-    kind = _model_type(model)
+    kind = model_family(model)
     outcomes: list[Outcome] = []
     skipped: list[str] = []
     for name, part in PARTS.items():
@@ -200,10 +201,3 @@ def _whole_part(part: Part, verdict: Verdict, detail: str, advice: str) -> list[
     """The outcomes of a part that gave none itself: this one for its first row, on which its other rows depend."""
     first, *others = part.rows
     return [Outcome(first, verdict, detail, advice), *(Outcome(row, "not checked", f"needs {first}") for row in others)]
-
-
-def _model_type(model: ModelConfig) -> str:
-    """The model's family. Raises ModelError if its configuration cannot be read."""
-    from rlhf_ray.models.config_json import pretrained_config
-
-    return str(pretrained_config(model).model_type)

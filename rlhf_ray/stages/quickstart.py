@@ -48,7 +48,7 @@ def run(directory: Path, seed: int, overrides: list[str], family: Family = "llam
         with home.owned():
             return _verdict(home, json.loads(home.summary.read_text())["seconds"])
     home.path.mkdir(parents=True, exist_ok=True)
-    ppo_config = _config("ppo", directory, seed, overrides)
+    ppo_config = RECIPE.config("ppo", directory, seed, overrides)
     if ppo_config.logging.judge is None or ppo_config.evaluation is None:
         raise ConfigError("the quickstart ends with the judge's verdict on held-out responses: keep logging.judge "
                           "and evaluation, or run the `rlhf-ray ppo` stage alone")
@@ -73,18 +73,13 @@ def make_models(directory: Path, seed: int, family: Family = "llama") -> dict[st
         RLHFError: the command failed; the message says what to do.
     """
     make_data(directory, seed)
-    first = _config("sft", directory, seed, [f"--model.architecture.family={family}"])
+    first = RECIPE.config("sft", directory, seed, [f"--model.architecture.family={family}"])
     seconds = {"sft": run_once("sft", lambda: sft.run(first, True), directory / "sft")}
-    pairs = run_once("preferences", lambda: preferences.run(_config("preferences", directory, seed), True),
+    pairs = run_once("preferences", lambda: preferences.run(RECIPE.config("preferences", directory, seed), True),
                      directory / "preferences")
-    model = run_once("reward_model", lambda: reward_model.run(_config("reward-model", directory, seed), True),
+    model = run_once("reward_model", lambda: reward_model.run(RECIPE.config("reward-model", directory, seed), True),
                      directory / "reward_model")
     return seconds | {"reward_model": pairs + model}
-
-
-def _config(stage: str, directory: Path, seed: int, overrides: list[str] | None = None) -> Any:
-    """A stage's configuration from configs/quickstart, with its paths below `directory`."""
-    return RECIPE.config(stage, directory, seed, overrides)
 
 
 def make_data(directory: Path, seed: int) -> None:

@@ -36,7 +36,7 @@ recipe's critic, which is not started."""
 
 def trained(directory: Path, run: Path, overrides: list[str]) -> dict[str, float]:
     """Summary of a PPO run from the quickstart's models."""
-    config = quickstart._config("ppo", directory, 0, [
+    config = quickstart.RECIPE.config("ppo", directory, 0, [
         f"--run.dir={run}", f"--run.steps={STEPS}", "--evaluation.limit=256", *overrides])
     return ppo.run(config)
 

@@ -49,7 +49,7 @@ GAP = ("rollout/logprob_gap", "rollout/logprob_gap_p99")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bfloat16_teaches_as_much_as_float32(seed, finished_quickstart, tmp_path):
     directory, single = finished_quickstart(seed)
-    half = ppo.run(quickstart._config("ppo", directory, seed, [f"--run.dir={tmp_path / 'half'}", *HALF]))
+    half = ppo.run(quickstart.RECIPE.config("ppo", directory, seed, [f"--run.dir={tmp_path / 'half'}", *HALF]))
     gaps = [_column(tmp_path / "half", name) for name in GAP]
     for name, run, summary in (("float32", directory, single), ("bfloat16", tmp_path / "half", half)):
         rate = np.median(_column(run, "throughput/tokens_per_second"))
@@ -79,6 +79,6 @@ def test_permuted_scores_teach_nothing(seed, finished_quickstart, tmp_path, monk
     monkeypatch.setattr(ppo_roles, "RewardScorer", PermutedScores)
     directory, _ = finished_quickstart(seed)
     whole_batch_in_one_chunk = ["--generator.chunk=128", "--generator.max_sequences=128"]
-    config = quickstart._config("ppo", directory, seed, [
+    config = quickstart.RECIPE.config("ppo", directory, seed, [
         f"--run.dir={tmp_path / 'control'}", "--run.steps=20", "--critic.init=policy", *whole_batch_in_one_chunk])
     assert ppo.run(config)["gold_after"] < 0.3

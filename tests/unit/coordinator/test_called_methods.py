@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[3] / "rlhf_ray"
 POSITION = {"call": (0, 1), "call_all": (0,), "values": (0,), "calls": (0,), "each": (0,), "call_and_get": (1,)}
 """Methods of groups and dispatchers, and where their arguments name the worker's method (a rank may come first)."""
-ADDED = {"node_host", "rendezvous"}
+ADDED = {"own_processes", "rendezvous"}
 """Methods that `cluster.actor_class` adds to every role."""
 
 

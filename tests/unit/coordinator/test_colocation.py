@@ -1,6 +1,7 @@
 """Turns on shared GPUs, and publications from GPU to GPU: who is told what, in which order."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,12 +35,13 @@ class Roles:
             await asyncio.sleep(0)
             return {"plan_weights": WeightsPlan(PublicationSize(2, 8), PublicationSize(1, 4)), "fused_groups": [],
                     "finish_weights": WeightsConfirmed(args[0] if args else 0, 0.1), "devices": rank + 1,
-                    "node_host": "10.0.0.1", "unchanged_weights": {"frozen": "d"},
+                    "unchanged_weights": {"frozen": "d"},
                     "broadcast_route": WeightRoute("nccl", args[1], nccl_id=args[0]) if args[1:] else None,
                     "offer_bucket": (name, *args)}.get(method)
 
         group = StandInGroup(name, answer, workers)
         group.incarnation = lambda rank: self.incarnations.get((name, rank), 1)
+        group.processes = lambda rank: SimpleNamespace(host="10.0.0.1")
         return group
 
     def methods(self):

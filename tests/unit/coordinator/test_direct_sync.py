@@ -1,6 +1,7 @@
 """Who takes part in a publication from GPU to GPU. Workers are stand-ins; what they send has tests of its own."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,6 +31,9 @@ class Group(StandInGroup):
 
     def incarnation(self, rank):
         return 1
+
+    def processes(self, rank):
+        return SimpleNamespace(host="10.0.0.1")
 
 
 def test_a_generator_that_is_lost_before_all_have_met_ends_nothing():
@@ -96,7 +100,7 @@ class Broadcast:
     async def _learner(self, rank, method, *args):
         if method == "send_bucket":
             return await self._send()
-        return {"offer_bucket": args[1:2], "broadcast_route": WeightRoute("nccl", 4), "node_host": "host"}.get(method)
+        return {"offer_bucket": args[1:2], "broadcast_route": WeightRoute("nccl", 4)}.get(method)
 
     async def send(self):
         sync = DirectSync("nccl", self.roles)

@@ -21,9 +21,9 @@ def texts(value):
 @pytest.mark.parametrize("place", ["/srv/other place", "here/runs/quickstart2"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_path_moves_below_the_directory(stage, place):
-    config = quickstart._config(stage, Path(place), seed=7)
+    config = quickstart.RECIPE.config(stage, Path(place), seed=7)
     assert isinstance(config, StageConfig) and config.run.seed == 7
-    usual = quickstart._config(stage, Path("runs/quickstart"), seed=7)
+    usual = quickstart.RECIPE.config(stage, Path("runs/quickstart"), seed=7)
     moved = [text for text in texts(config.model_dump()) if place in text]
     assert moved == [text.replace("runs/quickstart", place, 1) for text in texts(usual.model_dump())
                      if "runs/quickstart" in text]
@@ -32,7 +32,7 @@ def test_every_path_moves_below_the_directory(stage, place):
 
 
 def test_stages_hand_over_what_the_next_one_reads():
-    sft, pairs, reward, ppo = (quickstart._config(stage, Path("d"), 0) for stage in STAGES)
+    sft, pairs, reward, ppo = (quickstart.RECIPE.config(stage, Path("d"), 0) for stage in STAGES)
     model = f"{sft.run.dir}/model"
     assert pairs.model.path == reward.model.path == ppo.model.path == model
     assert reward.data.path == f"{pairs.run.dir}/preferences.jsonl"
@@ -41,7 +41,7 @@ def test_stages_hand_over_what_the_next_one_reads():
 
 
 def test_changes_come_last():
-    config = quickstart._config("ppo", Path("d"), 3, ["--run.steps=2", "--run.seed=4", "--algorithm.kl.coef=0.5"])
+    config = quickstart.RECIPE.config("ppo", Path("d"), 3, ["--run.steps=2", "--run.seed=4", "--algorithm.kl.coef=0.5"])
     assert (config.run.steps, config.run.seed, config.algorithm.kl.coef) == (2, 4, 0.5)
     assert config.run.dir.startswith("d")
 
