@@ -1,18 +1,11 @@
-"""The contents of the replay buffer: reservations, ready entries, leases, and what a checkpoint keeps of them.
-
-`BufferState` only keeps the books; `buffer` decides when an entry may move from one state to the next. Sums are updated
-by the methods that change them, since they are read for every chunk while thousands may be under way.
-"""
+"""What the replay buffer holds and returns: reservations, entries, leases and the outcome of a commit."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rlhf_ray.errors import BufferError
 from rlhf_ray.records import SampleKey
 
 
@@ -101,125 +94,3 @@ class BufferStats:
     samples_leased: int
     bytes: int
     """Bytes of the ready and leased entries."""
-
-
-class BufferState:
-    """Reservations and ready entries by admission number, leases by their own number, and the keys of all samples."""
-
-    def __init__(self, capacity_samples: int):
-        self.capacity_samples = capacity_samples
-        self.reserved: dict[int, Reservation] = {}
-        self.ready: dict[int, Entry] = {}
-        self.leases: dict[int, Lease] = {}
-        self.held: set[SampleKey] = set()
-        """Keys of the ready and leased entries."""
-        self.trained = 0
-        """Samples acknowledged so far."""
-        self.running = 0
-        """Samples reserved and not yet committed."""
-        self.samples_ready = 0
-        """Samples of the ready entries."""
-        self.bytes = 0
-        """Bytes of the ready and leased entries."""
-        self._next_order = 0
-
-    def open(self, samples: int, version: int) -> Reservation | None:
-        """The next place, admitted at `version`, or None when `samples` more would exceed the capacity."""
-        if self.running + len(self.held) + samples > self.capacity_samples:
-            return None
-        reservation = Reservation(self._next_order, samples, version)
-        self._next_order += 1
-        self.reserve(reservation)
-        return reservation
-
-    def reserve(self, reservation: Reservation) -> None:
-        """Keep a place for samples under way."""
-        self.reserved[reservation.order] = reservation
-        self.running += reservation.samples
-
-    def close(self, reservation: Reservation) -> None:
-        """Remove a reservation."""
-        del self.reserved[reservation.order]
-        self.running -= reservation.samples
-
-    def hold(self, entry: Entry) -> None:
-        """Make a checked entry ready."""
-        self._make_ready(entry)
-        self.held.update(entry.keys)
-        self.bytes += entry.nbytes
-
-    def drop(self, entry: Entry) -> None:
-        """Remove a ready entry."""
-        self._take_ready(entry)
-        self.held.difference_update(entry.keys)
-        self.bytes -= entry.nbytes
-
-    def lend(self, lease: Lease) -> None:
-        """Move the lease's entries from ready to leased."""
-        for entry in lease.entries:
-            self._take_ready(entry)
-        self.leases[lease.number] = lease
-
-    def train(self, lease: Lease) -> None:
-        """Remove the lease's samples, which are trained now."""
-        del self.leases[lease.number]
-        self.held.difference_update(lease.keys)
-        self.bytes -= sum(entry.nbytes for entry in lease.entries)
-        self.trained += lease.samples
-
-    def check(self, entry: Entry) -> None:
-        """Raise BufferError unless the entry's numbers make sense and all its keys are new here."""
-        if entry.min_version < 0 or entry.nbytes < 0:
-            raise BufferError(
-                f"place {entry.order}: min_version={entry.min_version} and nbytes={entry.nbytes} must not be negative "
-                "(a negative version means that no response token has one)"
-            )
-        repeated = [key for key, times in Counter(entry.keys).items() if times > 1 or key in self.held]
-        if repeated:
-            raise BufferError(f"place {entry.order}: duplicate samples {repeated[:3]} ({len(repeated)} in all)")
-
-    def ready_entries(self) -> list[Entry]:
-        """Ready entries in admission order."""
-        return [self.ready[order] for order in sorted(self.ready)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but references, as plain JSON types. Raises BufferError while a lease is out."""
-        if self.leases:
-            raise BufferError(f"cannot save with leases {sorted(self.leases)} out; acknowledge them first")
-        return {
-            "trained": self.trained,
-            "next_order": self._next_order,
-            "reserved": [[r.order, r.samples] for _, r in sorted(self.reserved.items())],
-            "ready": [_entry_state(entry) for entry in self.ready_entries()],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any], summaries: Mapping[int, Any],
-                        version: int) -> list[Reservation]:
-        """Fill empty places from `state_dict`, with a reference and perhaps a summary per ready entry; returns the open
-        reservations, whose samples are generated again, with weights of `version`."""
-        for saved in state["ready"]:
-            entry = _entry(saved, refs[saved["order"]], summaries.get(saved["order"]))
-            self.check(entry)
-            self.hold(entry)
-        for order, samples in state["reserved"]:
-            self.reserve(Reservation(order, samples, version))
-        self.trained, self._next_order = state["trained"], state["next_order"]
-        return [self.reserved[order] for order in sorted(self.reserved)]
-
-    def _make_ready(self, entry: Entry) -> None:
-        self.ready[entry.order] = entry
-        self.samples_ready += entry.samples
-
-    def _take_ready(self, entry: Entry) -> None:
-        del self.ready[entry.order]
-        self.samples_ready -= entry.samples
-
-
-def _entry_state(entry: Entry) -> dict[str, Any]:
-    keys = [list(key.numbers) for key in entry.keys]
-    return {"order": entry.order, "keys": keys, "min_version": entry.min_version, "nbytes": entry.nbytes}
-
-
-def _entry(state: Mapping[str, Any], ref: Any, summary: Any) -> Entry:
-    keys = tuple(SampleKey(*key) for key in state["keys"])
-    return Entry(state["order"], ref, keys, state["min_version"], state["nbytes"], summary)
