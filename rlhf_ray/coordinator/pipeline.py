@@ -24,9 +24,9 @@ from rlhf_ray.coordinator.scoring_batcher import LINGER, ScoringBatcher
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_state import CommitOutcome, Entry, Eviction, Lease
+from rlhf_ray.replay.buffer_state import CommitOutcome, Entry, Lease
 from rlhf_ray.replay.ledger import Ledger
-from rlhf_ray.replay.staleness import AdmissionRule
+from rlhf_ray.replay.staleness import AdmissionRule, staleness
 
 
 class Item(NamedTuple):
@@ -96,10 +96,10 @@ class Pipeline:
             else:
                 self._incomplete.append(chunk)
 
-    def readmit(self, evictions: list[Eviction]) -> None:
+    def readmit(self, evicted: list[Entry]) -> None:
         """Admit the samples of evicted entries again: no prompt is lost because its experience is too old."""
-        self._admit_again([key for eviction in evictions for key in self._give_up(
-            eviction.entry, f"{eviction.staleness} versions old after the update of the policy")])
+        self._admit_again([key for entry in evicted for key in self._give_up(
+            entry, f"{staleness(entry.min_version, self.state.step)} versions old after the update of the policy")])
 
     async def close(self) -> None:
         """Cancel all chunks under way."""

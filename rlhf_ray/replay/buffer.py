@@ -8,8 +8,8 @@ from typing import Any
 
 from rlhf_ray.errors import BufferError
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.buffer_state import BufferStats, CommitOutcome, Entry, Eviction, Lease, Reservation
-from rlhf_ray.replay.staleness import in_time, is_fresh, staleness
+from rlhf_ray.replay.buffer_state import BufferStats, CommitOutcome, Entry, Lease, Reservation
+from rlhf_ray.replay.staleness import in_time, is_fresh
 
 
 class ReplayBuffer:
@@ -146,13 +146,14 @@ class ReplayBuffer:
         self.bytes -= sum(entry.nbytes for entry in lease.entries)
         self._trained += lease.samples
 
-    def evict(self, version: int) -> list[Eviction]:
-        """Drop the ready entries that may no longer be trained now that the policy is at `version`, and return them."""
+    def evict(self, version: int) -> list[Entry]:
+        """Drop the ready entries that may no longer be trained now that the policy is at `version`, and return them.
+        Their samples must be generated again."""
         self._version = version
         dropped = [entry for entry in self.ready_entries() if not self._fresh(entry)]
         for entry in dropped:
             self._drop(entry)
-        return [Eviction(entry, staleness(entry.min_version, version)) for entry in dropped]
+        return dropped
 
     def trim(self, batch: int) -> list[Entry | Reservation]:
         """Drop what batches of `batch` samples, formed in admission order from the present version on, would not train

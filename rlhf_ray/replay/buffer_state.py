@@ -77,15 +77,6 @@ class CommitOutcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Eviction:
-    """An entry that was dropped without being trained; its samples must be generated again."""
-
-    entry: Entry
-    staleness: int
-    """Versions behind the policy when it was dropped; negative when ahead of it."""
-
-
-@dataclass(frozen=True)
 class BufferStats:
     """The buffer at one moment."""
 

@@ -287,9 +287,9 @@ def test_an_evicted_chunk_is_made_again_with_the_same_keys(ppo_config, summary):
         ready = harness.buffer.ready_entries()
         assert [e.order for e in ready] == [0, 1]
         harness.version = harness.state.step = 5
-        evictions = harness.buffer.evict(5)
-        harness.pipeline.readmit(evictions)
-        assert [e.entry for e in evictions] == ready
+        evicted = harness.buffer.evict(5)
+        harness.pipeline.readmit(evicted)
+        assert evicted == ready
         assert harness.state.returned == [key for entry in ready for key in entry.keys]
         lease = await harness.pipeline.next_batch()
         await harness.pipeline.close()

@@ -208,15 +208,14 @@ def test_ack_of_another_version_is_refused_and_the_lease_stays_out():
     assert counts(buffer) == (0, 0, 2)
 
 
-def test_evict_returns_what_it_drops_and_its_staleness():
+def test_evict_returns_what_it_drops():
     buffer = make(eta=1)
     filled(buffer, [2])
     buffer.evict(1)
     filled(buffer, [1], version=1)
     assert buffer.evict(1) == []
     (dropped,) = buffer.evict(2)
-    assert dropped.entry.keys == (SampleKey(0, 0, 0), SampleKey(0, 0, 1))
-    assert dropped.staleness == 2
+    assert dropped.keys == (SampleKey(0, 0, 0), SampleKey(0, 0, 1))
     assert counts(buffer) == (1, 0, 0) and buffer.accepted == 1
 
 
@@ -225,7 +224,7 @@ def test_evict_drops_what_is_ahead_of_a_rebuilt_policy():
     buffer.evict(7)
     filled(buffer, [1], version=7)
     (dropped,) = buffer.evict(5)
-    assert dropped.staleness == -2
+    assert dropped.min_version == 7
 
 
 def test_evicted_keys_may_be_committed_again():

@@ -73,9 +73,9 @@ class BufferMachine(RuleBasedStateMachine):
     def update_makes_a_version(self):
         self.version += 1
         for dropped in self.buffer.evict(self.version):
-            assert self.version - self.made[dropped.entry.order] > self.eta
-            self.dropped += dropped.entry.keys
-            self.admitted.remove(dropped.entry.order)
+            assert self.version - self.made[dropped.order] > self.eta
+            self.dropped += dropped.keys
+            self.admitted.remove(dropped.order)
 
     def stuck(self):
         """Bytes full with less than an update and nothing under way: the buffer raises instead of waiting."""
