@@ -56,9 +56,7 @@ def value_objective(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The critic's loss of `[n]` values of the states before the response tokens, and its statistics."""
     columns = (micro.lay_out(values), micro.grid("values"), micro.grid("returns"), micro.mask, algorithm.value_clip)
-    loss, stats = value_loss(*columns, algorithm.aggregate, micro.row_weights), value_stats(*columns)
-    stats.pop("explained_variance")  # a ratio of variances has no mean over micro-batches
-    return loss, stats
+    return value_loss(*columns, algorithm.aggregate, micro.row_weights), value_stats(*columns)
 
 
 def value_metrics(batch: Batch) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlhf_ray.algorithms.kl import approx_kl
-from rlhf_ray.algorithms.masking import Aggregate, aggregate_mean, masked_mean, masked_variance, select
+from rlhf_ray.algorithms.masking import Aggregate, aggregate_mean, masked_mean, select
 from rlhf_ray.errors import ConfigError
 
 Stats = dict[str, Tensor]
@@ -110,10 +110,14 @@ def value_stats(
 
     Returns:
         clip_fraction (tokens whose loss the clip changed), value_mean, error (mean squared error, unclipped and without
-        the 1/2), explained_variance (1 - Var(R - V) / Var(R), 0 for constant returns); all over True tokens.
+        the 1/2); all over True tokens.
     """
     squares, worst = _value_errors(values, old_values, returns, mask, clip)
-    return _value_stats(select(values, mask), select(returns, mask), squares, worst, mask)
+    return {
+        "clip_fraction": masked_mean(worst > squares, mask),
+        "value_mean": masked_mean(select(values, mask), mask),
+        "error": masked_mean(squares, mask),
+    }
 
 
 def _value_errors(
@@ -158,17 +162,6 @@ def _policy_stats(new: Tensor, old: Tensor, ratio: Tensor, clipped: Tensor, mask
         "approx_kl_k1": masked_mean(approx_kl(old, new, "k1"), mask),
         "approx_kl_k2": masked_mean(approx_kl(old, new, "k2"), mask),
         "ratio_mean": masked_mean(ratio, mask),
-    }
-
-
-def _value_stats(values: Tensor, returns: Tensor, squares: Tensor, worst: Tensor, mask: Tensor) -> Stats:
-    spread = masked_variance(returns, mask)
-    explained = 1 - masked_variance(returns - values, mask) / spread.clamp(min=torch.finfo(spread.dtype).tiny)
-    return {
-        "clip_fraction": masked_mean(worst > squares, mask),
-        "value_mean": masked_mean(values, mask),
-        "error": masked_mean(squares, mask),
-        "explained_variance": torch.where(spread > 0, explained, torch.zeros_like(explained)),
     }
 
 
