@@ -1,4 +1,4 @@
-"""The random states of a process, as plain types: JSON holds them, and so does torch.load(weights_only=True).
+"""The random states of a process, in types that torch.load(weights_only=True) reads.
 
 DeepSpeed's checkpoints omit them, and a resumed run reproduces the uninterrupted one only with them.
 """
@@ -18,17 +18,16 @@ def rng_state() -> dict[str, Any]:
     """States of Python's, NumPy's global and torch's CPU generator, and of CUDA's where this process uses CUDA.
 
     Returns:
-        Dicts, lists, text and numbers only. "cuda" is a list with one state per visible device, empty without CUDA.
+        Tensors, tuples, lists, text and numbers. "cuda" is a list with one state per visible device, empty without
+        CUDA.
     """
-    version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
-    # A process that has not used CUDA has no state to save, and a query would allocate a context on every device.
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
-        "python": [version, list(words), gauss],
-        "numpy": [str(name), [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
-        "torch": _hex(torch.get_rng_state()),
-        "cuda": [_hex(state) for state in cuda],
+        "python": random.getstate(),
+        "numpy": [name, [int(k) for k in keys], position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        # A process that has not used CUDA has no state to save, and a query would allocate a context on every device.
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 
@@ -45,20 +44,10 @@ def set_rng_state(state: dict[str, Any]) -> None:
             "resume with the same number of devices per worker"
         )
     try:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        name, keys, position, has_gauss, cached = state["numpy"]
-        np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-        torch.set_rng_state(_tensor(state["torch"]))
+        random.setstate(state["python"])
+        np.random.set_state(tuple(state["numpy"]))
+        torch.set_rng_state(state["torch"])
         if devices:
-            torch.cuda.set_rng_state_all([_tensor(text) for text in state["cuda"]])
+            torch.cuda.set_rng_state_all(state["cuda"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"not a saved random state: {error!r}") from error
-
-
-def _hex(state: torch.Tensor) -> str:
-    return state.cpu().numpy().tobytes().hex()
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
