@@ -7,7 +7,7 @@ and they are killed by pid before the worker is restarted.
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -65,12 +65,15 @@ def own_processes() -> Processes:
                      ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids())))
 
 
-def kill(members: Iterable[tuple[int, float]], grace_s: float = 0.0) -> list[int]:
+def kill(members: Iterable[tuple[int, float]], grace_s: float = 0.0, end: Callable[[], None] = lambda: None
+         ) -> list[int]:
     """Kill processes of this host (stopped ones too) and their descendants, and remove shared memory that only they
     used.
 
     Args:
-        grace_s: time for them to end after an earlier request to stop.
+        grace_s: time for them to end after `end`, or after an earlier request to stop.
+        end: ends them in another way, perhaps with the processes that would clean up; called when their shared memory
+            is known.
 
     Returns:
         pids that still exist a few seconds later.
@@ -87,6 +90,7 @@ def kill(members: Iterable[tuple[int, float]], grace_s: float = 0.0) -> list[int
         except psutil.NoSuchProcess:
             continue
     segments = made_by(doomed, first)
+    end()
     _, alive = psutil.wait_procs(doomed.values(), timeout=grace_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):

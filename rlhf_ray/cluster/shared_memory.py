@@ -7,8 +7,8 @@ own there too, for speed (models, caches of data sets); these are never removed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,29 +26,6 @@ def made_by(pids: Iterable[int], since: float) -> set[str]:
         since: start of the first process, in seconds since 1970.
     """
     return {path for path in mapped_by(pids) if _is_new(path, since)}
-
-
-@contextmanager
-def removed_after(members: Iterable[tuple[int, float]]) -> Iterator[None]:
-    """Remove the shared memory of processes that the enclosed work ends, and of their descendants (`made_by`), unless
-    another process uses it.
-
-    Args:
-        members: (pid, start time) of each.
-    """
-    named = tuple(members)
-    pids = [pid for pid, _ in named]
-    segments = made_by({*pids, *_started_by(pids)}, min((began for _, began in named), default=0.0))
-    try:
-        yield
-    finally:
-        remove_unused(segments)
-
-
-def _started_by(pids: Iterable[int]) -> Iterator[int]:
-    for pid in pids:
-        with suppress(psutil.NoSuchProcess):
-            yield from (child.pid for child in psutil.Process(pid).children(recursive=True))
 
 
 def mapped_by(pids: Iterable[int]) -> set[str]:

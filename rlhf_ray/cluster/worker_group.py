@@ -14,7 +14,6 @@ from rlhf_ray.cluster.calls import Call, Fence
 from rlhf_ray.cluster.heartbeat import count_at, forget, key_of
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
 from rlhf_ray.cluster.resource_pools import Pools, Seat
-from rlhf_ray.cluster.shared_memory import removed_after
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import RLHFError
 
@@ -202,10 +201,12 @@ class WorkerGroup:
         """Kill the worker processes now, stopped ones too, and all processes that they have started."""
         here = [member for worker in self._workers.values() if worker.processes and is_here(worker.processes)
                 for member in worker.processes.members]
-        with removed_after(here):  # Ray also kills the processes that would clean up
+
+        def end() -> None:
             for worker in self._workers.values():
                 ray.kill(worker.handle)
-            kill(here, grace_s=KILLED_S)
+
+        kill(here, KILLED_S, end)
         forget(self.role)
 
     def _worker(self, rank: int) -> "_Worker":

@@ -13,7 +13,6 @@ import pytest
 
 from rlhf_ray.cluster.calls import Call, Fence
 from rlhf_ray.cluster.processes import kill
-from rlhf_ray.cluster.shared_memory import removed_after
 from rlhf_ray.errors import WorkerLost
 
 
@@ -126,13 +125,16 @@ def test_a_semaphore_goes_with_a_process_whose_tidier_was_killed_too():
     """As Ray kills a worker: with all its children."""
     process = subprocess.Popen([sys.executable, "-c", LOCKER], stdout=subprocess.PIPE, text=True)
     segment = Path(process.stdout.readline().strip())
-    members = [(p.pid, p.create_time()) for p in (psutil.Process(process.pid),)]
-    children = psutil.Process(process.pid).children(recursive=True)
+    found = psutil.Process(process.pid)
+    children = found.children(recursive=True)
     assert children, "Python's resource tracker"
-    with removed_after(members):
+
+    def end():
         for each in (*children, process):
             each.kill()
         process.wait(10)
         psutil.wait_procs(children, timeout=10)
         assert segment.exists()
+
+    kill([(process.pid, found.create_time())], end=end)
     assert not segment.exists()
