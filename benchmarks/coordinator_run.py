@@ -30,6 +30,7 @@ from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.detectors import TokenProgress
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.live_status import live_status
@@ -37,7 +38,6 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress

@@ -1,8 +1,8 @@
 """The one place that decides what the loss of a worker means, and replaces lost workers while the others continue.
 
 Detectors report: a call that fails (Ray says that the process is gone, or the deadline of the call has passed), the
-heartbeats of processes (`cluster.heartbeat`), and the tokens of generators (`token_progress`). `HealthMonitor` answers
-each report with a `Decision`. Replies of a process that was given up are ignored from then on (`cluster.calls.Fence`).
+heartbeats of processes, and the tokens of generators (`detectors`). `HealthMonitor` answers each report with a
+`Decision`. Replies of a process that was given up are ignored from then on (`cluster.calls.Fence`).
 """
 
 import asyncio

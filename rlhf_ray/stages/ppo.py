@@ -6,12 +6,12 @@ from contextlib import AsyncExitStack, closing
 from functools import partial
 from typing import Any
 
-from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.derived import placements_of
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
+from rlhf_ray.coordinator.detectors import HeartbeatDetector, TokenProgress
 from rlhf_ray.coordinator.generator_scaling import Scaling
 from rlhf_ray.coordinator.health_monitor import Detector, HealthMonitor
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
@@ -21,7 +21,6 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.node_drain import DrainWatch
 from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.observability.background_task import background_task
 from rlhf_ray.observability.control_files import answering

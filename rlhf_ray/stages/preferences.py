@@ -7,16 +7,15 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.stages import PreferencesStageConfig
+from rlhf_ray.coordinator.detectors import HeartbeatDetector, TokenProgress
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
 from rlhf_ray.coordinator.health_monitor import HealthMonitor, as_started
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.model_families import Use, check_family

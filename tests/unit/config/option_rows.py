@@ -177,7 +177,7 @@ ROWS: list[Row] = [
           "tests/unit/cluster/test_calls.py::test_a_call_past_its_deadline_names_worker_method_and_setting"),
     Shown(("cluster.heartbeat_timeout_s",),
 
-          "tests/unit/cluster/test_heartbeat.py::"
+          "tests/unit/coordinator/test_heartbeat.py::"
           "test_one_whose_count_stands_still_for_a_lease_is_given_up_and_the_other_is_not",
           stages=("ppo",)),
     Shown(("cluster.disk_timeout_s",),

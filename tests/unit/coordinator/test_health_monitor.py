@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.cluster import heartbeat
-from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.coordinator import detectors
+from rlhf_ray.coordinator.detectors import HeartbeatDetector, TokenProgress
 from rlhf_ray.coordinator.dispatcher import retry_on_lost_object
 from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
-from rlhf_ray.coordinator.token_progress import TokenProgress
 from rlhf_ray.errors import ModelError, RewardError, WorkerError, WorkerLost
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.spans import StepClock, Task
@@ -453,7 +452,7 @@ def scorer_hangs_after(counts, monkeypatch):
 
     async def run():
         now = asyncio.get_running_loop().time
-        monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=now))
+        monkeypatch.setattr(detectors, "time", SimpleNamespace(monotonic=now))
         health = HealthMonitor(ClusterConfig(heartbeat_timeout_s=10.0), clock=StepClock(now))
         health.register(LeastLoadedScheduler(scorers))
         health.clock.under_way.add(Task("reward", 0, "reward", now()))

@@ -6,9 +6,9 @@ import contextlib
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.cluster.heartbeat import HeartbeatDetector
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator import live_status, node_drain
+from rlhf_ray.coordinator.detectors import HeartbeatDetector
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import BackgroundTaskError

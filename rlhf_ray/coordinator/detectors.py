@@ -1,15 +1,66 @@
-"""Detection of generators that produce no tokens: the process of a stopped engine may still answer and show a
-heartbeat."""
+"""Detectors of workers whose calls would wait until their deadline: those without a heartbeat, and generators that
+produce no tokens."""
 
 import asyncio
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rlhf_ray.cluster.heartbeat import PERIOD_S
+from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.health_monitor import CHECKS, HealthMonitor
 from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.errors import RLHFError
 
+LOOKS = 20
+"""Looks at a heartbeat within the timeout."""
 LONGEST_PERIOD_S = 5.0
 """Most seconds between two checks."""
+
+
+class HeartbeatDetector:
+    """Reports workers whose count stands still: processes that were stopped, or cut off with their node. Ray itself
+    reports a process that is gone; one that lives and hangs is left to the deadline of its call."""
+
+    name = "the watch over workers"
+
+    def __init__(self, watched: Callable[[], Iterable[tuple[WorkerGroup, int]]], timeout_s: float,
+                 silent: Callable[[WorkerGroup, int, float], None]) -> None:
+        """
+        Args:
+            watched: the workers to look at now, as (group, rank).
+            timeout_s: how long a count may stand still.
+            silent: called with a worker whose count has stood still for longer, and for how many seconds.
+        """
+        self._watched, self._timeout_s, self._silent = watched, timeout_s, silent
+        self._period_s = min(max(PERIOD_S, timeout_s / LOOKS), LONGEST_PERIOD_S)
+        self._counts: dict[tuple[str, int, int], tuple[int | None, float]] = {}
+        """By role, rank and incarnation: the last count, and the seconds since it changed."""
+
+    async def run(self) -> None:
+        """Look at the workers until cancelled."""
+        looked = time.monotonic()
+        while True:
+            await asyncio.sleep(self._period_s)
+            # If this process itself was stopped, it saw no counts change meanwhile.
+            passed = min(time.monotonic() - looked, 2 * self._period_s)
+            looked = time.monotonic()
+            workers = list(self._watched())
+            await asyncio.gather(*(self._look(group, rank, passed) for group, rank in workers))
+            present = {(group.role, rank, group.incarnation(rank)) for group, rank in workers}
+            self._counts = {worker: seen for worker, seen in self._counts.items() if worker in present}
+
+    async def _look(self, group: WorkerGroup, rank: int, passed: float) -> None:
+        worker = group.role, rank, group.incarnation(rank)
+        try:
+            count = await group.heartbeats(rank)
+        except Exception:  # the control service does not answer now; the next look may succeed
+            return
+        last, still_s = self._counts.get(worker, (None, 0.0))
+        still_s = still_s + passed if last is not None and count == last else 0.0
+        self._counts[worker] = count, still_s
+        if still_s > self._timeout_s and group.incarnation(rank) == worker[2]:
+            self._silent(group, rank, still_s)
 
 
 @dataclass
@@ -26,8 +77,9 @@ class Progress:
 
 
 class TokenProgress:
-    """Reports generators that have a call and produce no token for `heartbeat_timeout_s`. While a generator loads
-    weights it produces none, and an answer is enough."""
+    """Reports generators that have a call and produce no token for `heartbeat_timeout_s`: the process of a stopped
+    engine may still answer and show a heartbeat. While a generator loads weights it produces none, and an answer is
+    enough."""
 
     name = "the watch over generators"
 

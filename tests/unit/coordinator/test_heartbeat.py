@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.cluster import heartbeat
-from rlhf_ray.cluster.heartbeat import HeartbeatDetector
+from rlhf_ray.coordinator import detectors
+from rlhf_ray.coordinator.detectors import HeartbeatDetector
 
 
 class Ranks:
@@ -45,8 +45,8 @@ def watch(monkeypatch):
             if ranks.looks >= looks:
                 raise asyncio.CancelledError
 
-        monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
-        monkeypatch.setattr(heartbeat, "asyncio", SimpleNamespace(sleep=sleep, gather=asyncio.gather))
+        monkeypatch.setattr(detectors, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        monkeypatch.setattr(detectors, "asyncio", SimpleNamespace(sleep=sleep, gather=asyncio.gather))
         detector = HeartbeatDetector(lambda: [(ranks, rank) for rank in ranks.ranks], heartbeat_timeout_s, ranks.silent)
         with pytest.raises(asyncio.CancelledError):
             asyncio.run(detector.run())
