@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
+from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError
 from rlhf_ray.internals.vllm import unfinished_tokens
 from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
 from rlhf_ray.roles.engines.in_process import quiet_start
@@ -80,18 +80,6 @@ class StagedFiles:
         self.buckets.append(StagedFile(entries, file, f"/proc/{os.getpid()}/fd/{descriptor}"))
 
 
-class DirectStage:
-    """The stage of a direct transport: buckets go directly into the model, which is paused from the first bucket on."""
-
-    def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
-        """
-        Raises:
-            WeightsError: always, because a direct transport sends no bytes here.
-        """
-        raise WeightsError("a bucket of bytes arrived, but this generator receives weights from GPU to GPU; send it "
-                           "offers")
-
-
 class AsynchronousEngine(SamplingEngine):
     """vLLM's `AsyncLLM`, in processes of its own."""
 
@@ -136,9 +124,9 @@ class AsynchronousEngine(SamplingEngine):
         parts = await self._living().collective_rpc("fused_layers")
         return {layer: names for part in parts for layer, names in part.items()}
 
-    def open_stage(self) -> StagedFiles | DirectStage:
+    def open_stage(self) -> StagedFiles:
         """See `SamplingEngine.open_stage`. vLLM's processes load the buckets during the pause, because GPUs seldom have
-        memory for two sets of weights.
+        memory for two sets of weights. The stage stays empty if weights come from GPU to GPU (`receive`).
 
         Raises:
             WorkerBroken: the previous publication was interrupted while the model was partly loaded.
@@ -147,7 +135,7 @@ class AsynchronousEngine(SamplingEngine):
             self._dead = WorkerBroken(f"{self._settings.name}: a publication was interrupted while the model was "
                                       "partly loaded; restart this generator")
             raise self._dead
-        return StagedFiles() if self._settings.transport == "object_store" else DirectStage()
+        return StagedFiles()
 
     async def connect(self, transfer: dict[str, Any]) -> None:
         """Prepare to receive from GPU to GPU; waits for the other members of a broadcast.
@@ -181,15 +169,16 @@ class AsynchronousEngine(SamplingEngine):
                 await engine.start_weight_update()
             await engine.update_weights(WeightTransferUpdateRequest(update_info=offer_info(offer)))
 
-    async def apply(self, stage: StagedFiles | DirectStage, version: int) -> float:
+    async def apply(self, stage: StagedFiles, version: int) -> float:
         engine, began = self._living(), time.perf_counter()
+        staged = self._settings.transport == "object_store"
         with self._fatal_errors(f"loading weights version {version}"):
-            if isinstance(stage, StagedFiles) and self._settings.adapters:
+            if staged and self._settings.adapters:
                 await engine.pause_generation(mode="keep", clear_cache=True)
                 await self._load_adapter(stage, self._settings.adapters)
                 await engine.update_weight_version(str(version))
             else:
-                if isinstance(stage, StagedFiles):
+                if staged:
                     await self._load(stage)
                 elif self._loading_since is not None:
                     began = self._loading_since
