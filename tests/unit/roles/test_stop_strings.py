@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
-from rlhf_ray.roles.engines.stop_strings import ResponseWatch, StopStrings, watch_for
+from rlhf_ray.roles.engines.stop_strings import ResponseWatch, watch_for
 
 PIECES = ["▁the", "▁end", "end", "▁", ".", "\n", "▁a", "ing", "é", "<0xE2>", "<0x82>", "<0xAC>", "<0xF0>", "ab", "abab"]
 SPECIAL = len(PIECES)
@@ -37,6 +37,11 @@ def expected_end(tokens, strings, decode, least):
     return None
 
 
+def watch_of(strings, decode, least=0):
+    """Watches a response from its first token on."""
+    return ResponseWatch(SampleRequest([], SamplingConfig(stop=strings, min_tokens=least), 99, 0, [0]), decode)
+
+
 @pytest.mark.parametrize("least", [0, 7])
 @pytest.mark.parametrize(("decode", "draw"), [
     (bytes_decode, lambda rng: [b for _ in range(14) for b in rng.choice(["a", "b", "é", "€", "\n"]).encode()]),
@@ -47,32 +52,26 @@ def test_a_response_ends_with_the_token_that_completes_a_string(decode, draw, le
     strings = ["ab\n", "€a", "é", " end.", "the", "\n\n"]
     for _ in range(300):
         tokens, chosen = draw(rng), rng.sample(strings, rng.choice([1, 2]))
-        stop = StopStrings(chosen, decode, least)
-        for token in tokens:
-            stop.read([token])
-        assert stop.end == expected_end(tokens, chosen, decode, least), (decode(tokens), chosen)
-        ended += stop.end is not None
+        watch = watch_of(chosen, decode, least)
+        end = next((count for count in range(1, len(tokens) + 1) if watch.ended(tokens[:count])), None)
+        assert end == expected_end(tokens, chosen, decode, least), (decode(tokens), chosen)
+        ended += end is not None
     assert ended > 50
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 100])
 def test_how_tokens_arrive_does_not_matter(size):
-    tokens = list(b"one two END three")
-    stop = StopStrings(["END", "never"], bytes_decode)
-    for start in range(0, len(tokens), size):
-        stop.read(tokens[start : start + size])
-    assert bytes_decode(tokens[: stop.end]) == "one two END"
+    whole = completion("one two END three")
+    watch = watch_of(["END", "never"], bytes_decode)
+    for start in range(0, len(whole.tokens), size):
+        watch.ended(whole.tokens[: start + size].tolist())
+    assert bytes_decode(watch.cut(whole).tokens.tolist()) == "one two END"
 
 
 def test_a_string_that_was_complete_too_early_does_not_end_the_response_later():
-    tokens = list(b"END and END")
-    assert [_end(tokens, least) for least in (0, 3, 4, 11, 12)] == [3, 3, 11, 11, None]
-
-
-def _end(tokens, least):
-    stop = StopStrings(["END"], bytes_decode, least)
-    stop.read(tokens)
-    return stop.end
+    cut = [watch_of(["END"], bytes_decode, least).cut(completion("END and END")) for least in (0, 3, 4, 11, 12)]
+    assert [(len(one.tokens), one.finish_reason) for one in cut] == [
+        (3, "stop"), (3, "stop"), (11, "stop"), (11, "stop"), (11, "length")]
 
 
 def completion(text, reason="length"):
