@@ -95,7 +95,7 @@ class StubRoles:
         scores = [np.ones(len(rollout), np.float32) for rollout in rollouts]
         return [RewardScores(ones, {"main": ones}, {"main": 0}) for ones in scores]
 
-    async def assemble_each(
+    async def assemble(
         self, rank: int, terms: Any, keep_texts: list[int], ranks: int, *records: Any
     ) -> tuple[Experience | list[ExperienceSummary], ...]:
         """Experience, and the small numbers about it."""

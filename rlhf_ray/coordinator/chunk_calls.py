@@ -109,7 +109,7 @@ class ChunkCalls:
         """
         chunks = len(scored.rollouts)
         call, summaries = await self._assembler.call_and_get(
-            chunks, "assemble_each", terms, list(texts), len(logprobs), *scored.rollouts, scored.reward,
+            chunks, "assemble", terms, list(texts), len(logprobs), *scored.rollouts, scored.reward,
             scored.reference, *logprobs, *values, phase="assemble", outputs=chunks + 1)
         return list(zip(call.refs, summaries, strict=False))
 

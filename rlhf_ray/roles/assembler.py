@@ -45,48 +45,37 @@ class Assembler:
         self._tokenizer = load_tokenizer(self._model)
 
     def assemble(
-        self, terms: RewardTerms, keep_texts: int, policy_ranks: int, rollout: Rollout, rewards: RewardScores,
-        reference: TokenScores | None, *parts: TokenScores,
-    ) -> tuple[Experience, ExperienceSummary]:
-        """One rollout's experience and its summary.
+        self, terms: RewardTerms, keep_texts: Sequence[int], policy_ranks: int, *records: Any
+    ) -> tuple[Experience | list[ExperienceSummary], ...]:
+        """Experience of rollouts that were scored together.
 
         Args:
             terms: numbers of the run so far that enter the rewards.
-            keep_texts: number of samples to return as text.
-            reference: None where nothing needs it: no KL is then measured or penalised.
-            policy_ranks: how many of `parts` are the policy ranks' log-probabilities; the rest are critic values. Each
-                rank's part holds its contiguous share of the rows. If 0, the generator's log-probabilities are the old
-                ones.
-        """
-        policy, values = parts[:policy_ranks], parts[policy_ranks:]
-        old = (TokenScores.concat(policy) if policy
-               else TokenScores(offsets=np.asarray(rollout.offsets), values=rollout.logprobs))
-        scores = Scores(rewards, reference, old, TokenScores.concat(values) if values else None)
-        experience = self._experience(rollout, scores, terms)
-        return experience, self._summary(rollout, scores, experience, keep_texts)
-
-    def assemble_each(
-        self, terms: RewardTerms, keep_texts: Sequence[int], policy_ranks: int, *records: Any
-    ) -> tuple[Experience | list[ExperienceSummary], ...]:
-        """As `assemble`, for several rollouts that were scored together.
-
-        Args:
-            keep_texts: for each rollout.
-            records: the rollouts, a list of each one's rewards, the reference's log-probabilities (or None) and the
-                ranks' parts; the latter hold the concatenated rows of all rollouts.
+            keep_texts: for each rollout, the number of samples to return as text.
+            policy_ranks: how many of the ranks' parts are the policy's log-probabilities; the rest are critic values.
+                If 0, the generator's log-probabilities are the old ones.
+            records: the rollouts, a list of each one's rewards, the reference's log-probabilities (None where nothing
+                needs them: no KL is then measured or penalised), and the ranks' parts. Each part holds a rank's
+                contiguous share of the concatenated rows of all rollouts.
 
         Returns:
             each rollout's experience, followed by a list of the summaries.
         """
         count = len(keep_texts)
         rollouts, (rewards, reference, *parts) = records[:count], records[count:]
-        policy, values = parts[:policy_ranks], parts[policy_ranks:]
-        columns = [split_scores(TokenScores.concat(part), rollouts) for part in (policy, values) if part]
+
+        def split(shares: Sequence[TokenScores]) -> Sequence[TokenScores]:
+            return split_scores(TokenScores.concat(shares), rollouts)
+
+        policy = split(parts[:policy_ranks]) if policy_ranks else [
+            TokenScores(offsets=np.asarray(rollout.offsets), values=rollout.logprobs) for rollout in rollouts]
         references = [None] * count if reference is None else split_scores(reference, rollouts)
-        joined_ranks = min(policy_ranks, 1)
-        assembled = [self.assemble(terms, keep_texts[i], joined_ranks, rollouts[i], rewards[i], references[i],
-                                   *(scores[i] for scores in columns)) for i in range(count)]
-        return (*(experience for experience, _ in assembled), [summary for _, summary in assembled])
+        values = split(parts[policy_ranks:]) if len(parts) > policy_ranks else [None] * count
+        scores = [Scores(*columns) for columns in zip(rewards, references, policy, values, strict=True)]
+        experiences = [self._experience(rollout, scored, terms)
+                       for rollout, scored in zip(rollouts, scores, strict=True)]
+        summaries = [self._summary(*one) for one in zip(rollouts, scores, experiences, keep_texts, strict=True)]
+        return (*experiences, summaries)
 
     def join(self, *shares: TokenScores) -> TokenScores:
         """Concatenate the ranks' contiguous shares of a rollout's rows."""

@@ -82,7 +82,7 @@ def test_a_chunk_whose_bytes_were_lost_is_made_again_with_the_same_keys_and_seed
         async def lose_one(rank, method, terms, keep_texts, ranks, *records):
             if not lost:
                 lost.append(records[0]["keys"])
-                error = WorkerLost("an argument of assemble_each was lost")
+                error = WorkerLost("an argument of assemble was lost")
                 error.role, error.kind = "assembler", "result"
                 raise error
             return await assemble(rank, method, terms, keep_texts, ranks, *records)
@@ -97,7 +97,7 @@ def test_a_chunk_whose_bytes_were_lost_is_made_again_with_the_same_keys_and_seed
     assert Counter(harness.seeds)[tuple(lost[0]), harness.seeds[0][1]] == 2
     with closing(open_for_reading(harness.ledger.path)) as db:
         assert db.execute("SELECT state, reason FROM attempts").fetchall() == [
-            ("generated", "an argument of assemble_each was lost")] * 2
+            ("generated", "an argument of assemble was lost")] * 2
         assert audit(db, ended=False) == []
 
 
@@ -111,7 +111,7 @@ def test_the_room_of_a_chunk_that_is_made_again_is_free_when_it_is_generated_aga
         async def lose_one(*args):
             if not lost:
                 lost.append(args)
-                error = WorkerLost("an argument of assemble_each was lost")
+                error = WorkerLost("an argument of assemble was lost")
                 error.role, error.kind = "assembler", "result"
                 raise error
             return await harness.assemble(*args)

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.records import Rollout, SampleKey, offsets_of
+from rlhf_ray.records import (
+    Experience,
+    ExperienceSummary,
+    RewardScores,
+    RewardTerms,
+    Rollout,
+    SampleKey,
+    TokenScores,
+    offsets_of,
+)
+from rlhf_ray.roles.assembler import Assembler
 from tests.models import make_tiny_llama, make_tiny_reward_model
 
 VOCABULARY = 40
@@ -24,6 +34,15 @@ def rollout_of(masks: list[list[int]], finish_reasons: list[str] | None = None, 
         versions=np.where(mask, 4, -1).astype(np.int32), keys=[SampleKey(0, row, 0) for row in range(len(masks))],
         seeds=np.arange(len(masks)), finish_reasons=finish_reasons or ["stop"] * len(masks),
     )
+
+
+def assemble_one(
+    assembler: Assembler, terms: RewardTerms, keep_texts: int, policy_ranks: int, rollout: Rollout,
+    rewards: RewardScores, *scores: TokenScores | None,
+) -> tuple[Experience, ExperienceSummary]:
+    """`Assembler.assemble` of one rollout; `scores` are the reference's and the ranks' parts."""
+    experience, (summary,) = assembler.assemble(terms, [keep_texts], policy_ranks, rollout, [rewards], *scores)
+    return experience, summary
 
 
 @pytest.fixture

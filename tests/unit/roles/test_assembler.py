@@ -11,6 +11,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig, KLConfig
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.records import Experience, RewardScores, RewardTerms, Rollout, SampleKey, TokenScores, offsets_of
 from rlhf_ray.roles.assembler import Assembler, bigram_codes, prompt_groups, stable_hash
+from tests.unit.roles.conftest import assemble_one
 
 KEYS = [SampleKey(0, 7, 0), SampleKey(0, 9, 0)]
 # Row 0: prompt w2, response w3 w4 </s>. Row 1: prompt w5 w6, response w7, two inserted tokens, response w7, cut short.
@@ -52,7 +53,7 @@ def assemble(two_rows, policy_model):
         reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE)) if referenced else None
         rewards = RewardScores(column(SCORES), token_rewards=None if steps is None else column(steps),
                                gold=gold)
-        return assembler.assemble(terms, keep_texts, ranks, two_rows, rewards, reference, *parts)
+        return assemble_one(assembler, terms, keep_texts, ranks, two_rows, rewards, reference, *parts)
 
     return run
 
@@ -95,7 +96,7 @@ def test_without_penalty_and_values_the_score_arrives_discounted(assemble, two_r
     assembler.start()
     zero = TokenScores(offsets=OFFSETS, values=column([0] * 10))
     rewards = RewardScores(column([8.0, 4.0]))
-    experience, _ = assembler.assemble(RewardTerms(0.0), 0, 1, two_rows, rewards, zero, zero, zero)
+    experience, _ = assemble_one(assembler, RewardTerms(0.0), 0, 1, two_rows, rewards, zero, zero, zero)
     assert experience.returns.tolist() == [0, 2, 4, 8, 0, 0, 2, 0, 0, 4]
 
 
@@ -198,7 +199,7 @@ def test_without_a_critic_gae_refuses(two_rows, policy_model):
     assembler.start()
     scores = TokenScores(offsets=OFFSETS, values=column(OLD))
     with pytest.raises(ValueError, match="needs a critic"):
-        assembler.assemble(RewardTerms(0.1), 0, 1, two_rows, RewardScores(column(SCORES)), scores, scores)
+        assemble_one(assembler, RewardTerms(0.1), 0, 1, two_rows, RewardScores(column(SCORES)), scores, scores)
 
 
 def grouped(two_rows, policy_model, **changes):
@@ -207,7 +208,7 @@ def grouped(two_rows, policy_model, **changes):
     assembler.start()
     rollout = replace(two_rows, keys=[SampleKey(0, 7, 0), SampleKey(0, 7, 1)])
     old, reference = (TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, REFERENCE))
-    return assembler.assemble(RewardTerms(COEF), 0, 1, rollout, RewardScores(column(SCORES)), reference, old)[0]
+    return assemble_one(assembler, RewardTerms(COEF), 0, 1, rollout, RewardScores(column(SCORES)), reference, old)[0]
 
 
 def test_samples_of_a_prompt_are_compared_without_a_critic_and_without_the_kl(two_rows, policy_model):
@@ -339,13 +340,13 @@ def test_rollouts_assembled_in_company_become_what_each_becomes_alone(two_rows, 
 
     old = (OLD,) if ranks else ()
 
-    *together, summaries = assembler.assemble_each(
+    *together, summaries = assembler.assemble(
         RewardTerms(COEF), [0, 2, 1], ranks, *rollouts, rewards, TokenScores.concat(parts_of(REFERENCE)),
         *(share for told in old for share in shares(told)), *shares(VALUES))
     assert [len(summary.samples) for summary in summaries] == [0, 2, 1]
     told = zip(*(parts_of(numbers) for numbers in (REFERENCE, *old, VALUES)), strict=True)
     for i, scores in enumerate(told):
-        alone, summary = assembler.assemble(RewardTerms(COEF), i, min(1, ranks), rollouts[i], rewards[i], *scores)
+        alone, summary = assemble_one(assembler, RewardTerms(COEF), i, min(1, ranks), rollouts[i], rewards[i], *scores)
         for name in (field.name for field in fields(Experience)):
             assert np.array_equal(getattr(together[i], name), getattr(alone, name)), name
         assert summaries[i].min_version == summary.min_version and summaries[i].kl.tolist() == summary.kl.tolist()

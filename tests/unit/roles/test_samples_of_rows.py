@@ -18,7 +18,7 @@ from rlhf_ray.rewards.protocol import finished, requests_of, rollout_texts
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.ppo_update import training_batch
-from tests.unit.roles.conftest import rollout_of
+from tests.unit.roles.conftest import assemble_one, rollout_of
 
 # Sample 0 is rows 0 and 1, sample 1 is row 2, sample 2 is rows 3 and 4; the first two are of one prompt.
 MASKS = [[0, 1, 1], [0, 0, 1, 1, 1], [0, 1], [0, 1], [0, 0, 1]]
@@ -45,8 +45,8 @@ def assembled(rollout, model, scores=SCORES, coef=0.0, **changes):
     assembler = Assembler(AlgorithmConfig(**changes), LoggingConfig(judge=None), model, 8)
     assembler.start()
     values = [column_of(rollout, 2)] if changes["estimator"] == "gae" else []
-    return assembler.assemble(RewardTerms(coef), 9, 1, rollout, RewardScores(np.array(scores, np.float32)),
-                              column_of(rollout, 0), column_of(rollout, 1), *values)
+    return assemble_one(assembler, RewardTerms(coef), 9, 1, rollout, RewardScores(np.array(scores, np.float32)),
+                        column_of(rollout, 0), column_of(rollout, 1), *values)
 
 
 def test_a_baseline_compares_samples(segments, policy_model):

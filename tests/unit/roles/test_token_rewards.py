@@ -9,7 +9,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.records import RewardScores, RewardTerms, TokenScores
 from rlhf_ray.roles.assembler import Assembler
-from tests.unit.roles.conftest import rollout_of
+from tests.unit.roles.conftest import assemble_one, rollout_of
 
 NAMES = ("gae", "reinforce", "reinforce_pp")
 MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=6).filter(any), min_size=2, max_size=5)
@@ -31,7 +31,7 @@ def assemble(assembler, rollout, columns, scores, rows):
     policy, reference, values, steps = (TokenScores(rollout.offsets, c).select(rows) for c in columns)
     rewards = RewardScores(scores[rows], token_rewards=steps.values)
     critic = [values] if assembler.algorithm.has_critic else []
-    experience, _ = assembler.assemble(RewardTerms(0.3, 0.5, 2.0), 0, 1, part, rewards, reference, policy, *critic)
+    experience, _ = assemble_one(assembler, RewardTerms(0.3, 0.5, 2.0), 0, 1, part, rewards, reference, policy, *critic)
     return np.stack([experience.advantages, experience.returns])
 
 
