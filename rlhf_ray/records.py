@@ -411,36 +411,33 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class WeightBucket:
-    """A slice of a model's weights, with checksums."""
+class BucketHead:
+    """The description of a bucket, a slice of a model's weights."""
 
     version: int
     index: int
     count: int
     """Buckets in this publication."""
     entries: list[TensorEntry]
-    arrays: list[NDArray[np.uint8]]
-    """Each tensor's bytes. In the process that sends they may be the model's own memory: bytes that
-    must outlive the next update have to be copied, which the object store does."""
     digests: list[str]
-    """Hex digest of each tensor (see weights.manifest.digest_of)."""
+    """Hex digest of each tensor."""
     checksum: str
-    """Hex digest of everything but the bytes, which `digests` stand for (see weights.manifest.checksum)."""
+    """Hex digest of this description, in which `digests` stand for the bytes (see weights.manifest.checksum)."""
 
 
 @dataclass(frozen=True)
-class WeightOffer:
-    """A bucket whose bytes are sent from GPU to GPU, apart from this description."""
+class WeightBucket(BucketHead):
+    """A bucket with its bytes (digests: weights.manifest.digest_of)."""
 
-    version: int
-    index: int
-    count: int
-    """Buckets in this publication."""
-    entries: list[TensorEntry]
-    digests: list[str]
-    """Hex digest of each tensor (see weights.fingerprint)."""
-    checksum: str
-    """As `WeightBucket.checksum`."""
+    arrays: list[NDArray[np.uint8]]
+    """Each tensor's bytes. In the process that sends they may be the model's own memory: bytes that
+    must outlive the next update have to be copied, which the object store does."""
+
+
+@dataclass(frozen=True)
+class WeightOffer(BucketHead):
+    """A bucket whose bytes are sent from GPU to GPU (digests: weights.fingerprint)."""
+
     handles: list[dict[str, list[Any]]] = field(default_factory=list)
     """Per tensor, by the GPU's name: its handle in the sender's memory (see `weights.direct_transport`). Empty for a
     broadcast."""

@@ -19,7 +19,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import DamagedBucket, WeightsError
-from rlhf_ray.records import TensorEntry, WeightBucket, WeightOffer
+from rlhf_ray.records import BucketHead, TensorEntry, WeightBucket
 
 TensorSpec = tuple[str, tuple[int, ...], str]
 """Name, shape and torch dtype name ("float32") of one tensor."""
@@ -135,11 +135,11 @@ def seal(version: int, index: int, count: int, entries: list[TensorEntry],
          arrays: list[NDArray[np.uint8]]) -> WeightBucket:
     """A bucket of these tensors with its checksum; computing the digests is the only pass over the bytes."""
     digests = [digest_of(entry, array) for entry, array in zip(entries, arrays, strict=True)]
-    return WeightBucket(version, index, count, entries, arrays, digests,
-                        checksum(entries, digests, version, index, count))
+    return WeightBucket(version, index, count, entries, digests,
+                        checksum(entries, digests, version, index, count), arrays)
 
 
-def require_checksum(bucket: WeightBucket | WeightOffer) -> str:
+def require_checksum(bucket: BucketHead) -> str:
     """Check a bucket's description against its checksum; returns a label of the bucket for messages.
 
     Raises:

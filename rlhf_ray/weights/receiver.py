@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.errors import DamagedBucket, WeightsError
-from rlhf_ray.records import TensorEntry, WeightBucket, WeightOffer
+from rlhf_ray.records import BucketHead, TensorEntry, WeightBucket, WeightOffer
 from rlhf_ray.weights.manifest import require_checksum, verified_tensors
 
 
@@ -192,7 +192,7 @@ class Receiver(Generic[StageT]):
             self._record_tensor(entry, digest, bucket.index)
             yield entry, array
 
-    def _admit(self, bucket: WeightBucket | WeightOffer) -> StageT:
+    def _admit(self, bucket: BucketHead) -> StageT:
         """The stage, after checking that the bucket belongs to this publication and has not arrived before."""
         version, count, stage = self._current("a bucket")
         if (bucket.version, bucket.count) != (version, count):
