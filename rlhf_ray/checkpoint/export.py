@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,28 +22,24 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Weights = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+MAX_SHARD_SIZE = "5GB"
+"""Weights beyond this size go into several files, with an index."""
 
 
 def export_model(
     model: PreTrainedModel,
-    state_dict: Weights,
+    state_dict: Mapping[str, torch.Tensor],
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     card: ModelCardInfo,
-    max_shard_size: str = "5GB",
     term: Term | None = None,
-) -> Path:
+) -> None:
     """Write a model that `from_pretrained` loads, replacing an older export atomically.
 
     Args:
         model: provides class and configuration; its own weights are not read and may be on the meta device.
         state_dict: the weights, by the model's parameter names, in CPU memory. Tied weights may occur once or twice
             and are stored once. Their dtype is the one saved and the one the configuration names.
-        max_shard_size: weights beyond this size go into several files, with an index.
-
-    Returns:
-        `directory`.
 
     Raises:
         CheckpointError: a weight is missing, unknown or of another shape, tied weights differ, the disk is full, or
@@ -51,10 +47,9 @@ def export_model(
     """
     weights = _checked_weights(model, dict(state_dict))
     with replacing_export(directory, sum(weight.nbytes for weight in weights.values()), "config.json", term) as new:
-        _save(model, weights, new, max_shard_size)
+        _save(model, weights, new)
         tokenizer.save_pretrained(new)
         model_card(card, Path(directory).name).save(new / "README.md")
-    return Path(directory).absolute()
 
 
 @contextmanager
@@ -88,7 +83,7 @@ def replacing_export(directory: Path, size: int, mark: str, term: Term | None = 
         raise
 
 
-def _save(model: PreTrainedModel, weights: dict[str, torch.Tensor], new: Path, max_shard_size: str) -> None:
+def _save(model: PreTrainedModel, weights: dict[str, torch.Tensor], new: Path) -> None:
     """Write weights and configuration with transformers; the configuration names the dtype that was written.
 
     generation_config.json is written as it was loaded. transformers would refuse to save the one of many published
@@ -99,7 +94,7 @@ def _save(model: PreTrainedModel, weights: dict[str, torch.Tensor], new: Path, m
     try:
         if generation is not None:
             model.generation_config = type(generation)()
-        model.save_pretrained(new, state_dict=weights, max_shard_size=max_shard_size)  # removes the items of `weights`
+        model.save_pretrained(new, state_dict=weights, max_shard_size=MAX_SHARD_SIZE)  # removes the items of `weights`
     finally:
         if generation is not None:
             model.generation_config = generation
@@ -146,16 +141,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def export_adapter(config: PeftConfig, state: Mapping[str, torch.Tensor], directory: Path, card: ModelCardInfo,
-                   term: Term | None = None) -> Path:
+                   term: Term | None = None) -> None:
     """Write adapters that `peft.PeftModel.from_pretrained(base, directory)` loads, replacing an older export
     atomically.
 
     Args:
         config: of the adapters, naming their base model.
         state: trained tensors in CPU memory, by the names of peft's files ("base_model.model....lora_A.weight").
-
-    Returns:
-        `directory`.
 
     Raises:
         CheckpointError: the disk is full, or `directory` holds something other than an export. `directory` is unchanged
@@ -168,4 +160,3 @@ def export_adapter(config: PeftConfig, state: Mapping[str, torch.Tensor], direct
         save_file({name: t.contiguous() for name, t in state.items()}, new / WEIGHTS, metadata={"format": "pt"})
         config.save_pretrained(str(new))
         model_card(card, Path(directory).name, adapters=True).save(new / "README.md")
-    return Path(directory).absolute()

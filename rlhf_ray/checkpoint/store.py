@@ -19,7 +19,6 @@ from rlhf_ray.checkpoint.atomic_directory import (
 from rlhf_ray.checkpoint.disk_space import disk_full_error, is_disk_full
 from rlhf_ray.checkpoint.manifest import (
     MANIFEST_NAME,
-    Manifest,
     NewerSchemaError,
     read_manifest,
     verify_manifest,
@@ -38,7 +37,6 @@ class Checkpoint(NamedTuple):
 
     step: int
     path: Path
-    manifest: Manifest
 
 
 class CheckpointStore:
@@ -150,7 +148,7 @@ class CheckpointStore:
         manifest = verify_manifest(path)
         if manifest.step != step:
             raise CheckpointError(f"checkpoint {path} holds step {manifest.step}: it was renamed. Rename it back")
-        return Checkpoint(step, path, manifest)
+        return Checkpoint(step, path)
 
     def clean(self) -> list[Path]:
         """Remove leftovers of interrupted writes in this and earlier terms, and checkpoints of superseded drivers;

@@ -72,13 +72,13 @@ class BroadcastGroup:
         self._next_loss = asyncio.get_running_loop().create_future()
         return self._next_loss
 
-    def give_up_on(self, method: str, reason: str, kind: Literal["hung", "broke"] = "hung",
+    def give_up_on(self, reason: str, kind: Literal["hung", "broke"] = "hung",
                    only: Collection[int] | None = None) -> None:
-        """Give up all remaining generators, or some: their calls of `method` will not end, or failed."""
+        """Give up all remaining generators, or some: their calls of `load_weights` will not end, or failed."""
         for rank in [rank for rank in self.ranks if only is None or rank in only]:
             group = self._dispatcher.group
-            self._leaves(WorkerLost(f"{group.role}/{rank} {reason}", group.role, rank, group.incarnation(rank), method,
-                                    kind))
+            self._leaves(WorkerLost(f"{group.role}/{rank} {reason}", group.role, rank, group.incarnation(rank),
+                                    "load_weights", kind))
 
     def _leaves(self, error: WorkerLost) -> bool:
         """Whether the generator of a lost call is being replaced, and left the group."""

@@ -73,7 +73,7 @@ class DirectSync:
             await asyncio.gather(*(call.done() for call in present))
             what = f"bucket {index} of weights version {version}"
             if missed := await self._together(receivers, sends, loads, what):
-                receivers.give_up_on("load_weights", f"did not get the description of {what}: "
+                receivers.give_up_on(f"did not get the description of {what}: "
                                      f"{first_line(next(iter(missed.values())))}", "broke", only=missed)
 
     async def finished(self) -> None:
@@ -109,7 +109,7 @@ class DirectSync:
             raise self._broken(receivers, what, "; ".join(map(str, receivers.losses[before:])) or _outcome(theirs))
         except BaseException:
             if not theirs.done():
-                receivers.give_up_on("load_weights", f"waits for {what}, which the learner does not finish")
+                receivers.give_up_on(f"waits for {what}, which the learner does not finish")
             raise
         finally:
             for waiting in (ours, theirs, left):
@@ -117,7 +117,7 @@ class DirectSync:
 
     def _broken(self, receivers: BroadcastGroup, what: str, reason: str) -> WorkerLost:
         """The learner's error. The remaining generators, which have at most a part of the model, are given up too."""
-        receivers.give_up_on("load_weights", f"waits for {what}, which another generator left: {reason}")
+        receivers.give_up_on(f"waits for {what}, which another generator left: {reason}")
         learner = self._roles.policy
         return WorkerLost(f"{learner.role}/0 hangs in {what}, because a generator did not take part: {reason}",
                           learner.role, 0, learner.incarnation(0), "send_bucket", "hung")

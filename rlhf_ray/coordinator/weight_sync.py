@@ -259,5 +259,5 @@ class WeightSync:
                 seconds = time.perf_counter() - noticed if arrived else None
                 log.damaged(group.role, rank, group.incarnation(rank), str(error), seconds)
         for rank, error in still.items():
-            receivers.give_up_on("load_weights", f"did not get bucket {index} of weights version {self.version} "
+            receivers.give_up_on(f"did not get bucket {index} of weights version {self.version} "
                                  f"intact in two attempts: {first_line(error)}", "broke", only={rank})

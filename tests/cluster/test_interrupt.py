@@ -27,7 +27,7 @@ def test_a_signal_ends_it_with_the_code_for_try_again_and_says_how(interrupted):
 
 
 def test_the_checkpoint_is_of_the_last_finished_step(interrupted):
-    step, _, _ = CheckpointStore(interrupted.directory / "checkpoints", keep=2).latest()
+    step, _ = CheckpointStore(interrupted.directory / "checkpoints", keep=2).latest()
     assert step == interrupted.rows[-1]["step"] >= 1
     assert f"after step {step} of" in interrupted.errors
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from rlhf_ray.checkpoint import export
 from rlhf_ray.checkpoint.export import export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
 from rlhf_ray.errors import CheckpointError
@@ -46,6 +47,11 @@ def cloned(model):
     return {name: weight.detach().clone() for name, weight in model.state_dict().items()}
 
 
+def exported(model, weights, tokenizer, directory, info):
+    export_model(model, weights, tokenizer, directory, info)
+    return directory
+
+
 def stored(directory: Path):
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         return set(file.keys())
@@ -62,7 +68,7 @@ def tiny(tmp_path, tied=True):
 def test_an_export_computes_the_same_logits(trained, tmp_path, gathered):
     model, tokenizer, auto = trained
     weights = cloned(model) if gathered else model.state_dict()
-    directory = export_model(model, weights.items(), tokenizer, tmp_path / "model", card())
+    directory = exported(model, weights, tokenizer, tmp_path / "model", card())
     loaded, info = auto.from_pretrained(directory, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     with torch.no_grad():
@@ -79,7 +85,7 @@ def test_an_export_generates_and_tokenises_like_the_original(tmp_path):
 
     model, tokenizer = tiny(tmp_path)
     own = model.generation_config
-    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card())
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "model", card())
     assert model.generation_config is own, "it is only left out while transformers writes the model"
     loaded, words = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
     inputs = words("w5 w9 w7", return_tensors="pt")
@@ -93,7 +99,7 @@ def test_an_export_generates_and_tokenises_like_the_original(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_head_is_stored_once(tmp_path, tied):
     model, tokenizer = tiny(tmp_path, tied)
-    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card())
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "model", card())
     assert ("lm_head.weight" in stored(directory)) == (not tied)
     assert "model.embed_tokens.weight" in stored(directory)
 
@@ -105,7 +111,7 @@ def test_weights_come_from_the_state_dict_and_the_skeleton_may_be_empty(tmp_path
     weights = {name: weight + 1 for name, weight in cloned(model).items()}
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(model.config)
-    directory = export_model(skeleton, weights, tokenizer, tmp_path / "model", card())
+    directory = exported(skeleton, weights, tokenizer, tmp_path / "model", card())
     loaded = AutoModelForCausalLM.from_pretrained(directory).state_dict()
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
@@ -115,16 +121,17 @@ def test_the_configuration_names_the_dtype_of_the_weights(tmp_path):
 
     model, tokenizer = tiny(tmp_path)
     weights = {name: weight.bfloat16() for name, weight in cloned(model).items()}
-    directory = export_model(model, weights, tokenizer, tmp_path / "model", card())
+    directory = exported(model, weights, tokenizer, tmp_path / "model", card())
     assert AutoModelForCausalLM.from_pretrained(directory).dtype == torch.bfloat16
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_large_weights_are_sharded_and_load(tmp_path):
+def test_large_weights_are_sharded_and_load(tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
+    monkeypatch.setattr(export, "MAX_SHARD_SIZE", "20KB")
     model, tokenizer = tiny(tmp_path)
-    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card(), max_shard_size="20KB")
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "model", card())
     assert len(list(directory.glob("model-*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(directory).state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
@@ -132,7 +139,7 @@ def test_large_weights_are_sharded_and_load(tmp_path):
 
 def test_a_new_export_replaces_the_older_one_whole(tmp_path):
     model, tokenizer = tiny(tmp_path)
-    directory = export_model(model, cloned(model), tokenizer, tmp_path / "out" / "model", card())
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "out" / "model", card())
     (directory / "model-00001-of-00002.safetensors").write_bytes(b"of an older, sharded export")
     export_model(model, cloned(model), tokenizer, directory, card())
     assert not list(directory.glob("model-*"))
@@ -141,7 +148,7 @@ def test_a_new_export_replaces_the_older_one_whole(tmp_path):
 
 def test_a_failed_export_leaves_the_older_one_and_no_leftover(tmp_path, monkeypatch):
     model, tokenizer = tiny(tmp_path)
-    directory = export_model(model, cloned(model), tokenizer, tmp_path / "out" / "model", card())
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "out" / "model", card())
     before = {path.name: path.read_bytes() for path in directory.iterdir()}
     monkeypatch.setattr(type(tokenizer), "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("unplugged")))
     with pytest.raises(OSError, match="unplugged"):
@@ -187,7 +194,7 @@ def test_the_model_card_says_where_the_model_comes_from(tmp_path):
 
     model, tokenizer = tiny(tmp_path)
     info = card(rewards="main (model models/judge)")
-    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", info)
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "model", info)
     text = (directory / "README.md").read_text()
     for part in ("12 updates", f"on {datetime.now(UTC).date()}", "`models/start`",
                  "Rewarded for: main (model models/judge)", "reviews.jsonl", "| reward | 1.25 |"):
@@ -216,7 +223,7 @@ def test_the_code_in_the_model_card_runs(trained, tmp_path):
     """The card's own lines load the export and give a number or a text."""
     model, tokenizer, auto = trained
     stage = "reward_model" if "Sequence" in auto.__name__ else "sft"
-    directory = export_model(model, cloned(model), tokenizer, tmp_path / "model", card(stage))
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "model", card(stage))
     text = (directory / "README.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
     code = code.replace("path/to/this/directory", str(directory)).replace("a prompt and its response", "w5 w6")

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from rlhf_ray.checkpoint.manifest import read_manifest
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import ConfigError, SupersededError
@@ -50,7 +51,7 @@ def test_a_stage_owns_its_directory_to_its_end(config, tmp_path):
     owner = read_owner(tmp_path / "run")
     assert (owner.term, owner.ended, owner.went_on_from) == (2, True, 1)
     found = CheckpointStore(tmp_path / "run/checkpoints", 9).latest()
-    assert (found.step, found.manifest.term) == (3, 2)
+    assert (found.step, read_manifest(found.path).term) == (3, 2)
 
 
 def test_while_it_runs_another_is_refused_with_its_name(config):
