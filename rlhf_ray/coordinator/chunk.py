@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.buffer_state import Reservation
+from rlhf_ray.replay.buffer_records import Reservation
 
 
 class Phase(StrEnum):

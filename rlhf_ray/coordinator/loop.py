@@ -31,7 +31,7 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.sample_texts import SampleWriter
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_state import BufferStats, Lease
+from rlhf_ray.replay.buffer_records import BufferStats, Lease
 
 
 @dataclass

@@ -24,7 +24,7 @@ from rlhf_ray.coordinator.scoring_batcher import LINGER, ScoringBatcher
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_state import CommitOutcome, Entry, Lease
+from rlhf_ray.replay.buffer_records import CommitOutcome, Entry, Lease
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.staleness import AdmissionRule, staleness
 

@@ -18,7 +18,7 @@ from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import ProgressDeadline, RunFiles
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_state import Entry
+from rlhf_ray.replay.buffer_records import Entry
 from rlhf_ray.replay.ledger import Ledger
 
 LEDGER = "ledger.sqlite"

@@ -18,7 +18,7 @@ from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import RewardTerms, SampleKey
-from rlhf_ray.replay.buffer_state import Reservation
+from rlhf_ray.replay.buffer_records import Reservation
 
 
 def kl_controller(config: KLConfig) -> FixedKL:

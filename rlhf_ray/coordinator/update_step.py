@@ -14,7 +14,7 @@ from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.step_metrics import mean_kl
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_state import Lease
+from rlhf_ray.replay.buffer_records import Lease
 from rlhf_ray.replay.ledger import Ledger
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlhf_ray.errors import BufferError
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.buffer_state import BufferStats, CommitOutcome, Entry, Lease, Reservation
+from rlhf_ray.replay.buffer_records import BufferStats, CommitOutcome, Entry, Lease, Reservation
 from rlhf_ray.replay.staleness import in_time, is_fresh
 
 

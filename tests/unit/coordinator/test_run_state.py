@@ -13,7 +13,7 @@ from rlhf_ray.coordinator.run_state import RunState, kl_controller
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
-from rlhf_ray.replay.buffer_state import Reservation
+from rlhf_ray.replay.buffer_records import Reservation
 
 
 def fresh(rows=20):

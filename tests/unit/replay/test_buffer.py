@@ -7,7 +7,7 @@ import pytest
 from rlhf_ray.errors import BufferError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_state import CommitOutcome, Entry, Reservation
+from rlhf_ray.replay.buffer_records import CommitOutcome, Entry, Reservation
 
 
 def make(capacity=16, nbytes=None, eta=0):

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_state import CommitOutcome
+from rlhf_ray.replay.buffer_records import CommitOutcome
 
 CHUNK, CAPACITY = 2, 12
 
