@@ -42,7 +42,7 @@ def _part(name: str, says: str, packages: tuple[str, ...], **checks: tuple[float
                                             for key, (seconds, catches) in checks.items()))
 
 
-WHEELS = ("deepspeed", "pydantic", "pydantic_settings")
+WHEELS = ("deepspeed", "pydantic")
 """What `launch/gpu_wheels` brings to an image that has torch and transformers."""
 PARTS = {part.name: part for part in (
     _part(

@@ -3,19 +3,21 @@
 The origin of each value is kept, so that errors can name it. Values are validated by pydantic, not here.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
 from rlhf_ray.config.fields import section_tagged, sections_of, sections_of_values
 from rlhf_ray.errors import ConfigError
 
 Path_ = tuple[str, ...]
+PREFIX = "RLHF_RAY_"
+"""Of environment variables."""
 MOST_NODES = 100_000
 """Maximum keys and values of a configuration file; real ones have a few hundred."""
 
@@ -66,19 +68,15 @@ def read_yaml(path: Path) -> Layer:
     return Layer(values, origins)
 
 
-def read_environment(cls: type[BaseSettings]) -> Layer:
-    """The values of RLHF_RAY_SECTION__KEY variables that belong to `cls`.
+def read_environment(cls: type[BaseModel]) -> Layer:
+    """The values of RLHF_RAY_SECTION__KEY variables that belong to `cls`; text is converted as in `read_overrides`.
 
     Raises:
-        ConfigError: a variable contains a whole section that is not JSON.
+        ConfigError: a variable has another form.
     """
-    try:
-        values = EnvSettingsSource(cls)()
-    except SettingsError as e:
-        raise ConfigError(f"an environment variable cannot be read: {e}; write RLHF_RAY_SECTION__KEY=value") from None
-    prefix, delimiter = cls.model_config.get("env_prefix") or "", cls.model_config.get("env_nested_delimiter") or "__"
-    values = {key: _parsed(value, f"{prefix}{key.upper()}") for key, value in values.items()}
-    return Layer(values, {keys: prefix + delimiter.join(keys).upper() for keys in _leaves(values, ())})
+    names = [name for name in sorted(os.environ, key=str.lower) if name.upper().startswith(PREFIX)]
+    keys = {name: tuple(name[len(PREFIX):].lower().split("__")) for name in names}
+    return _layer((keys[name], os.environ[name], name) for name in names if keys[name][0] in cls.model_fields)
 
 
 def read_overrides(overrides: list[str]) -> Layer:
@@ -89,20 +87,23 @@ def read_overrides(overrides: list[str]) -> Layer:
     Raises:
         ConfigError: an argument has another form.
     """
+    return _layer((tuple(key.split(".")), text, f"--{key}") for key, text in _pairs(overrides))
+
+
+def _layer(given: Iterable[tuple[Path_, str, str]]) -> Layer:
+    """The layer of some keys, each with its value as text and its origin."""
     values: dict[str, Any] = {}
     origins: dict[Path_, str] = {}
-    for key, text in _pairs(overrides):
-        keys = tuple(key.split("."))
+    for keys, text, origin in given:
         if not all(keys):
-            raise ConfigError(f"--{key} is not a field; overrides look like --section.key=value")
+            raise ConfigError(f"{origin} is not a field; write --section.key=value or {PREFIX}SECTION__KEY=value")
         section = values
         for part in keys[:-1]:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
-                raise ConfigError(f"--{key} sets a key inside {part}, but another argument sets {part} to a value; "
-                                  "keep one")
-        section[keys[-1]] = _parsed(text, f"--{key}")
-        origins[keys] = f"--{key}"
+                raise ConfigError(f"{origin} sets a key inside {part}, but {part} is also set to a value; keep one")
+        section[keys[-1]] = _parsed(text, origin)
+        origins[keys] = origin
     return Layer(values, origins)
 
 
@@ -171,13 +172,9 @@ def _pairs(overrides: list[str]) -> Iterator[tuple[str, str]]:
         yield key, text
 
 
-def _parsed(value: Any, origin: str) -> Any:
+def _parsed(value: str, origin: str) -> Any:
     """A value given as text: lists, mappings and "quoted text" are read as YAML, `null` and nothing as empty; other
     text is unchanged."""
-    if isinstance(value, dict):
-        return {key: _parsed(v, origin) for key, v in value.items()}
-    if not isinstance(value, str):
-        return value
     if value.strip() in ("", "null"):
         return None
     if value.lstrip()[0] not in '[{"':
@@ -187,13 +184,6 @@ def _parsed(value: Any, origin: str) -> Any:
     except (yaml.YAMLError, RecursionError, ValueError, TypeError):
         raise ConfigError(f"{origin}: {value!r} begins like a list, a mapping or quoted text, but is not valid YAML; "
                           "check its brackets or quotes") from None
-
-
-def _leaves(values: dict[str, Any], prefix: Path_) -> Iterator[Path_]:
-    for key, value in values.items():
-        yield (*prefix, key)
-        if isinstance(value, dict):
-            yield from _leaves(value, (*prefix, key))
 
 
 def _lines(node: yaml.Node | None, prefix: Path_) -> Iterator[tuple[Path_, int]]:

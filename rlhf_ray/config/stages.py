@@ -6,7 +6,6 @@ What follows from several sections is in `derived`, what they must have in commo
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from rlhf_ray.config.algorithm import AlgorithmConfig, PtxConfig
 from rlhf_ray.config.data import (
@@ -36,13 +35,8 @@ def _default_pools() -> dict[str, PoolConfig]:
     return {"default": PoolConfig()}
 
 
-class StageConfig(BaseSettings):
+class StageConfig(Section):
     """Sections of every stage: the run, the cluster, its pools, and logging."""
-
-    model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, env_prefix="RLHF_RAY_", env_nested_delimiter="__", use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
 
     run: RunConfig = Field(default_factory=RunConfig)
     """The run itself."""
@@ -52,19 +46,6 @@ class StageConfig(BaseSettings):
     """Named sets of resource bundles; every role uses one."""
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     """Destinations of metrics and texts."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """A configuration is built from its arguments only; `load` reads the environment once, together with the
-        file."""
-        return (init_settings,)
 
 
 class SupervisedTrainingConfig(Section):

@@ -54,8 +54,8 @@ def test_a_part_whose_packages_are_missing_is_refused_when_it_is_named(tmp_path)
 
 
 def test_the_seams_need_none_of_the_engines_and_no_wheels(tmp_path):
-    environment = without(tmp_path / "site", "ray", "vllm", "deepspeed", "pydantic", "pydantic_settings", "hjson",
-                          "transformers", "psutil", "peft")
+    environment = without(tmp_path / "site", "ray", "vllm", "deepspeed", "pydantic", "hjson", "transformers", "psutil",
+                          "peft")
     answer = launched(environment, "--cpu", "--out", str(tmp_path / "out"))
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "not run: learner, which needs deepspeed, pydantic" in answer.stdout
@@ -66,7 +66,7 @@ def test_the_seams_need_none_of_the_engines_and_no_wheels(tmp_path):
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=lambda part: part.name)
 def test_importing_a_part_takes_no_other_packages_than_it_names(part, tmp_path):
-    others = {"ray", "vllm", "deepspeed", "pydantic", "pydantic_settings"} - set(part.packages)
+    others = {"ray", "vllm", "deepspeed", "pydantic"} - set(part.packages)
     later = ", rlhf_ray.weights.direct_transport" if part.name == "seams" else ""  # imported on a GPU only
     code = f"import sys, benchmarks.gpu_check.{part.name}{later}; print('rlhf_ray' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], env=without(tmp_path / "site", *others), text=True,

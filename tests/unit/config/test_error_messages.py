@@ -98,9 +98,12 @@ def test_a_wrong_variable_is_named(write, monkeypatch):
     ]
 
 
-def test_a_variable_for_a_whole_section_is_refused(write, monkeypatch):
+def test_a_variable_that_gives_a_section_one_value_is_named(write, monkeypatch):
     monkeypatch.setenv("RLHF_RAY_RUN", "abc")
-    assert "RLHF_RAY_SECTION__KEY=value" in problems(PPOConfig, write("ppo"))[0]
+    (line,) = problems(PPOConfig, write("ppo"))
+    assert line.startswith("run='abc': is a section; give it keys (") and line.endswith("[RLHF_RAY_RUN]")
+    monkeypatch.setenv("RLHF_RAY_RUN__STEPS", "3")
+    assert "RLHF_RAY_RUN__STEPS sets a key inside run" in problems(PPOConfig, write("ppo"))[0]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,13 @@ def test_environment_gives_lists_and_empties(write, monkeypatch):
     assert config.generator.kv_cache_mb == 64, "what empty means on a CPU"
 
 
+def test_a_variable_gives_a_whole_section_and_others_its_keys(write, monkeypatch):
+    monkeypatch.setenv("RLHF_RAY_RUN", '{"steps": 3, "seed": 4}')
+    monkeypatch.setenv("rlhf_ray_run__seed", "5")
+    config = load(PPOConfig, write("ppo"), [])
+    assert (config.run.steps, config.run.seed) == (3, 5)
+
+
 def test_a_variable_of_another_stage_is_left_alone_and_one_of_no_stage_refused(write, monkeypatch):
     monkeypatch.setenv("RLHF_RAY_COORDINATOR__MAX_STALENESS", "1")
     load(SFTConfig, write("sft"), [])
