@@ -7,9 +7,13 @@ from statistics import median
 
 from benchmarks.growth.cells import Cell
 from benchmarks.growth.settings import PROMPT, SEQUENCES, SIZES, VOCABULARY, Size
+from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.planning.hardware import Hardware
+from rlhf_ray.planning.memory_breakdown import Memory
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.roofline import KEPT, Engine, Group, Workload
+from rlhf_ray.planning.roles import Role
+from rlhf_ray.planning.roofline import KEPT, Engine, Workload
+from rlhf_ray.planning.step_time import CALL_S, scoring_s, update_s
 
 SMALLEST, FITTED, LENGTH = "1M", ("25M", "5M"), 128
 """Sizes and length of the cells from which constants come: those of the first size in `FITTED` that was measured
@@ -101,16 +105,17 @@ def workload(size: Size, length: int) -> Workload:
 
 
 def predict(cell: Cell, core: Hardware) -> float:
-    """Seconds of one repeat by the formulas that the paper model uses."""
+    """Seconds of one repeat by the formulas of `rlhf-ray plan`, less the fixed cost of calls, which a cell does not
+    make."""
     size = next(s for s in SIZES if s.name == cell.size)
-    shape = shape_of(size).scalar() if cell.activity in ("reward", "values", "critic update") else shape_of(size)
-    engine, group = Engine(shape_of(size), core, 1), Group(shape, core, 1, KEPT)
+    shape = shape_of(size).headless() if cell.activity in ("reward", "values", "critic update") else shape_of(size)
+    engine, role = Engine(shape_of(size), core, 1), Role("learner", LearnerConfig(), (shape,), "", lambda _: Memory())
     if cell.activity == "generation":
         return engine.batch_s(Workload(SEQUENCES, PROMPT, cell.length, tail=1.0), SEQUENCES)
     if cell.activity in SCORING:
-        return group.score(workload(size, cell.length), models=1).seconds
+        return scoring_s(role, core, workload(size, cell.length)) - CALL_S
     if cell.activity in ("policy update", "critic update"):
-        return group.update(workload(size, cell.length)).seconds
+        return update_s(role, core, workload(size, cell.length)) - CALL_S / 4
     rate = core.host_bandwidth if cell.activity == "receive weights" else core.network_bandwidth * core.network_share
     return engine.model.weight_bytes / rate
 

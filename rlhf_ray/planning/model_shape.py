@@ -134,12 +134,8 @@ class ModelShape:
         """Operations of a forward pass over a row, whose tokens attend to half of it on average."""
         return length * self.token_flops(length / 2)
 
-    def scalar(self) -> Self:
-        """The same backbone with a scalar head (a critic or reward model), for estimates of time."""
-        return replace(self, vocabulary=0)
-
     def headless(self) -> Self:
-        """The same with its embedding counted, for estimates of memory."""
+        """The same backbone with a scalar head (a critic or reward model); its embedding is counted."""
         return replace(self, vocabulary=0, looked_up=self.vocabulary)
 
     def in_bytes(self, bytes_per_value: int) -> Self:

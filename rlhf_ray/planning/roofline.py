@@ -1,7 +1,6 @@
 """Times of generation, scoring and training by operations, bytes and bandwidths (a roofline model).
 
-`Workload` is the batch, `Engine` one vLLM generator (prefill and decoding), `Group` a model whose weights are sharded
-over its GPUs (ZeRO-3).
+`Workload` is the batch, `Engine` one vLLM generator (prefill and decoding).
 """
 
 from dataclasses import dataclass
@@ -161,88 +160,13 @@ KEPT = 3.0
 """The same if activations are kept."""
 
 
-@dataclass(frozen=True)
-class Duration:
-    """Seconds, and the resource that bounds them."""
-
-    seconds: float
-    bound: str
-
-    def __add__(self, other: "Duration") -> "Duration":
-        """One after the other; the bound is that of the longer."""
-        return Duration(self.seconds + other.seconds, max(self, other, key=lambda part: part.seconds).bound)
-
-
-@dataclass(frozen=True)
-class Group:
-    """A model under training on a group of GPUs, together with a frozen model of the same size that only scores."""
-
-    model: ModelShape
-    hardware: Hardware
-    gpus: int
-    passes: float = RECOMPUTED
-
-    @property
-    def nodes(self) -> float:
-        """Number of nodes of the group."""
-        return max(1.0, self.gpus / self.hardware.gpus_per_node)
-
-    @property
-    def micro_batch_tokens(self) -> float:
-        """Tokens whose activations fit on a GPU with the shards of both models and two gathered layers. With
-        checkpointing each layer keeps its input, and one layer at a time all activations (Korthikanti et al. 2022,
-        eq. 2)."""
-        m, h = self.model, self.hardware
-        shards = m.parameters * (STATE_BYTES + WEIGHT_BYTES + m.bytes_per_value) / self.gpus
-        gathered = 2 * m.weight_bytes / m.layers
-        free = h.memory_bytes * h.usable_memory - shards - gathered
-        return free / (m.hidden * (m.bytes_per_value * m.layers + 34))
-
-    def fits(self, work: Workload) -> bool:
-        """Whether the longest row fits into a micro-batch."""
-        return self.micro_batch_tokens >= work.prompt + work.longest
-
-    def gather_s(self, value_bytes: int = WEIGHT_BYTES) -> float:
-        """Seconds to gather every weight on every GPU once, at `value_bytes` each: each node receives the weights it
-        lacks over its network cards, and each GPU over its link; the slower of the two counts. Each layer is a call,
-        which goes around a ring of all GPUs."""
-        h, bytes_ = self.hardware, self.model.parameters * value_bytes * (1 - 1 / self.gpus)
-        outside = bytes_ * (1 - 1 / self.nodes) / h.network_bandwidth
-        return max(outside, bytes_ / h.link_bandwidth) / h.network_share + self.model.layers * self.ring_s
-
-    @property
-    def ring_s(self) -> float:
-        """Latency of one call around the ring: a step for each GPU but one, of which those between nodes take longer
-        (as NCCL counts an all-gather and a reduce-scatter, src/graph/tuning.cc)."""
-        between = ceil(self.nodes) - 1
-        return (self.gpus - 1 - between) * self.hardware.hop_s + between * self.hardware.network_hop_s
-
-    def score(self, work: Workload, models: int) -> Duration:
-        """A forward pass over the batch through `models` models of this size, overlapped with gathering their
-        weights."""
-        compute = models * work.samples * self.model.row_flops(work.row) / (
-            self.gpus * self.hardware.flops * self.hardware.forward_share)
-        gathers = models * ceil(work.samples * work.row / self.gpus / self.micro_batch_tokens)
-        return longer(Duration(compute, "operations of scoring"),
-                      Duration(gathers * self.gather_s(self.model.bytes_per_value), "network of scoring"))
-
-    def update(self, work: Workload) -> Duration:
-        """All optimizer steps of an update. While it computes, each micro-batch gathers the weights twice and scatters
-        gradients once (three times the weights, Rajbhandari et al. 2020, section 7.2.2)."""
-        if not self.fits(work):
-            return Duration(inf, "memory of a learner")
-        h, rows = self.hardware, work.samples / work.mini_batches
-        busy = min(1.0, rows / self.gpus)  # rows are not split: GPUs without a row are idle
-        flops = rows * self.passes * self.model.row_flops(work.row)
-        compute = Duration(flops / (self.gpus * busy * h.flops * h.training_share),
-                           "operations of training" if busy == 1 else "rows of a mini-batch")
-        micro_batches = ceil(rows * work.row / self.gpus / self.micro_batch_tokens)
-        network = Duration(3 * micro_batches * self.gather_s(), "network of training")
-        adam = 2 * STATE_BYTES * self.model.parameters / (self.gpus * h.memory_bandwidth * h.memory_share)
-        step = longer(compute, network)
-        return Duration((step.seconds + adam) * work.mini_batches * work.epochs, step.bound)
-
-
-def longer(*parts: Duration) -> Duration:
-    """The longest of several durations that overlap."""
-    return max(parts, key=lambda part: part.seconds)
+def gather_s(model: ModelShape, hardware: Hardware, gpus: int, value_bytes: int = WEIGHT_BYTES) -> float:
+    """Seconds to gather every weight on every one of `gpus` once, at `value_bytes` each: each node receives the weights
+    it lacks over its network cards, and each GPU over its link; the slower of the two counts. Each layer is a call,
+    which goes around a ring of all GPUs: a step for each but one, of which those between nodes take longer (as NCCL
+    counts an all-gather and a reduce-scatter, src/graph/tuning.cc)."""
+    nodes = max(1.0, gpus / hardware.gpus_per_node)
+    between, received = ceil(nodes) - 1, model.parameters * value_bytes * (1 - 1 / gpus)
+    outside = received * (1 - 1 / nodes) / hardware.network_bandwidth
+    ring = (gpus - 1 - between) * hardware.hop_s + between * hardware.network_hop_s
+    return max(outside, received / hardware.link_bandwidth) / hardware.network_share + model.layers * ring

@@ -18,7 +18,7 @@ from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.publication_size import publication_bytes
 from rlhf_ray.planning.roles import Role
-from rlhf_ray.planning.roofline import KEPT, RECOMPUTED, STATE_BYTES, Engine, Group, Workload
+from rlhf_ray.planning.roofline import KEPT, RECOMPUTED, STATE_BYTES, Engine, Workload, gather_s
 from rlhf_ray.planning.worker_placement import Placement
 
 FULL_PRECISION = 1 / 15
@@ -149,7 +149,7 @@ def gathering_s(role: Role, device: Hardware, work: Workload, chunk: int) -> flo
     calls = work.samples / chunk / (place.workers / place.shards)
     each = ceil(chunk * work.row / place.shards / place.micro_batch_tokens)
     return CALL_S + calls * each * sum(
-        Group(shape, device, place.shards).gather_s(shape.bytes_per_value) for shape in role.models)
+        gather_s(shape, device, place.shards, shape.bytes_per_value) for shape in role.models)
 
 
 def update_s(role: Role, device: Hardware, work: Workload) -> float:
@@ -163,9 +163,9 @@ def update_s(role: Role, device: Hardware, work: Workload) -> float:
     rate = device.flops * device.training_share * precision(role, shape) * threads
     longest = work.prompt + replace(work, samples=max(1, round(rows))).longest
     compute = each * max(rows * shape.row_flops(work.row) / config.workers, shape.row_flops(longest)) / rate
-    group = Group(shape, device, config.workers)
     count = passes(config, rows, work.row)
-    moved = {0: 1, 1: 1, 2: count, 3: 3 * count}[stage_of(config)] * group.gather_s() if config.workers > 1 else 0.0
+    gathers = {0: 1, 1: 1, 2: count, 3: 3 * count}[stage_of(config)] if config.workers > 1 else 0
+    moved = gathers * gather_s(shape, device, config.workers)
     shared = config.workers if stage_of(config) else 1
     adam = 2 * STATE_BYTES * trained(config, shape) / (shared * device.memory_bandwidth * device.memory_share)
     return (max(compute, moved) + adam + CALL_S / 4) * work.mini_batches * work.epochs
@@ -185,7 +185,7 @@ def publication_s(
     assert isinstance(policy.placement, LearnerConfig) and isinstance(generator.placement, GenerationConfig)
     nbytes, device = publication_bytes(config, policy.models[0]), devices["policy"]
     sharded = stage_of(policy.placement) == 3
-    gathered = Group(policy.models[0], device, policy.placement.workers).gather_s() if sharded else 0.0
+    gathered = gather_s(policy.models[0], device, policy.placement.workers) if sharded else 0.0
     if config.policy.lora is not None:
         gathered *= trained(policy.placement, policy.models[0]) / policy.models[0].parameters
     home = {worker.node for worker in placement.workers if worker.role == "policy" and worker.rank == 0}

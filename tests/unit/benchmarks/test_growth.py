@@ -57,7 +57,7 @@ def by_hand(activity: str, length: int) -> float:
         return rows * forward(body, row) / 60e9
     if activity in ("policy update", "critic update"):
         multiplied = weights if activity == "policy update" else body
-        return 3 * rows * forward(multiplied, row) / (60e9 * 0.8) + 32 * multiplied / 8e9
+        return 3 * rows * forward(multiplied, row) / (60e9 * 0.8) + 32 * weights / 8e9
     if activity == "send weights":
         return 4 * weights / 3e9
     if activity == "receive weights":

@@ -5,10 +5,14 @@ from math import inf
 
 import pytest
 
+from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.planning.hardware import H100, Hardware
+from rlhf_ray.planning.memory_breakdown import Memory
 from rlhf_ray.planning.model_lookup import known_shape
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.planning.roofline import KEPT, Duration, Engine, Group, Workload, longer
+from rlhf_ray.planning.roles import Role
+from rlhf_ray.planning.roofline import Engine, Workload, gather_s
+from rlhf_ray.planning.step_time import CALL_S, update_s
 
 LLAMA_70B = known_shape("meta-llama/Llama-3.1-70B")
 SMALL = ModelShape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, vocabulary=10)
@@ -32,7 +36,7 @@ class TestShape:
         assert SMALL.row_flops(6) == 6 * 752
 
     def test_a_scalar_head_has_no_output_matrix(self):
-        assert SMALL.scalar().parameters == 328 - 40
+        assert SMALL.headless().multiplied == 328 - 40
 
     def test_llama_has_its_70_billion(self):
         assert LLAMA_70B.parameters == pytest.approx(70.55e9, rel=1e-3)
@@ -105,47 +109,36 @@ class TestGeneration:
         assert engine.longest_s(work, 64) == pytest.approx(work.longest * engine.decode_s(64, work.held))
 
 
-class TestLearning:
-    """Scoring and updates of sharded models."""
+class TestGathering:
+    """Weights that are sharded over GPUs."""
 
-    def test_gathering_is_as_slow_as_the_network_or_the_link(self):
-        assert Group(SMALL, ROUND, 1).gather_s() == 0
-        assert Group(SMALL, ROUND, 2).gather_s(2) == pytest.approx(736 / 2 / 50), "within a node"
-        assert Group(SMALL, ROUND, 4).gather_s(2) == pytest.approx(736 * 3 / 4 * (1 / 2) / 20), "two nodes"
-        assert Group(SMALL, ROUND, 2).gather_s() == pytest.approx(2 * 736 / 2 / 50), "float32 in training"
+    def test_it_is_as_slow_as_the_network_or_the_link(self):
+        assert gather_s(SMALL, ROUND, 1) == 0
+        assert gather_s(SMALL, ROUND, 2, 2) == pytest.approx(736 / 2 / 50), "within a node"
+        assert gather_s(SMALL, ROUND, 4, 2) == pytest.approx(736 * 3 / 4 * (1 / 2) / 20), "two nodes"
+        assert gather_s(SMALL, ROUND, 2) == pytest.approx(2 * 736 / 2 / 50), "float32 in training"
 
     def test_a_call_for_each_layer_goes_around_a_ring(self):
         slow = replace(ROUND, hop_s=1.0, network_hop_s=100.0)
-        added = Group(SMALL, slow, 6).gather_s() - Group(SMALL, ROUND, 6).gather_s()
+        added = gather_s(SMALL, slow, 6) - gather_s(SMALL, ROUND, 6)
         assert added == pytest.approx(2 * (3 * 1 + 2 * 100)), "two layers; six GPUs on three nodes"
 
-    def test_an_update_computes_or_communicates(self):
-        group = Group(SMALL, replace(ROUND, memory_bandwidth=1e12), 2, KEPT)
-        rows = 8 / 2
-        compute = rows * 3 * SMALL.row_flops(10) / (2 * 1000 * 0.5)
-        assert group.update(EQUAL).seconds == pytest.approx(2 * compute)
-        assert group.update(EQUAL).bound == "operations of training"
-        hasty = Group(SMALL, replace(ROUND, memory_bandwidth=1e12, flops=1e9), 2, KEPT)
-        assert hasty.update(EQUAL) == Duration(pytest.approx(2 * 3 * hasty.gather_s()), "network of training")
+
+class TestUpdate:
+    """Optimizer steps of two ranks under ZeRO-3."""
+
+    LEARNER = Role("policy", LearnerConfig(workers=2, gpus=1, zero_stage=3, autocast="bfloat16"), (SMALL,), "",
+                   lambda device: Memory())
+    QUICK = replace(ROUND, memory_bandwidth=1e12)
+
+    def seconds(self, device):
+        """Of each of the two mini-batches, without the fixed cost."""
+        return update_s(self.LEARNER, device, EQUAL) / 2 - CALL_S / 4
+
+    def test_it_computes_or_communicates(self):
+        assert self.seconds(self.QUICK) == pytest.approx(4 / 2 * 3 * SMALL.row_flops(10) / (1000 * 0.5))
+        hasty = replace(self.QUICK, flops=1e9)
+        assert self.seconds(hasty) == pytest.approx(3 * gather_s(SMALL, hasty, 2)), "in one pass over the rows"
 
     def test_adamw_reads_and_writes_its_shard(self):
-        one = Group(SMALL, ROUND, 2, KEPT).update(EQUAL).seconds
-        free = Group(SMALL, replace(ROUND, memory_bandwidth=1e12), 2, KEPT).update(EQUAL).seconds
-        assert one - free == pytest.approx(2 * 2 * 16 * 368 / (2 * 100))
-
-    def test_gpus_without_a_row_wait(self):
-        quick = replace(ROUND, memory_bandwidth=1e12, network_bandwidth=1e12, link_bandwidth=1e12)
-        few, many = Group(SMALL, quick, 4).update(EQUAL), Group(SMALL, quick, 8).update(EQUAL)
-        assert many.seconds == pytest.approx(few.seconds)
-        assert many.bound == "rows of a mini-batch"
-
-    def test_activations_take_what_the_shards_leave(self):
-        group = Group(SMALL, ROUND, 2)
-        assert group.micro_batch_tokens == pytest.approx((10_000 - 368 * 22 / 2 - 736) / (4 * (2 * 2 + 34)))
-        full = Group(SMALL, replace(ROUND, memory_bytes=5000.0), 2)
-        assert not full.fits(EQUAL) and full.update(EQUAL) == Duration(inf, "memory of a learner")
-
-    def test_of_things_side_by_side_the_longer_counts_and_after_each_other_both(self):
-        short, long = Duration(1, "a"), Duration(2, "b")
-        assert longer(short, long) == long
-        assert short + long == Duration(3, "b")
+        assert self.seconds(ROUND) - self.seconds(self.QUICK) == pytest.approx(2 * 16 * 368 / (2 * 100))
