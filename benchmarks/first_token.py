@@ -13,7 +13,7 @@ from statistics import median
 
 from benchmarks.figure import Figure
 from benchmarks.side_process import QUOTED_LOG, SideFailed, run_in_process
-from rlhf_ray.config.load import save
+from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.stages.quickstart import RECIPE
@@ -65,7 +65,7 @@ def first_step(workload: Path, home: Path) -> PPOConfig:
 def start(config: PPOConfig, run: Path) -> float:
     """Seconds from one command to its first rollout."""
     file = run.with_suffix(".yaml")
-    save(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run)})}), file)
+    file.write_text(as_yaml(config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run)})})))
     command = [sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file)]
     began = time.time()
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)

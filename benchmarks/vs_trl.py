@@ -16,7 +16,7 @@ from benchmarks.side_process import run_in_process
 from benchmarks.trl.environment import trl_python
 from benchmarks.trl.paced_run import PacedRun
 from benchmarks.trl.start_models import models
-from rlhf_ray.config.load import resolve, save
+from rlhf_ray.config.load import as_yaml, resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.stages.quickstart import RECIPE
 
@@ -73,7 +73,7 @@ def our_config(models: Path, directory: Path, updates: int) -> PPOConfig:
 
 def our_run(config: PPOConfig, directory: Path) -> PacedRun:
     """Our side, ready to be entered."""
-    save(config, directory / "ours.yaml")
+    (directory / "ours.yaml").write_text(as_yaml(config))
     return PacedRun("ours", [sys.executable, "-m", "benchmarks.trl.rlhf_ray_run", directory / "ours.yaml"], {},
                     directory / "our_output", freeze=False)
 

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Union
 
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rlhf_ray.config.config_layers import Layer
 from rlhf_ray.config.fields import (
@@ -148,7 +148,7 @@ def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]
         what = f"is required (one of {types})" if given is None else f"must be one of {types}"
         shown = "" if given is None else f"={given!r}"
         return f"{name}.type{shown}: {what}{_origin((*place.path, 'type'), layers)}"
-    return f"{name}{_value(place, problem['input'])}: {_rule(place, problem)}{_origin(place.path, layers)}"
+    return f"{name}={_shortened(problem['input'])}: {_rule(place, problem)}{_origin(place.path, layers)}"
 
 
 def _meant(cls: type[BaseModel], place: _Place) -> str:
@@ -211,12 +211,9 @@ def _sentence(place: _Place) -> str:
     return f" ({' '.join(info.description.split()).rstrip('.')})" if info and info.description else ""
 
 
-def _value(place: _Place, value: Any) -> str:
-    """'=value', shortened; empty for secrets."""
-    if place.annotation is SecretStr or SecretStr in getattr(place.annotation, "__args__", ()):
-        return ""
+def _shortened(value: Any) -> str:
     text = repr(value)
-    return f"={text if len(text) <= 80 else text[:77] + '...'}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _origin(path: tuple[str, ...], layers: list[Layer]) -> str:

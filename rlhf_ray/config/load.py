@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, SecretStr, ValidationError
+from pydantic import ValidationError
 
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.conditional_fields import without_effect
@@ -28,7 +28,6 @@ from rlhf_ray.config.stages import (
     StageConfig,
 )
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.files.writing import write_atomically
 
 C = TypeVar("C", bound=StageConfig)
 
@@ -98,33 +97,8 @@ def _with(config: C, section: str, **values: Any) -> C:
 
 
 def as_yaml(config: StageConfig) -> str:
-    """A configuration as YAML that `load` reads back to an equal one. Secrets are left out."""
-    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
-
-
-def save(config: StageConfig, path: Path | str) -> None:
-    """Write a configuration as YAML that `load` reads back to an equal one. Secrets are left out.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, as_yaml(config).encode())
-    except OSError as e:
-        raise ConfigError(f"the configuration cannot be saved to {path}: {e}") from e
-
-
-def plain(value: Any) -> Any:
-    """A configuration as mappings, lists and scalars, without secrets."""
-    if isinstance(value, BaseModel):
-        return plain({name: getattr(value, name) for name in type(value).model_fields})
-    if isinstance(value, dict):
-        return {key: plain(v) for key, v in value.items() if not isinstance(v, SecretStr)}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    return value
+    """A configuration as YAML that `load` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def _refuse_unknown_options(cls: type[StageConfig], overrides: list[str]) -> None:

@@ -16,7 +16,6 @@ import yaml
 from rlhf_ray.checkpoint.remote import require_no_password
 from rlhf_ray.cluster.jobs.package import exists_here
 from rlhf_ray.config.fields import strings_of
-from rlhf_ray.config.load import plain
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ConfigError, ModelError, first_line
 from rlhf_ray.planning.node_spec import Node
@@ -78,7 +77,7 @@ def about_run(stage: str, config: StageConfig, directory: Path, arguments: Seque
 
 def digest(config: StageConfig) -> str:
     """Twelve hexadecimal digits of the SHA-256 of the resolved configuration: equal ones have equal digests."""
-    return hashlib.sha256(yaml.safe_dump(plain(config), sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def git_commit(directory: Path) -> str:

@@ -13,7 +13,7 @@ from benchmarks.estimators.outcome import Outcome, read_outcome, trailing_means
 from benchmarks.estimators.report import HEADINGS, charts, curve, markdown, write_plots, write_tables
 from benchmarks.estimators.runs import ESTIMATORS, OWN, run_config
 from benchmarks.svg import ticks
-from rlhf_ray.config.load import save
+from rlhf_ray.config.load import as_yaml
 from rlhf_ray.errors import ConfigError
 
 GOLD = [0.1, 0.9, 0.7, 0.8, 0.9, 0.9]
@@ -24,6 +24,11 @@ def outcome(name: str = "rloo", seed: int = 0, **changes: object) -> Outcome:
                    distinct=0.99, distinct_bigrams=0.2, seconds=40.0, samples=[128 * (i + 1) for i in range(6)],
                    gold=GOLD, kl=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
     return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def save(config, folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text(as_yaml(config))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -103,19 +108,19 @@ class TestRuns:
 
     def test_what_is_not_there_or_unfinished_is_run_and_may_resume(self, config, made, tmp_path):
         runs.run_unless_finished(config)
-        save(config, tmp_path / "run" / "config.yaml")
+        save(config, tmp_path)
         (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
         runs.run_unless_finished(config)
         assert made == [(config.run.dir, True)] * 2
 
     def test_what_is_finished_is_not_run(self, config, made, tmp_path):
-        save(config, tmp_path / "run" / "config.yaml")
+        save(config, tmp_path)
         (tmp_path / "run" / "summary.json").write_text("{}")
         runs.run_unless_finished(config)
         assert made == []
 
     def test_a_run_with_other_settings_is_refused(self, config, made, tmp_path):
-        save(run_config("rloo", 0, 25, Path("m"), tmp_path / "run"), tmp_path / "run" / "config.yaml")
+        save(run_config("rloo", 0, 25, Path("m"), tmp_path / "run"), tmp_path)
         (tmp_path / "run" / "summary.json").write_text("{}")
         with pytest.raises(ConfigError, match="other settings"):
             runs.run_unless_finished(config)
