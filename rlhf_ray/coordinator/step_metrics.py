@@ -8,7 +8,7 @@ import numpy as np
 from rlhf_ray.algorithms.logprob_gap import gap_quantile
 from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.observability.bottleneck import waiting_shares
-from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.observability.spans import StepClock, timeline
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.buffer_records import BufferStats
 
@@ -83,9 +83,10 @@ def step_metrics(
     absent = () if "critic_learner" in workers else CRITIC_PHASES
     absent = absent if mean_kl(outcome.summaries) is not None else (*absent, "reference")
     phases = [p for p in PHASES if p not in absent]
-    busy = clock.summary(outcome.began, outcome.ended, {**workers, **{f"phase:{p}": 1 for p in phases}})
-    metrics.update({f"time/{p}": seconds - busy[f"wait/phase:{p}"] for p in phases})
-    shares = waiting_shares(clock.work(outcome.began, outcome.ended), outcome.began, outcome.ended, workers)
+    spans = clock.work(outcome.began, outcome.ended)
+    line = timeline(spans, outcome.began, outcome.ended, [f"phase:{p}" for p in phases])
+    metrics.update({f"time/{p}": float(line.seconds[line.busy[f"phase:{p}"] > 0].sum()) for p in phases})
+    shares = waiting_shares(spans, outcome.began, outcome.ended, workers)
     metrics.update({f"share/{role}/{name}": share for role, its in shares.items() for name, share in its.items()})
     return metrics
 

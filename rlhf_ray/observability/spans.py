@@ -1,4 +1,4 @@
-"""When each worker was busy: spans of work by role and worker, and their sums over a window of time.
+"""When each worker was busy: spans of work by role and worker, and a window of time by busy workers.
 
 Times are seconds of the coordinator's monotonic clock (`time.monotonic`). Processes of one Linux host share that clock;
 hosts do not. A call on another host is placed by the time at which its answer arrived (`add_returned`).
@@ -7,7 +7,7 @@ hosts do not. A call on another host is placed by the time at which its answer a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Task(NamedTuple):
 
 
 class StepClock:
-    """Collects spans and sums them up, window by window. Windows are queried in order of time."""
+    """Collects spans of work."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
@@ -72,36 +72,11 @@ class StepClock:
             self.under_way.discard(task)
 
     def work(self, start: float, end: float) -> list[Span]:
-        """Spans that reach into the window; calls in progress count from their start to `end`.
-
-        Spans of windows that were summed up before are no longer available.
-        """
-        inside = [s for s in self._spans if s.end > start and s.start < end]
-        return inside + [Span(t.role, t.worker, t.since, end) for t in self.under_way if t.since < end]
-
-    def summary(self, start: float, end: float, workers: Mapping[str, int]) -> dict[str, float]:
-        """Busy and idle time between `start` and `end`. `workers` gives the number of workers of each role.
-
-        Overlapping spans of one worker count once; spans are cut at the window. Spans that ended before `start` are
-        forgotten.
-
-        Returns, for each role of `workers`:
-            busy/<role>: seconds of work, summed over its workers.
-            wait/<role>: seconds in which none of its workers was busy.
-        and wait/all: seconds in which no worker was busy, the coordinator overhead.
-
-        Raises:
-            ValueError: the window is empty, or a role has no workers.
-        """
-        if end <= start or any(count < 1 for count in workers.values()):
-            raise ValueError(f"no time or no workers to sum up: window {start:.6f}..{end:.6f}, workers {dict(workers)}")
+        """Spans that reach into the window; calls in progress count from their start to `end`. Spans that ended before
+        `start` are forgotten: windows are asked for in order of time."""
         self._spans = [s for s in self._spans if s.end > start]
-        line, result = timeline(self._spans, start, end, workers), {}
-        for role in workers:
-            result[f"busy/{role}"] = float(line.seconds @ line.busy[role])
-            result[f"wait/{role}"] = float(line.seconds[line.busy[role] == 0].sum())
-        result["wait/all"] = float(line.seconds[sum(line.busy.values()) == 0].sum())
-        return result
+        inside = [s for s in self._spans if s.start < end]
+        return inside + [Span(t.role, t.worker, t.since, end) for t in self.under_way if t.since < end]
 
 
 class Timeline(NamedTuple):
