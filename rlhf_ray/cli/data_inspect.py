@@ -118,4 +118,4 @@ def _built(cls: Any, values: dict[str, Any]) -> Any:
     try:
         return cls(**values)
     except ValidationError as error:
-        raise ConfigError(explain(cls, error, values, [Layer(values)])) from None
+        raise ConfigError(explain(cls, error, [Layer(values)])) from None

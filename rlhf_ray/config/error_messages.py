@@ -11,7 +11,6 @@ from rlhf_ray.config.config_layers import Layer
 from rlhf_ray.config.fields import (
     describe_fields,
     section_of_items,
-    section_tagged,
     sections_of,
     sections_of_values,
     type_tag,
@@ -55,21 +54,11 @@ class _Place:
     """Path of that union."""
 
 
-def explain(cls: type[BaseModel], error: ValidationError, values: dict[str, Any], layers: list[Layer]) -> str:
-    """One line per problem. `values` were validated; `layers` are their sources (later layers take precedence)."""
+def explain(cls: type[BaseModel], error: ValidationError, layers: list[Layer]) -> str:
+    """One line per problem; `layers` are the sources of the values (later layers take precedence)."""
     lines: list[str] = []
     for problem in error.errors(include_url=False):
-        place = _place(cls, problem["loc"])
-        if place.branch:
-            given = _get(values, place.union)
-            members = sections_of(_place(cls, place.union).annotation)
-            chosen = _chosen(members, given)
-            line = _neither(place.union, members, given, layers) if chosen is None else None
-            if chosen is not None and chosen is not place.branch:
-                continue
-        else:
-            line = None
-        line = line or _line(cls, place, problem, layers)
+        line = _line(cls, _place(cls, problem["loc"]), problem, layers)
         if line not in lines:
             lines.append(line)
     return "the configuration cannot run:\n" + "\n".join(f"  {line}" for line in lines)
@@ -106,31 +95,8 @@ def _place(cls: type[BaseModel], loc: tuple[Any, ...]) -> _Place:
 
 
 def _tagged(members: tuple[type[BaseModel], ...], tag: str) -> type[BaseModel] | None:
-    """The member that a union tag refers to: its `type`, "ModelConfig", or "function-after[check(), ModelConfig]"."""
-    return next((m for m in members if tag == type_tag(m) or re.search(rf"\b{m.__name__}\b", tag)), None)
-
-
-def _chosen(members: tuple[type[BaseModel], ...], given: Any) -> type[BaseModel] | None:
-    """The section that matches the given type or keys; None if none or several match."""
-    if tagged := section_tagged(members, given):
-        return tagged
-    keys = set(given) if isinstance(given, dict) else set()
-    marks = [keys & set(m.model_fields) - _shared(members) for m in members]
-    fitting = [m for m, own in zip(members, marks, strict=True) if own]
-    return fitting[0] if len(fitting) == 1 else None
-
-
-def _shared(members: tuple[type[BaseModel], ...]) -> set[str]:
-    return set.intersection(*(set(m.model_fields) for m in members))
-
-
-def _neither(path: tuple[str, ...], members: tuple[type[BaseModel], ...], given: Any, layers: list[Layer]) -> str:
-    name, keys = ".".join(path), sorted(given) if isinstance(given, dict) else []
-    wanted = " or ".join(
-        "{" + ", ".join(k for k, f in m.model_fields.items() if f.is_required()) + "}" for m in members
-    )
-    got = f"it has {', '.join(keys)}" if keys else f"it is {given!r}"
-    return f"{name}: needs the keys {wanted}, not both; {got}{_origin(path, layers)}"
+    """The member that a union tag refers to: its `type`, or its name."""
+    return next((m for m in members if tag in (type_tag(m), m.__name__)), None)
 
 
 def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]) -> str:
@@ -157,6 +123,8 @@ def _meant(cls: type[BaseModel], place: _Place) -> str:
     if place.branch and place.parent is place.branch and (owners := _types_with(cls, place, key)):
         return f"it belongs to type {' or '.join(owners)}, but this is of type {type_tag(place.branch)}; remove it"
     paths = [f.path for f in describe_fields(cls)]
+    if ".".join(place.path) in paths:  # of the other section of a union
+        return f"it does not go with the other keys of {place.path[-2]}; remove it"
     section = "".join(f"{name}." for name in place.path[:-1])
     if nested := [path for path in paths if path.startswith(section) and key in _tails(path)]:  # kl_coef: kl.coef
         return f"did you mean {' or '.join(nested[:3])}?"
@@ -233,9 +201,3 @@ def _origin_within(path: tuple[str, ...], text: str, layers: list[Layer]) -> str
             if keys[: len(path)] == path and re.search(rf"\b{re.escape(keys[-1])}\b", text):
                 return f" [{place}]"
     return _origin(path, layers)
-
-
-def _get(values: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values

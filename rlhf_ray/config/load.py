@@ -58,7 +58,7 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
     try:
         config = cls(**values)
     except ValidationError as e:
-        raise ConfigError(explain(cls, e, values, layers)) from None
+        raise ConfigError(explain(cls, e, layers)) from None
     config = resolve(config)
     for sentence in without_effect(config, warns=True):
         logging.getLogger(__name__).warning(sentence)

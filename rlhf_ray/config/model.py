@@ -1,9 +1,9 @@
 """Models: loaded from a path, or initialised from scratch."""
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from rlhf_ray.config.section import Section
 
@@ -115,3 +115,18 @@ class NewModelConfig(Section):
     """Directory or Hub name of the tokenizer that fixes the vocabulary."""
     dtype: DType = "float32"
     """Precision of the weights in memory."""
+
+
+def _kind(given: Any) -> str | None:
+    if not isinstance(given, dict):
+        return type(given).__name__
+    kinds = [name for name, key in (("ModelConfig", "path"), ("NewModelConfig", "architecture")) if key in given]
+    return kinds[0] if len(kinds) == 1 else None
+
+
+StartModel = Annotated[
+    Annotated[ModelConfig, Tag("ModelConfig")] | Annotated[NewModelConfig, Tag("NewModelConfig")],
+    Discriminator(_kind, custom_error_type="model_or_architecture",
+                  custom_error_message="needs the keys path, or architecture and tokenizer, not both"),
+]
+"""A model by its path, or a new one by its architecture."""

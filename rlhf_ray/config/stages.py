@@ -17,7 +17,7 @@ from rlhf_ray.config.data import (
 )
 from rlhf_ray.config.generation import GenerationConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig, PPOLearnerConfig, RewardLearnerConfig, SFTLearnerConfig
-from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.model import ModelConfig, StartModel
 from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
 from rlhf_ray.config.section import Section
@@ -60,7 +60,7 @@ class SupervisedTrainingConfig(Section):
 class SFTConfig(StageConfig):
     """`rlhf-ray sft`: supervised fine-tuning on demonstrations, on packed sequences."""
 
-    model: ModelConfig | NewModelConfig
+    model: StartModel
     """Model to start from: a `path`, or an `architecture` and `tokenizer` to make one."""
     data: DemonstrationsConfig
     """Demonstrations."""
@@ -101,7 +101,7 @@ class RewardModelConfig(StageConfig):
 class ProcessRewardConfig(StageConfig):
     """`rlhf-ray process-reward`: a language model that judges each step of a solution (Lightman et al. 2023)."""
 
-    model: ModelConfig | NewModelConfig
+    model: StartModel
     """Model to start from: a `path`, or an `architecture` and `tokenizer` to make one."""
     data: ProcessRowsConfig
     """Solutions whose steps are labelled."""
