@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 ROLE_COLOURS = {
     "generator": "generator",
@@ -32,7 +32,8 @@ COMPONENT_COLOURS = ("reward", "generator", "weights", "reference", "critic", "p
 """Colours of a reward's components, used in turn."""
 
 
-class ChartPlan(NamedTuple):
+@dataclass(frozen=True)
+class ChartPlan:
     """A line chart of the metrics that the run has numbers for."""
 
     title: str
@@ -40,8 +41,8 @@ class ChartPlan(NamedTuple):
     section: str
     healthy: str
     colours: tuple[str, ...] = ("generator", "critic")
-    axis: str = ""
-    """Title of the y axis with its unit, short enough for a card; the first metric's own when empty."""
+    axis: str = field(kw_only=True)
+    """Title of the y axis with its unit, short enough for a card."""
     ticks: str = ""
     """d3 format of the y axis: ".0%" for shares, which then start at zero."""
     only_if_changing: bool = False

@@ -101,27 +101,10 @@ METRICS: dict[str, Metric] = {
     "eval/probability": Metric("Probability of a good held-out step, mean"),
 }
 
-_PREFIXES = {
-    "reward/component/": ("mean before its weight", "reward units"),
-    "reward/failures/": ("not judged in the ordinary way", "share"),
-    "reward/failed_tries/": ("tries without an answer that could be used", "a step"),
-    "eval/reward/": ("held-out mean before its weight", "reward units"),
-    "eval/pass@": ("solved by one of that many samples", "share of prompts"),
-    "share/": ("share of its time", "share"),
-    "busy/": ("busy time", "seconds"),
-    "wait/": ("waiting time", "seconds"),
-    "time/": ("time", "seconds"),
-}
-
 
 def describe(name: str) -> Metric:
     """A metric's description; one that is not listed is described by its name."""
-    if name in METRICS:
-        return METRICS[name]
-    for prefix, (what, unit) in _PREFIXES.items():
-        if name.startswith(prefix):
-            return Metric(f"{readable(name.removeprefix(prefix))}: {what}", unit)
-    return Metric(readable(name))
+    return METRICS.get(name) or Metric(readable(name))
 
 
 def readable(name: str) -> str:

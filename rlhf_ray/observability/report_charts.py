@@ -95,7 +95,7 @@ def _line_chart(plan: ChartPlan, rows: Rows) -> Chart | None:
         section=plan.section,
         latest=_latest(plan, lines),
         data=data,
-        layout=_layout(plan.axis or describe(next(iter(lines))).axis, legend=len(lines) > 1, ticks=plan.ticks),
+        layout=_layout(plan.axis, legend=len(lines) > 1, ticks=plan.ticks),
     )
 
 
