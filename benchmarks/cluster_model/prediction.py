@@ -118,7 +118,7 @@ def packed(config: PPOConfig, nodes: Sequence[Node]) -> Placement:
         for rank in range(place.workers if place.gpus else 0):
             devices = [next(free) for _ in range(int(place.gpus))]
             workers.append(Worker(name, rank, place.pool, rank, devices[0][0], tuple(device for _, device in devices)))
-    return Placement(tuple(workers), {}, ())
+    return Placement(tuple(workers), ())
 
 
 def recommended(run: RunShape) -> Predicted | Refused:

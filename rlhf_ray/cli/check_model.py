@@ -14,18 +14,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 COLOURS = {"works": "green", "warning": "yellow", "fails": "red", "refused": "red", "not checked": "yellow",
            "does not apply": "dim"}
-
-
-class PartName(StrEnum):
-    """Parts of the check, as `stages.check_model.PARTS` has them."""
-
-    tokenizer = "tokenizer"
-    stops = "stops"
-    chat = "chat"
-    passes = "passes"
-    scalar = "scalar"
-    lora = "lora"
-    generation = "generation"
+PartName = StrEnum("PartName", ["tokenizer", "stops", "chat", "passes", "scalar", "lora", "generation"])
+"""Parts of the check, as `stages.check_model.PARTS` has them."""
 
 
 def check_model(

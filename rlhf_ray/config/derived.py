@@ -23,7 +23,6 @@ from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
 
 REFERENCE_METRICS = ("kl", "perplexity")
 """Metrics of an evaluation that are computed from the reference's log-probabilities."""
-"""Stands for the reference of a run without one."""
 
 
 @dataclass(frozen=True)

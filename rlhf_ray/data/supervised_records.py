@@ -45,12 +45,6 @@ class Pairs:
         """[N] tokens per pair, both sides together."""
         return self.chosen.lengths + self.rejected.lengths
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both sides."""
-        margins = 0 if self.margins is None else self.margins.nbytes
-        return self.chosen.nbytes + self.rejected.nbytes + margins
-
     def select(self, rows: Any) -> Self:
         """The given pairs, in the given order (copies)."""
         margins = None if self.margins is None else self.margins[np.asarray(rows, dtype=np.int64)]

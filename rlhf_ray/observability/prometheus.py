@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rlhf_ray.errors import first_line
-from rlhf_ray.observability.metric_catalogue import METRICS, NONE_IF_ABSENT, Metric, describe
+from rlhf_ray.observability.metric_catalogue import NONE_IF_ABSENT, Metric, describe
 
 
 class Series(NamedTuple):
@@ -93,11 +93,6 @@ def series_of(metric: str) -> Series:
     return Series(gauge_name(metric), {})
 
 
-def labels_of(series: Series) -> tuple[str, ...]:
-    """Label names of the series, `run` first."""
-    return ("run", *series.labels)
-
-
 def help_of(metric: str) -> str:
     """The help text of a metric with its unit, in the characters that Ray's metrics accept."""
     if metric in LIVE:
@@ -111,15 +106,6 @@ def help_of(metric: str) -> str:
 def gauge_name(metric: str) -> str:
     """A name that Prometheus accepts: `reward/mean` becomes `rlhf_reward_mean`."""
     return "rlhf_" + re.sub(r"[^a-zA-Z0-9_]+", "_", metric)
-
-
-def exported() -> dict[str, tuple[str, ...]]:
-    """Every name that is known beforehand, as Prometheus sees it, with its labels except `run`."""
-    known = {gauge_name(name): live.labels for name, live in LIVE.items()}
-    known |= {series_of(name).name: tuple(series_of(name).labels) for name in METRICS}
-    known |= {family.name: family.labels for family in FAMILIES}
-    known["rlhf_reward_component_std"] = ("component",)
-    return {f"ray_{name}": labels for name, labels in known.items()}
 
 
 def _member(family: Family, rest: str) -> Series:
@@ -180,7 +166,7 @@ class Gauges:
         if series.name not in self._gauges:
             from ray.util.metrics import Gauge
 
-            self._gauges[series.name] = Gauge(series.name, description=help_text, tag_keys=labels_of(series))
+            self._gauges[series.name] = Gauge(series.name, description=help_text, tag_keys=("run", *series.labels))
         self._gauges[series.name].set(value, tags={"run": self._run, **series.labels})
 
 

@@ -57,30 +57,21 @@ def changes(before: Mapping[str, float | None], after: Mapping[str, float | None
     return [Change(name, before.get(name), after.get(name)) for name in names]
 
 
-def before_after_table(
-    rows: Iterable[Change | tuple[str, float | None, float | None]], plain: bool = False,
-    sides: tuple[str, str] = ("before", "after"),
-) -> Table:
-    """A table of metric, before, after, change; without borders and colours when `plain`."""
-    table = _table(plain, "metric")
-    for heading in (*sides, "change"):
-        table.add_column(heading, justify="right")
-    for row in (Change(*r) for r in rows):
-        difference = "" if row.difference is None else f"{row.difference:+.4g}"
-        style = {"better": "bold green", "worse": "bold red"}.get(row.verdict, "")
-        change = f"{difference} {row.verdict}".strip()
-        table.add_row(Text(row.metric), number(row.before), number(row.after), Text(change, style=style))
-    return table
-
-
 def print_before_after(
-    rows: Iterable[Change | tuple[str, float | None, float | None]], stream: TextIO | None = None,
-    sides: tuple[str, str] = ("before", "after"),
+    rows: Iterable[Change], stream: TextIO | None = None, sides: tuple[str, str] = ("before", "after")
 ) -> None:
     """Print the change from before to after, or from one of two `sides` to the other: coloured in a terminal, aligned
     plain text elsewhere."""
     stream = stream or sys.stdout
-    _print(before_after_table(rows, not is_terminal(stream), sides), stream)
+    table = _table(not is_terminal(stream), "metric")
+    for heading in (*sides, "change"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        difference = "" if row.difference is None else f"{row.difference:+.4g}"
+        style = {"better": "bold green", "worse": "bold red"}.get(row.verdict, "")
+        change = f"{difference} {row.verdict}".strip()
+        table.add_row(Text(row.metric), number(row.before), number(row.after), Text(change, style=style))
+    _print(table, stream)
 
 
 def print_texts(texts: Sequence[Mapping[str, str]], stream: TextIO | None = None) -> None:

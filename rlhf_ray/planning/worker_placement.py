@@ -35,11 +35,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class Placement:
-    """Node of every worker and bundle, and the pools that were not placed."""
+    """Where every worker runs, and the pools that were not placed."""
 
     workers: tuple[Worker, ...]
-    bundles: Mapping[tuple[str, int], str]
-    """Node of each bundle."""
     shortages: tuple[str, ...]
     """A message for each pool that does not fit."""
 
@@ -55,7 +53,7 @@ def place(
     arrangement = arrange(pools, nodes)
     bundles, first_gpu = _bundles(pools, arrangement, nodes)
     workers = _workers(pools, placements, bundles, first_gpu)
-    return Placement(tuple(workers), bundles, tuple(explain_shortage(pools, nodes, arrangement)))
+    return Placement(tuple(workers), tuple(explain_shortage(pools, nodes, arrangement)))
 
 
 def _bundles(

@@ -24,6 +24,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.run_state import kl_controller
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.engine.deepspeed_engine import adamw, deepspeed_config, learning_rate
+from rlhf_ray.planning.bundle_packing import arrange
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.node_spec import parse_nodes
 from rlhf_ray.planning.plan import make_plan
@@ -195,7 +196,7 @@ ROWS: list[Row] = [
           "tests/cluster/test_lost_learners.py::"
           "test_learners_that_are_lost_again_and_again_end_the_run", stages=("ppo",)),
     # Pools and placements
-    Differs(("pools.NAME.bundles",), (1, 2), plan),
+    Differs(("pools.NAME.bundles",), (1, 2), lambda config, _: arrange(config.pools, parse_nodes("1x2xH100")).shares),
     Differs(("pools.NAME.gpus",), (1, 2), lambda _, pool: pool.bundle),
     Differs(("pools.NAME.cpus",), (4, 8), lambda _, pool: pool.bundle),
     Differs(("pools.NAME.resources",), ({}, {"rack": 1.0}), plan),

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlhf_ray.observability import prometheus
 from rlhf_ray.observability.chart_specs import CHARTS
 from rlhf_ray.observability.metric_catalogue import METRICS
-from rlhf_ray.observability.prometheus import LIVE, exported
+from rlhf_ray.observability.prometheus import LIVE, gauge_name, series_of
 
 ROOT = Path(__file__).parents[3] / "launch" / "monitoring"
 OURS = re.compile(r"ray_rlhf_\w+")
@@ -51,6 +52,15 @@ FAMILIES = ("share/", "time/", "reward/component/", "reward/failures/", "reward/
 def checked_in():
     """The dashboard as Grafana is given it."""
     return json.loads((ROOT / "grafana/dashboards/rlhf_ray.json").read_text())
+
+
+def exported():
+    """Every name that is known beforehand, as Prometheus sees it, with its labels except `run`."""
+    known = {gauge_name(name): live.labels for name, live in LIVE.items()}
+    known |= {series_of(name).name: tuple(series_of(name).labels) for name in METRICS}
+    known |= {family.name: family.labels for family in prometheus.FAMILIES}
+    known["rlhf_reward_component_std"] = ("component",)
+    return {f"ray_{name}": labels for name, labels in known.items()}
 
 
 def charts():

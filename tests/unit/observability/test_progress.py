@@ -27,7 +27,7 @@ def test_plain_output_has_no_escape_codes_even_when_colour_is_forced(monkeypatch
         progress.update(1, reward=0.5)
         progress.warn("generator 1 was lost")
         progress.update(2, reward=0.75)
-    print_before_after([("reward", 0.0, 1.0)], stream)
+    print_before_after([Change("reward", 0.0, 1.0)], stream)
     print_texts([{"prompt": "a", "before": f"{ESCAPE}[31mred", "after": "[bold]x[/bold]"}], stream)
     text = stream.getvalue()
     assert ESCAPE not in text
@@ -122,8 +122,8 @@ def test_a_terminal_shows_a_live_bar_with_numbers_notes_and_warnings():
 
 def test_a_terminal_gets_a_coloured_table():
     shown = in_a_terminal("""
-        from rlhf_ray.observability.tables import print_before_after
-        print_before_after([("reward", 0.0, 0.5), ("eval/loss", 1.0, 2.0)])
+        from rlhf_ray.observability.tables import Change, print_before_after
+        print_before_after([Change("reward", 0.0, 0.5), Change("eval/loss", 1.0, 2.0)])
     """)
     assert re.search(rf"{ESCAPE}\[1;32m *\+0\.5 better", shown), "green"
     assert re.search(rf"{ESCAPE}\[1;31m *\+1 worse", shown), "red"
@@ -131,7 +131,7 @@ def test_a_terminal_gets_a_coloured_table():
 
 def test_plain_tables_are_aligned():
     stream = io.StringIO()
-    print_before_after([("reward/mean", 0.125, 0.5), ("kl", 0.0, None)], stream)
+    print_before_after([Change("reward/mean", 0.125, 0.5), Change("kl", 0.0, None)], stream)
     assert lines_of(stream) == [
         "metric       before  after         change",
         "reward/mean   0.125    0.5  +0.375 better",

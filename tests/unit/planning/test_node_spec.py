@@ -53,6 +53,14 @@ def node(name="n", cpus=8.0, gpus=0, **more):
     return Node(name, {"CPU": cpus, "GPU": gpus}, 64 * GIB, H100 if gpus else None, **more)
 
 
+def where(workers, pools, *nodes):
+    """The nodes of a role in each pool, whose workers fill a bundle each."""
+    roles = {name: PlacementConfig(pool=name, workers=count, cpus=pools[name].cpus) for name, count in workers.items()}
+    placed = place(pools, roles, nodes)
+    assert not placed.shortages
+    return {name: [worker.node for worker in placed.workers if worker.role == name] for name in workers}
+
+
 class TestPlacement:
     """Bundles on nodes, workers on devices."""
 
@@ -71,13 +79,13 @@ class TestPlacement:
     @pytest.mark.parametrize(("strategy", "nodes"), [
         ("PACK", ["x", "x"]), ("STRICT_PACK", ["x", "x"]), ("SPREAD", ["x", "y"]), ("STRICT_SPREAD", ["x", "y"])])
     def test_strategies(self, strategy, nodes):
-        placed = place({"p": PoolConfig(bundles=2, cpus=2, strategy=strategy)}, {}, [node("x"), node("y")])
-        assert [placed.bundles["p", i] for i in range(2)] == nodes
+        pools = {"p": PoolConfig(bundles=2, cpus=2, strategy=strategy)}
+        assert where({"p": 2}, pools, node("x"), node("y")) == {"p": nodes}
 
     def test_labels_come_first_and_are_kept(self):
         pools = {"free": PoolConfig(bundles=1, cpus=8), "bound": PoolConfig(cpus=8, labels={"role": "policy"})}
-        placed = place(pools, {}, [node("x", labels={"role": "policy"}), node("y")])
-        assert placed.bundles == {("bound", 0): "x", ("free", 0): "y"}
+        nodes = node("x", labels={"role": "policy"}), node("y")
+        assert where({"bound": 1, "free": 1}, pools, *nodes) == {"bound": ["x"], "free": ["y"]}
 
     @pytest.mark.parametrize(("pool", "told"), [
         (PoolConfig(cpus=2, labels={"role": "critic"}), "none of the 2 nodes has these labels"),
@@ -100,6 +108,4 @@ class TestPlacement:
 
     def test_an_arrangement_that_must_be_looked_for_is_the_one_planned_for(self):
         pools = {"a": PoolConfig(cpus=3), "b": PoolConfig(bundles=2, cpus=2)}
-        placed = place(pools, {}, [node("x", cpus=4.0), node("y", cpus=3.0)])
-        assert not placed.shortages
-        assert placed.bundles == {("a", 0): "y", ("b", 0): "x", ("b", 1): "x"}
+        assert where({"a": 1, "b": 2}, pools, node("x", cpus=4.0), node("y", cpus=3.0)) == {"a": ["y"], "b": ["x", "x"]}
