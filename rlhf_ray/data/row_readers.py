@@ -58,14 +58,6 @@ def usable_blocks(
             yield rows, values
 
 
-def section_values(config: DataSection, row_errors: RowErrors, read: Callable[[Rows, int], T]) -> tuple[Rows, list[T]]:
-    """All well-formed rows of a section that is not a mix, and the value that `read` returns for each."""
-    blocks = [row_errors.values(rows, read) for rows in section_rows(config, row_errors)]
-    rows = Rows(config.location, [r for block, _ in blocks for r in block.records],
-                [line for block, _ in blocks for line in block.lines])
-    return rows, [value for _, values in blocks for value in values]
-
-
 def stream_rows(path: str, row_errors: RowErrors, split: str = "train", limit: int | None = None,
                 subset: str | None = None, revision: str | None = None) -> Iterator[Rows]:
     """Blocks of rows, all or the first `limit`. No more than a block is in memory at a time.

@@ -14,7 +14,7 @@ from rlhf_ray.data.chat import PromptFormat, PromptText, identity
 from rlhf_ray.data.encoding import encode_prompts, flat_tokens
 from rlhf_ray.data.held_out import group_digest
 from rlhf_ray.data.load_report import LoadReport, RowErrors
-from rlhf_ray.data.row_readers import section_values
+from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.data.rows import Rows, checked_text
 from rlhf_ray.data.stepwise_format import StepTokens
 from rlhf_ray.errors import DataError
@@ -68,20 +68,22 @@ def load_process_rows(
         ModelError: the placeholder, good or bad text is not a single token; chat messages without a template.
     """
     tokens, row_errors = StepTokens.of(steps, tokenizer), row_errors or RowErrors()
-    rows, values = section_values(config, row_errors, StepFormat(config, steps, tokenizer).read)
-    row_errors.check()
-    prompts = encode_prompts(tokenizer, [value.prompt for value in values])
-    solutions, labels = [value.solution for value in values], [value.labels for value in values]
-    report = LoadReport(config.location)
-    table = _table(*tokens.rows(tokenizer, prompts, solutions), labels, tokens)
-    kept = report.keep(rows, {
-        "no step has a label": np.array([np.isnan(row).all() for row in labels], dtype=bool),
-        f"a step contains the separator {steps.separator!r}": np.array([
-            any(steps.separator in step for step in solution) for solution in solutions], dtype=bool),
-        f"longer than max_tokens={config.max_tokens}": table.lengths > config.max_tokens})
+    report, blocks = LoadReport(config.location), [_table([], [], [], tokens)]
+    digests: list[int] = []
+    for rows, values in usable_blocks(config, row_errors, StepFormat(config, steps, tokenizer).read):
+        prompts = encode_prompts(tokenizer, [value.prompt for value in values])
+        places = tokens.rows(tokenizer, prompts, [value.solution for value in values])
+        table = _table(*places, [value.labels for value in values], tokens)
+        kept = report.keep(rows, {
+            "no step has a label": np.array([np.isnan(value.labels).all() for value in values]),
+            f"a step contains the separator {steps.separator!r}": np.array([
+                any(steps.separator in step for step in value.solution) for value in values]),
+            f"longer than max_tokens={config.max_tokens}": table.lengths > config.max_tokens})
+        blocks.append(table.select(kept))
+        digests += [group_digest(identity(values[i].prompt.text, values[i].prompt.messages, config.system))
+                    for i in kept]
     row_errors.finish(report, "Label the steps, choose another steps.separator, or raise max_tokens")
-    groups = (identity(values[i].prompt.text, values[i].prompt.messages, config.system) for i in kept)
-    return table.select(kept), np.array([group_digest(group) for group in groups], dtype=np.uint64), report
+    return join_step_rows(blocks, tokens.good), np.array(digests, dtype=np.uint64), report
 
 
 class StepFormat:
