@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,11 @@ from rlhf_ray.config.data import (
     PromptsConfig,
     StepsConfig,
 )
-from rlhf_ray.data.demonstrations import DemonstrationFormat, load_demonstrations, load_pretraining_text, texts_of
+from rlhf_ray.data.demonstrations import load_demonstrations, load_pretraining_text
 from rlhf_ray.data.load_report import LoadReport, RowErrors
-from rlhf_ray.data.preferences import PreferenceFormat, load_preferences
-from rlhf_ray.data.prompts import prompt_format, stream_prompts
-from rlhf_ray.data.row_readers import section_rows
-from rlhf_ray.data.rows import Rows
-from rlhf_ray.data.stepwise_supervision import IGNORE, StepFormat, load_process_rows
+from rlhf_ray.data.preferences import load_preferences
+from rlhf_ray.data.prompts import stream_prompts
+from rlhf_ray.data.stepwise_supervision import IGNORE, load_process_rows
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.records import Ragged
 
@@ -146,50 +144,3 @@ def _loss(rows: Ragged, i: int) -> NDArray[np.bool_]:
     if hasattr(rows, "placeholders"):
         return np.asarray(rows.row(i, "placeholders") & (rows.row(i, "labels") != IGNORE))
     return np.zeros(int(rows.lengths[i]), dtype=bool)
-
-
-def row_reader(
-    config: DataSection, tokenizer: PreTrainedTokenizerBase, steps: StepsConfig | None = None
-) -> Callable[[Rows, int], Any]:
-    """The function that reads a row of a section that is not a mix, and raises an error if it is malformed.
-
-    Args:
-        steps: how steps are written, for process-labelled rows.
-    """
-    if isinstance(config, PromptsConfig):
-        return prompt_format(config, tokenizer).read
-    if isinstance(config, DemonstrationsConfig):
-        return DemonstrationFormat(config, tokenizer).read
-    if isinstance(config, PtxConfig):
-        return DemonstrationFormat(texts_of(config), tokenizer).read
-    if isinstance(config, PreferencesConfig):
-        return PreferenceFormat(config, tokenizer).read
-    if isinstance(config, ProcessRowsConfig) and steps:
-        return StepFormat(config, steps, tokenizer).read
-    raise TypeError(f"{type(config).__name__} has no reader of its own")
-
-
-def check_rows(config: DataSection, tokenizer: PreTrainedTokenizerBase, steps: StepsConfig | None = None) -> int:
-    """Read the rows of a section that is not a mix, without tokenising them, and count them.
-
-    Raises:
-        DataError, ModelError: rows cannot be used; names them.
-    """
-    row_errors, read = RowErrors(), row_reader(config, tokenizer, steps)
-    count = 0
-    for rows in section_rows(config, row_errors):
-        row_errors.values(rows, read)
-        count += len(rows)
-    row_errors.check()
-    return count
-
-
-def check_some_are_left(config: DataSection, tokenizer: PreTrainedTokenizerBase,
-                        steps: StepsConfig | None = None) -> None:
-    """Load a small section that is not a mix, to check that some of its rows are kept.
-
-    Raises:
-        DataError, ModelError: no row is left, or too few to hold some out; the message counts them by reason.
-    """
-    for _ in _blocks(config, tokenizer, Inspection(LoadReport(config.location), RowErrors()), steps):
-        pass

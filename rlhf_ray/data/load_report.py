@@ -54,6 +54,8 @@ class LoadReport:
     """Of those kept, how many are not trained on."""
     digest: RowDigest = field(default_factory=RowDigest, repr=False, compare=False)
     """Of all rows read."""
+    fix: str = field(default="", repr=False, compare=False)
+    """What to do when no row is left."""
 
     def __str__(self) -> str:
         held_out = f", {self.held_out} of them held out" if self.held_out else ""
@@ -84,17 +86,14 @@ class LoadReport:
         return [(source, reason, lines) for reason, left_out in self.left_out.items()
                 for source, lines in left_out.lines.items()]
 
-    def require_rows(self, fix: str) -> None:
+    def require_rows(self) -> None:
         """Check that rows are left to train on.
-
-        Args:
-            fix: what to do when no row is left, for the message.
 
         Raises:
             DataError: no row is left.
         """
         if not self.kept:
-            raise DataError(f"no row is left. {self}. {fix}")
+            raise DataError(f"no row is left. {self}. {self.fix}")
 
 
 def contents_of(reports: Iterable[LoadReport]) -> Contents:
@@ -193,9 +192,10 @@ class RowErrors:
         Raises:
             DataError, ModelError: rows cannot be used, or no row is left.
         """
-        self.check()
+        report.fix = fix
         if not self.lenient:
-            report.require_rows(fix)
+            self.check()
+            report.require_rows()
 
     def check(self) -> None:
         """Raise the collected errors: a single one as it is, several as one error with all messages.
@@ -203,14 +203,14 @@ class RowErrors:
         Raises:
             DataError, ModelError: rows cannot be used.
         """
-        if not self.fatal:
+        if not self.count:
             return
         if self.count == 1:
             raise self.first[0]
-        stopped = ("; reading stopped there (`rlhf-ray data inspect --unusable=FILE` names all)"
-                   if self.count >= MOST else "")
         listed = "\n".join(f"  {error}" for error in self.messages)
-        raise type(self.first[0])(f"{self.count} rows cannot be used{stopped}:\n{listed}")
+        told = (f"{self.count} rows cannot be used" if self.count < MOST else
+                f"at least {self.count} rows cannot be used (`rlhf-ray data inspect --unusable=FILE` names all)")
+        raise type(self.first[0])(f"{told}:\n{listed}")
 
 
 def _without_place(error: RLHFError, source: str, line: int) -> str:

@@ -13,7 +13,7 @@ from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.coordinator.recovery import Geometry, check_geometry
-from rlhf_ray.data.inspection import check_rows, check_some_are_left
+from rlhf_ray.data.inspection import inspect
 from rlhf_ray.data.row_readers import check_on_hub, is_local, local_files
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
@@ -61,8 +61,10 @@ def check_first_rows(
         if is_local(part.location):
             limit = min(part.limit or FIRST_ROWS, FIRST_ROWS)
             first = part.model_copy(update={"limit": limit})
-            if check_rows(first, tokenizer, steps) < limit or part.limit == limit:
-                check_some_are_left(first, tokenizer, steps)
+            found = inspect(first, tokenizer, 0, steps)
+            found.row_errors.check()
+            if found.report.rows < limit or part.limit == limit:
+                found.report.require_rows()
 
 
 def check_data_file(path: str, field: str, revision: str | None = None) -> None:

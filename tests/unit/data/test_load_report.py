@@ -22,7 +22,7 @@ def where(*rows: int) -> np.ndarray:
 def test_each_row_is_kept_or_named_once_under_its_first_reason():
     report = LoadReport("rows.jsonl")
     assert report.keep(ROWS, {"empty": where(1), "long": where(1, 3), "odd": where()}).tolist() == [0, 2]
-    report.require_rows("")
+    report.require_rows()
     left_out = {"empty": lines(3), "long": lines(8)}
     assert report == LoadReport("rows.jsonl", rows=4, kept=2, left_out=left_out)
 
@@ -78,7 +78,7 @@ def test_a_digest_of_objects_does_not_depend_on_where_they_are_in_memory():
 
 
 def test_no_row_left_is_an_error_with_reasons_and_fix():
-    report = LoadReport("rows.jsonl")
+    report = LoadReport("rows.jsonl", fix="raise the limit")
     report.keep(ROWS, {"long": where(0, 1, 2, 3)})
     with pytest.raises(DataError, match=r"no row is left.*0 of 4 rows.*4 left out: long.*raise the limit"):
-        report.require_rows("raise the limit")
+        report.require_rows()

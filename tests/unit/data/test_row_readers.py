@@ -8,7 +8,7 @@ import pytest
 
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
-from rlhf_ray.data.load_report import MOST, RowErrors
+from rlhf_ray.data.load_report import MOST, LoadReport, RowErrors
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompt_table import open_prompts
 from rlhf_ray.data.row_readers import BLOCK, read_rows, stream_rows
@@ -79,8 +79,7 @@ def test_reading_stops_after_many_faults(write_jsonl, tokenizer):
     with pytest.raises(DataError) as raised:
         open_prompts(PromptsConfig(path=path), tokenizer)
     said = str(raised.value).splitlines()
-    assert said[0] == (f"{MOST} rows cannot be used; reading stopped there (`rlhf-ray data inspect --unusable=FILE` "
-                       "names all):")
+    assert said[0] == f"at least {MOST} rows cannot be used (`rlhf-ray data inspect --unusable=FILE` names all):"
     lines = ", ".join(map(str, range(1, MOST + 1)))
     assert said[1:] == [f"  {path}, lines {lines}: no column 'prompt'; the row has ['text']. Set prompts.column, or "
                         "add it"]
@@ -102,4 +101,6 @@ def test_a_lenient_reader_counts_on_and_keeps_the_good_rows(write_jsonl):
     rows = list(stream_rows(bad_prompts(write_jsonl), row_errors))
     good, values = row_errors.values(rows[0], lambda rows, i: rows.text(i, "prompt"))
     assert (values, good.lines, row_errors.count) == (["We saw", "I read"], [1, 4], 4)
-    row_errors.check()
+    row_errors.finish(LoadReport("rows.jsonl"), "")
+    with pytest.raises(DataError, match="^4 rows cannot be used"):
+        row_errors.check()
