@@ -48,9 +48,6 @@ def check_model(
     Examples: `rlhf-ray check-model Qwen/Qwen2.5-0.5B-Instruct --tokens 1024`,
     `rlhf-ray check-model runs/quickstart --skip generation --json`
     """
-    from rlhf_ray.cli.library_logging import quiet_libraries
-
-    quiet_libraries()
     from rlhf_ray.stages.check_model import CheckOptions, run
 
     options = CheckOptions(model, tuple(map(str, skip or ())), tokens, dtype)

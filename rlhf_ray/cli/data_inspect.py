@@ -36,14 +36,12 @@ def inspect(
     The exit code is 1 if rows are malformed, which training would refuse, and 2 if no row can be used.
     """
     from rlhf_ray.cli.data_report import print_inspection
-    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.model import ModelConfig
     from rlhf_ray.data.inspection import inspect as look
     from rlhf_ray.data.load_report import left_out_lines
     from rlhf_ray.files.writing import write_atomically
     from rlhf_ray.models.loading import load_tokenizer
 
-    quiet_libraries()
     given = _given(context.args)
     if kind is None:
         kind, columns = _kind(path, given)

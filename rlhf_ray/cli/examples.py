@@ -40,9 +40,6 @@ def quickstart(
     finished = RunDirectory(directory).finished_stage() == "quickstart"  # its PPO stage also writes a summary
     if finished if fresh is None else fresh:
         set_aside(directory)
-    from rlhf_ray.cli.library_logging import quiet_libraries
-
-    quiet_libraries()
     importlib.import_module("rlhf_ray.stages.quickstart").run(directory, seed, list(ctx.args), family)
 
 
@@ -79,8 +76,5 @@ def example(
     """
     if ctx.args and not ctx.args[0].startswith("--"):
         raise ConfigError(f"unexpected argument {ctx.args[0]!r}; an example takes only options and overrides")
-    from rlhf_ray.cli.library_logging import quiet_libraries
-
-    quiet_libraries()
     run = importlib.import_module(f"rlhf_ray.stages.{name}_example").run
     run(directory or Path("runs") / name, estimator, seed, list(ctx.args))

@@ -55,7 +55,6 @@ def prepare_engine() -> None:
     import logging
     import os
 
-    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.generation import GenerationConfig
     from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 
@@ -65,7 +64,6 @@ def prepare_engine() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    quiet_libraries()
 
 
 def generate(

@@ -1,4 +1,4 @@
-"""Reduces the log output of other libraries during a run. Called by commands, never on import."""
+"""Reduces the log output of other libraries. Called before a command, never on import."""
 
 import os
 import warnings

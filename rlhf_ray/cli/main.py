@@ -17,6 +17,7 @@ from rlhf_ray.cli.examples import example, quickstart
 from rlhf_ray.cli.generate_commands import compare, generate
 from rlhf_ray.cli.jobs import jobs, logs, stop
 from rlhf_ray.cli.ledger import ledger
+from rlhf_ray.cli.library_logging import quiet_libraries
 from rlhf_ray.cli.plan import plan
 from rlhf_ray.cli.run_commands import profile, report, scale, status
 from rlhf_ray.cli.serve_reward import serve_reward
@@ -27,6 +28,8 @@ from rlhf_ray.errors import RLHFError, RunInterrupted, StoppedEarly
 TRAINING, CLUSTER, MODELS, AROUND = "Stages", "On a cluster", "With a model", "Around a run"
 RUNS = ("quickstart", "sft", "reward-model", "process-reward", "preferences", "ppo", "serve-reward")
 """Commands that continue if their output cannot be written. A closed pipe ends the others."""
+TEXTS = ("generate", "compare")
+"""Commands that print texts, among which warnings of vLLM would disturb."""
 STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 HELP = "PPO from human feedback on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs."
@@ -52,11 +55,15 @@ def _print_version(asked: bool) -> None:
 
 @app.callback(help=HELP)
 def before_command(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Options before the command."""
+    if context.invoked_subcommand in TEXTS:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    quiet_libraries()
 
 
 for first_command in (quickstart, example):

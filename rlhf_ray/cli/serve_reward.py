@@ -56,7 +56,6 @@ def serve_reward(
     """
     from pydantic import ValidationError
 
-    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.model import ModelConfig
     from rlhf_ray.config.serving import ServingConfig
 
@@ -71,7 +70,6 @@ def serve_reward(
         config = ServingConfig(model=named, **settings)
     except ValidationError as error:
         raise ConfigError(_problems(error)) from None
-    quiet_libraries()
     from rlhf_ray.serving.server import serve
 
     serve(config, lambda line: print(line, flush=True))

@@ -102,7 +102,6 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     path, overrides = split_arguments(arguments)
     from rlhf_ray.checkpoint.store import CheckpointStore
     from rlhf_ray.cli.auto_resume import Outage, is_child, run_and_resume
-    from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.load import STAGES, load
     from rlhf_ray.observability.progress import FINISHED
     from rlhf_ray.observability.run_directory import RunDirectory
@@ -114,7 +113,6 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
         from rlhf_ray.cluster.head_node import is_listening
 
         raise typer.Exit(run_and_resume([command, *arguments], store, resume, Outage(config.cluster, is_listening)))
-    quiet_libraries()
     run(config, resume=resume)
     print_results(RunDirectory(config.run.dir))
     typer.echo(f"{FINISHED}{config.run.dir}")

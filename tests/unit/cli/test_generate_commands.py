@@ -86,3 +86,12 @@ def test_the_engines_environment_is_set_before_what_reads_it_is_imported():
         assert not {"torch", "vllm"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(("given", "level"), [("", "ERROR"), ("INFO", "INFO")])
+def test_only_errors_of_vllm_are_shown_unless_a_level_is_set(command_line, asked, monkeypatch, given, level):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", given)
+    if not given:
+        monkeypatch.delenv("VLLM_LOGGING_LEVEL")
+    assert command_line("generate", "m", "--prompt=x").code == 0
+    assert os.environ["VLLM_LOGGING_LEVEL"] == level
