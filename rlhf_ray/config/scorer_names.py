@@ -14,8 +14,6 @@ WITHOUT_FIELDS = ("vader", "exact_match", "number")
 """Reward types that need no field; the last two compare with the column `answer`."""
 KNOWN = ("vader, a reward model (directory or Hub name), exact_match or number (compare with the column `answer`), "
          "file.py:function, the http address of a reward service, or a .yaml file with a `rewards` section")
-MICRO_BATCH_TOKENS = 8192
-"""Most tokens of one forward pass of a scorer's models."""
 
 
 def scorer_rewards(name: str, option: str = "--scorer") -> dict[str, RewardConfig]:

@@ -32,10 +32,13 @@ from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource,
 from rlhf_ray.rewards.regex_and_json_schema import json_schema_source, regex_source
 from rlhf_ray.rewards.sentiment import VaderSource
 
+MICRO_BATCH_TOKENS = 8192
+"""Most tokens of one forward pass of a scorer's models, where the run does not say."""
+
 
 def make_sources(
-    rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int, longest: int = PROBED,
-    shard: Shard = WHOLE,
+    rewards: Mapping[str, RewardConfig], policy: ModelConfig, micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+    longest: int = PROBED, shard: Shard = WHOLE,
 ) -> WeightedSum:
     """All components of a run's reward, not started yet.
 
@@ -49,8 +52,8 @@ def make_sources(
 
 
 def make_source(
-    name: str, config: RewardConfig, policy: ModelConfig, micro_batch_tokens: int, longest: int = PROBED,
-    shard: Shard = WHOLE, turn: asyncio.Lock | None = None,
+    name: str, config: RewardConfig, policy: ModelConfig, micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+    longest: int = PROBED, shard: Shard = WHOLE, turn: asyncio.Lock | None = None,
 ) -> RewardSource:
     """One component, not started yet.
 

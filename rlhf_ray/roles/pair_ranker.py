@@ -5,7 +5,6 @@ from typing import Any
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
-from rlhf_ray.config.scorer_names import MICRO_BATCH_TOKENS
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts, Rollout
 from rlhf_ray.rewards.protocol import finished, requests_of
@@ -24,7 +23,7 @@ class PairRanker:
         self, model: ModelConfig, judge: Mapping[str, RewardConfig], min_margin: float, longest: int
     ) -> None:
         self._model, self._min_margin = model, min_margin
-        self._judge = make_sources(judge, model, MICRO_BATCH_TOKENS, longest)
+        self._judge = make_sources(judge, model, longest=longest)
 
     async def start(self) -> None:
         """Load the tokenizer and start the judge.

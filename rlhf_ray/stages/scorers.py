@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import HTTPReward, ModelReward, ProcessReward, RegexReward, RewardConfig
-from rlhf_ray.config.scorer_names import KNOWN, MICRO_BATCH_TOKENS, YAML, scorer_rewards
+from rlhf_ray.config.scorer_names import KNOWN, YAML, scorer_rewards
 from rlhf_ray.data.rows import brief
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
@@ -44,7 +44,7 @@ def scorer_of(name: str, model: ModelConfig) -> Scorer:
     """
     from rlhf_ray.rewards.sources import make_sources
 
-    return make_sources(rewards_of(name), model, MICRO_BATCH_TOKENS)
+    return make_sources(rewards_of(name), model)
 
 
 def check_scorer(name: str, model: ModelConfig, option: str) -> None:
@@ -92,7 +92,7 @@ async def _try_start(name: str, reward: RewardConfig, model: ModelConfig) -> Non
     if isinstance(reward, HTTPReward):
         await HTTPSource(name, reward).check(tokenizer_digest(load_tokenizer(model)))
         return
-    source = make_source(name, reward, model, MICRO_BATCH_TOKENS)
+    source = make_source(name, reward, model)
     try:
         await source.start()
     finally:
@@ -138,7 +138,7 @@ class AnswerCheck:
         from rlhf_ray.rewards.sources import make_source
 
         self._section, self._type, self.columns = section, reward.type, _columns(reward)
-        source = make_source(name, reward, model, MICRO_BATCH_TOKENS) if self.columns else None
+        source = make_source(name, reward, model) if self.columns else None
         self._usable = source.usable if isinstance(source, RuleSource | GuardedRuleSource) else lambda _: True
 
     def row(self, row: Mapping[str, Any], place: str) -> None:
