@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -134,7 +133,7 @@ def _print_metrics(run: RunDirectory) -> None:
     from rlhf_ray.observability.still_policy import LAST_ROWS, still_policy
     from rlhf_ray.observability.tables import changes, print_before_after
 
-    evaluation = json.loads(run.evaluation.read_text()) if run.evaluation.is_file() else {}
+    evaluation = run.read_json(run.evaluation)
     if "before" in evaluation and "after" in evaluation:
         print_before_after(changes(evaluation["before"], evaluation["after"]))
     if still := still_policy(list(islice(metric_rows_from_end(run.path), 10 * LAST_ROWS))[::-1]):

@@ -74,9 +74,7 @@ def write_report(run_dir: Path, term: Term | None = None) -> Path:
         raise DataError(f"{run.path} holds no run: it has neither {run.metrics.name} nor {run.config.name}; name a "
                         "stage's run.dir")
     config_text = run.config.read_text() if run.config.exists() else ""
-    config = _parsed(run.config, yaml.safe_load, yaml.YAMLError)
-    evaluation = _parsed(run.evaluation, json.loads, ValueError)
-    summary = _parsed(run.summary, json.loads, ValueError)
+    config, evaluation, summary = _values(run.config), run.read_json(run.evaluation), run.read_json(run.summary)
     charts = sorted(charts_of(rows), key=lambda c: ("Learning", "Optimisation", "System").index(c.section))
     text = page(
         ASSETS / "report.html", charts, kind=_kind(rows, config), title=run.path.resolve().name,
@@ -129,17 +127,12 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _parsed(path: Path, parse: Any, damage: type[Exception]) -> dict[str, Any]:
-    """A file's mapping; {} without the file."""
-    if not path.exists():
-        return {}
+def _values(config: Path) -> dict[str, Any]:
+    """The values of a saved configuration; {} without the file."""
     try:
-        value = parse(path.read_text())
-    except damage as error:
-        raise DataError(f"{path} cannot be read: {error}. Fix or remove it, then make the report again") from error
-    if not isinstance(value, Mapping):
-        raise DataError(f"{path} holds {type(value).__name__} where a mapping was expected; fix or remove it")
-    return dict(value)
+        return dict(yaml.safe_load(config.read_text())) if config.exists() else {}
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise DataError(f"{config} cannot be read: {error}; fix or remove it") from error
 
 
 def _numbers(side: Any) -> dict[str, float]:

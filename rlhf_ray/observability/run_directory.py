@@ -17,7 +17,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.errors import ConfigError
+from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.files.fsync import fsync_descriptor
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.files.writing import write_atomically
@@ -128,15 +128,27 @@ class RunDirectory:
 
     def best_step(self) -> int | None:
         """The best step of the run by best.json; None without the file."""
-        return json.loads(self.best_mark.read_text()).get("step") if self.best_mark.is_file() else None
+        return self.read_json(self.best_mark).get("step")
 
     def finished_stage(self) -> str | None:
         """The stage whose summary.json is here; None without a summary."""
-        return json.loads(self.summary.read_text()).get("stage") if self.summary.is_file() else None
+        return self.read_json(self.summary).get("stage")
 
     def finished_well(self) -> bool:
         """Whether a summary says that the stage reached its last step."""
-        return self.summary.is_file() and "stopped_early" not in json.loads(self.summary.read_text())
+        summary = self.read_json(self.summary)
+        return bool(summary) and "stopped_early" not in summary
+
+    def read_json(self, file: Path) -> dict[str, Any]:
+        """The contents of a JSON file of this directory; {} without the file.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        try:
+            return dict(json.loads(file.read_text())) if file.is_file() else {}
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{file} cannot be read: {error}; fix or remove it") from error
 
     def write_json(self, name: str, value: Any) -> Path:
         """Write `value` as JSON to the file `name` of this directory; numbers that are not finite become null.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -46,7 +45,7 @@ def status_page(path: Path) -> RenderableType:
     """
     run = RunDirectory(path)
     rows = list(islice(metric_rows_from_end(path), RECENT_ROWS))[::-1]
-    live, summary, owner = _live(run), _summary(run), read_owner(path)
+    live, summary, owner = run.read_json(run.status), run.read_json(run.summary), read_owner(path)
     if not rows and not live and summary:
         return Text(f"{path}: {in_a_sentence(summary)}")
     if not rows and not live and (owner is None or owner.ended):
@@ -73,26 +72,9 @@ def is_finished(path: Path) -> bool:
     """Whether the stage is over for good: its driver has left, its summary is written, and it was not asked to stop.
     Only `ppo` says how it ended; files of an earlier end do not count while a driver owns the run."""
     owner, run = read_owner(path), RunDirectory(path)
-    end = str(_live(run).get("ended") or FINISHED)
-    return owner is not None and owner.ended and bool(_summary(run)) and end.startswith((FINISHED, STOPPED_EARLY))
-
-
-def _live(run: RunDirectory) -> dict[str, Any]:
-    """Contents of status.json; {} without it, as while a driver starts its workers."""
-    if not run.status.is_file():
-        return {}
-    try:
-        return dict(json.loads(run.status.read_text()))
-    except ValueError as error:
-        raise DataError(f"{run.status} cannot be read: {error}; remove it; a running stage writes it again") from error
-
-
-def _summary(run: RunDirectory) -> dict[str, Any]:
-    """Contents of summary.json; {} before the stage has ended."""
-    try:
-        return dict(json.loads(run.summary.read_text())) if run.summary.is_file() else {}
-    except ValueError as error:
-        raise DataError(f"{run.summary} cannot be read: {error}; remove it") from error
+    end = str(run.read_json(run.status).get("ended") or FINISHED)
+    ended = owner is not None and owner.ended and bool(run.read_json(run.summary))
+    return ended and end.startswith((FINISHED, STOPPED_EARLY))
 
 
 def _is_gone(owner: Record | None) -> bool:

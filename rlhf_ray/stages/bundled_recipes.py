@@ -3,7 +3,6 @@
 A recipe is a folder of ordinary stage configurations whose paths all lie below one home directory, `runs/NAME`.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -79,7 +78,7 @@ def run_once(name: str, work: Callable[[], Any], directory: Path) -> float:
     run = RunDirectory(directory)
     if run.finished_well():
         print(f"{name}: finished before, in {directory}")
-        return float(json.loads(run.summary.read_text())["seconds"])
+        return float(run.read_json(run.summary)["seconds"])
     return timed(work)
 
 

@@ -47,9 +47,8 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
         RLHFError: the command failed; the message says what to do.
     """
     preflight(config)
-    summary = RunDirectory(config.run.dir).summary
-    if resume and summary.is_file():
-        finished: dict[str, Any] = json.loads(summary.read_text())
+    earlier = RunDirectory(config.run.dir)
+    if resume and (finished := earlier.read_json(earlier.summary)):
         return finished
     with owned_directory(config, resume) as directory:
         return run_stage(config, directory, resume, lambda _: _run(config, directory))

@@ -7,7 +7,7 @@ import socket
 import numpy as np
 import pytest
 
-from rlhf_ray.errors import ConfigError
+from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sample_texts import SampleWriter
@@ -91,3 +91,12 @@ def test_what_a_killed_run_had_begun_to_write_is_removed(tmp_path, monkeypatch):
     with run.owned():
         assert [part.name for part in run.samples.iterdir()] == ["step_000001.parquet"]
         assert {file.name for file in run.path.glob(".*")} == {".gitignore", ".mine.json"}
+
+
+@pytest.mark.parametrize("text", ["{torn", "[1]", "3", '"text"'])
+def test_a_damaged_file_is_named(tmp_path, text):
+    run = RunDirectory(tmp_path)
+    assert run.read_json(run.summary) == {} and not run.finished_well()
+    run.summary.write_text(text)
+    with pytest.raises(DataError, match=r"summary\.json cannot be read: .*; fix or remove it"):
+        run.finished_stage()
