@@ -36,8 +36,9 @@ DRIVER = "chaos.driver"
 ROOT = Path(__file__).parents[1]
 RUN_MARK = "RLHF_RAY_CHAOS_RUN"
 """Environment variable of all processes of a run: an id of the run."""
-GONE_S = 60.0
-"""Within this time after the end of a driver its processes must be gone."""
+GONE_S = 100.0
+"""Within this time after the end of a driver its processes must be gone. Ray's agents need up to 70 s after a kill -9:
+they report the end of their raylet to the control store, and try for `gcs_rpc_server_reconnect_timeout_s` (60 s)."""
 LEFTOVER_POLL_S = 0.2
 
 

@@ -71,6 +71,7 @@ class Disturbance(Kind):
         while coordinator.state.step == step:
             await asyncio.sleep(POLL_S)
         driver.injections.add("recovered", fault=fault.number)
+        await asyncio.sleep(2 * EARLY_S)  # so that the victim of the next fault is not counted against this one
 
     @contextmanager
     def disturbing(self, driver: DriverUnderTest) -> Iterator[Any]:
