@@ -115,7 +115,7 @@ def penalised_terms(model, batch, i, algorithm):
     mask = torch.from_numpy(batch.row(i, "response_mask"))
     logprobs, _ = row_logprobs(model, batch.row(i, "tokens"), TEMPERATURE)
     d = logprobs[mask] - torch.from_numpy(batch.row(i, "reference_logprobs"))[mask]
-    kl = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "abs": d.abs()}[algorithm.kl.estimator]
+    kl = {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "abs": d.abs()}[algorithm.kl.estimator]
     return policy_terms(model, batch, i, algorithm) + COEF * kl
 
 
