@@ -6,7 +6,6 @@ lost learner is a resume without a restart of the process, and gives the same re
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,11 @@ from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.errors import CheckpointError, ConfigError, DiskStalled, WorkerError
+from rlhf_ray.errors import CheckpointError, ConfigError, WorkerError
 from rlhf_ray.observability.faults import note_restart
-from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
+from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.stages.attempts import repeat_attempts
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.run_export import export_run
 
@@ -51,14 +51,7 @@ class RunAttempts:
             WorkerError: a worker that is not replaced was lost, or learners were lost too often.
             RunInterrupted: a stop was requested.
         """
-        again = False
-        while True:
-            try:
-                return await self.run_attempt(start, again, resume or again)
-            except WorkerError as error:
-                if self.coordinator is not None:
-                    await self.coordinator.weights.forget()
-                start, again = await self._learner_restart.after(error), True
+        return await repeat_attempts(self.attempt, self._directory, self._logging, self._learner_restart, start, resume)
 
     async def profile(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Profile the next step; see `StepProfiler.requested`.
@@ -70,13 +63,12 @@ class RunAttempts:
             raise ConfigError("the run has not started its steps yet; ask again when `rlhf-ray status` shows one")
         return await self.coordinator.profiler.requested(arguments)
 
-    async def run_attempt(self, start: Checkpoint | None, again: bool, resume: bool) -> Coordinator:
-        kept = start.step if start else NOTHING if resume else None
+    async def attempt(self, metrics: MetricsWriter, start: Checkpoint | None, kept: int | None, again: bool
+                      ) -> Coordinator:
+        """See `attempts.Attempt`."""
         records = self._directory.files.records
-        self.evaluations = await records.run(EvaluationLog, self._directory, kept)
-        metrics = await records.run(MetricsWriter, self._directory.path, self._logging, kept,
-                                    self._directory.term)
         try:
+            self.evaluations = await records.run(EvaluationLog, self._directory, kept)
             coordinator = self.coordinator = await records.run(self._build, metrics, self.evaluations, kept)
             if metrics.dropped:
                 coordinator.roles.health.log.count_again(metrics.dropped)
@@ -89,9 +81,10 @@ class RunAttempts:
                 await coordinator.pipeline.close()  # started again before the loop, which would close it
                 await records.run(coordinator.pipeline.ledger.close)
                 raise
-        finally:
-            with suppress(DiskStalled):  # reported already by the first failure
-                await records.run(metrics.close)
+        except WorkerError:
+            if self.coordinator is not None:  # ends a catch-up before the learners are replaced
+                await self.coordinator.weights.forget()
+            raise
         return coordinator
 
     async def _timed(self, coordinator: Coordinator) -> None:

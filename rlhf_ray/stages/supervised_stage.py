@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,17 +21,18 @@ from rlhf_ray.coordinator.node_drain import DrainWatch
 from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.stepwise_format import StepTokens
-from rlhf_ray.errors import ConfigError, DiskStalled, WorkerError
+from rlhf_ray.errors import ConfigError, DiskStalled
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.models.router_balance import check_router
 from rlhf_ray.observability.background_task import background_task
 from rlhf_ray.observability.faults import FaultLog, note_restart
-from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
+from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_readers import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
+from rlhf_ray.stages.attempts import repeat_attempts
 from rlhf_ray.stages.epochs import count_rows, with_steps
 from rlhf_ray.stages.geometry import supervised_geometry
 from rlhf_ray.stages.preflight import (
@@ -116,63 +116,25 @@ async def _run(
                                              progress.warn, stop, files)
                     detector = HeartbeatDetector(health.watched, config.cluster.heartbeat_timeout_s, health.silent)
 
-                    def build(metrics: MetricsWriter) -> SupervisedRun:
-                        return SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
-                                             stage.card, data.summary.contents, geometry)
+                    async def attempt(metrics: MetricsWriter, start: Checkpoint | None, *_: Any) -> SupervisedRun:
+                        run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
+                                            stage.card, data.summary.contents, geometry)
+                        if start is not None:
+                            await run.restore(start.path)
+                            await files.records.run(note_restart, directory.faults, start.step, directory.term)
+                        await run.train()
+                        await run.export()
+                        return run
 
                     drains = DrainWatch(stop, progress.warn, [learners])
                     async with (background_task("the watch for drained nodes", drains.run, log.failed),
                                 health.at_work([detector])):
-                        run = await _train(config, directory, build, restart, start, resume)
+                        run = await repeat_attempts(attempt, directory, config.logging, restart, start, resume)
         except DiskStalled:
             files.hurry()
             raise
     return {"stage": stage.name, "steps": run.step, "rows": data.summary.rows, "seconds": time.perf_counter() - began,
             "probe_seconds": {learners.role: round(probe_seconds, 3)}, **run.evaluation, **run.keeper.summary()}
-
-
-async def _train(
-    config: SupervisedConfig, directory: RunDirectory, build: Callable[[MetricsWriter], SupervisedRun],
-    restart: LearnerRestart, start: Checkpoint | None, resume: bool,
-) -> SupervisedRun:
-    """Make the remaining steps and export the model, again from the last checkpoint when a learner is lost.
-
-    Args:
-        build: makes the run of an attempt: each has new state.
-        start: the checkpoint to continue from.
-        resume: whether the directory may hold a run, which continues, or starts over without `start`.
-
-    Returns:
-        the last attempt.
-
-    Raises:
-        WorkerError: learners were lost too often.
-        RunInterrupted: a stop was requested.
-    """
-    while True:
-        kept = start.step if start else NOTHING if resume else None
-        try:
-            return await _attempt(config, directory, build, start, kept)
-        except WorkerError as error:
-            start, resume = await restart.after(error), True
-
-
-async def _attempt(config: SupervisedConfig, directory: RunDirectory, build: Callable[[MetricsWriter], SupervisedRun],
-                   start: Checkpoint | None, kept: int | None) -> SupervisedRun:
-    """An attempt that keeps the metrics up to the step `kept`."""
-    records = directory.files.records
-    metrics = await records.run(MetricsWriter, directory.path, config.logging, kept, directory.term)
-    try:
-        run = build(metrics)
-        if start is not None:
-            await run.restore(start.path)
-            await records.run(note_restart, directory.faults, start.step, directory.term)
-        await run.train()
-        await run.export()
-        return run
-    finally:
-        with suppress(DiskStalled):  # reported already by the first failure
-            await records.run(metrics.close)
 
 
 async def _restart_learners(learners: WorkerGroup, data: "_TrainingData", timeout_s: float) -> None:

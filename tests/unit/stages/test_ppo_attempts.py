@@ -34,8 +34,11 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
     async def changing():
         yield
 
+    async def forget():
+        done.append("no catch-up is under way")
+
     coordinator = SimpleNamespace(
-        weights=SimpleNamespace(changing=changing), recovery=SimpleNamespace(restore=restore),
+        weights=SimpleNamespace(changing=changing, forget=forget), recovery=SimpleNamespace(restore=restore),
         state=SimpleNamespace(step=0, cursor=SimpleNamespace(position=[0])), open_keys=list,
         progress=SimpleNamespace(note=lambda _: None),
         pipeline=SimpleNamespace(resume=lambda: done.append("resumed"), close=close,
@@ -44,9 +47,10 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
         best=SimpleNamespace(resume=lost_learner), files=RunFiles(),
     )
     attempts = RunAttempts(LoggingConfig(), RunDirectory(tmp_path), None, lambda *_: coordinator)
+    metrics, start = SimpleNamespace(dropped=[]), SimpleNamespace(step=0, path=tmp_path)
     with pytest.raises(WorkerError, match="died in export"):
-        asyncio.run(attempts.run_attempt(SimpleNamespace(step=0, path=tmp_path), again=False, resume=False))
-    assert done == ["resumed", "pipeline closed", "ledger closed"]
+        asyncio.run(attempts.attempt(metrics, start, 0, again=False))
+    assert done == ["resumed", "pipeline closed", "ledger closed", "no catch-up is under way"]
 
 
 def resumed(tmp_path, open_keys, drawn):
