@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.workload import SEED, model_config, prompts
-from rlhf_ray.checkpoint.state_files import load_records, save_records
+from rlhf_ray.checkpoint.state_files import load_experience, save_experience
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import OptimizerConfig, PolicyConfig
 from rlhf_ray.data.supervised_records import Sequences, sequences_of
@@ -30,8 +30,8 @@ def experience(directory: Path) -> Experience:
     """`ROWS` samples of the model in `directory`, made by the first who asks and kept there for the others."""
     path = directory / "learner_rows.npz"
     if not path.is_file():
-        save_records(path, make_experience(directory))
-    return load_records(path, Experience)
+        save_experience(path, make_experience(directory))
+    return load_experience(path)
 
 
 def padding_ratio(lengths: np.ndarray) -> float:

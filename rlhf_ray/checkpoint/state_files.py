@@ -1,7 +1,7 @@
-"""Saved state: small state as JSON, records as .npz, torch's files. Reading any of them runs no code.
+"""Saved state: small state as JSON, experience as .npz, torch's files. Reading any of them runs no code.
 
-JSON holds the coordinator's state: step, version, cursor, controllers, random states, the buffer's metadata. Arrays,
-NumPy scalars, bytes and tuples are tagged objects in it, and are restored with their types.
+JSON holds the coordinator's state: step, version, cursor, controllers, the buffer's metadata. Arrays and NumPy scalars
+are tagged objects in it, and are restored with their types.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from rlhf_ray.errors import CheckpointError
-from rlhf_ray.records import Ragged, SampleKey, SampleRows
+from rlhf_ray.records import Experience, SampleKey
 
-R = TypeVar("R", bound=Ragged)
-_ARRAY, _BYTES, _TUPLE = "__array__", "__bytes__", "__tuple__"
-_HEADER = "__record__"
+_ARRAY = "__array__"
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write `state` as JSON: dicts with text keys, lists, tuples, numbers, text, None, bytes, arrays without objects.
+    """Write `state` as JSON: dicts with text keys, lists, numbers, text, None, arrays without objects.
 
     Raises:
         CheckpointError: names the first value of another type, by its place in `state`.
@@ -70,96 +68,47 @@ def check_complete(state: Mapping[str, Any], names: Iterable[str], place: str) -
                               "with that version, or begin a new run")
 
 
-def save_records(path: Path, record: Ragged) -> None:
-    """Write a ragged record as an uncompressed .npz: arrays as they are, keys as [N, 3] int64, other lists as JSON.
-
-    Raises:
-        CheckpointError: a column is neither an array without objects nor a list that JSON can hold.
-    """
-    arrays: dict[str, np.ndarray] = {"offsets": record.offsets}
-    header: dict[str, Any] = {"type": type(record).__name__, "absent": [], "keys": [], "lists": {}}
-    for f in fields(record):
-        value = getattr(record, f.name)
-        if value is None:
-            header["absent"].append(f.name)
-        elif isinstance(value, np.ndarray):
-            arrays[f.name] = value
-        elif value and all(isinstance(item, SampleKey) for item in value):
-            header["keys"].append(f.name)
-            arrays[f.name] = np.array([key.numbers for key in value], dtype=np.int64).reshape(-1, 3)
-        else:
-            header["lists"][f.name] = _to_json(value, f"{type(record).__name__}.{f.name}")
-    for name, array in arrays.items():
-        if array.dtype.hasobject:
-            raise CheckpointError(f"{type(record).__name__}.{name} holds Python objects (dtype {array.dtype})")
-    arrays[_HEADER] = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+def save_experience(path: Path, experience: Experience) -> None:
+    """Write experience as an uncompressed .npz: the columns that it has, and its keys as [N, 3] int64."""
+    columns = {f.name: column for f in fields(experience) if (column := getattr(experience, f.name)) is not None}
+    columns["keys"] = np.array([key.numbers for key in experience.keys], dtype=np.int64).reshape(-1, 3)
     with Path(path).open("wb") as file:  # NumPy appends .npz to a path without it
-        np.savez(file, allow_pickle=False, **arrays)
+        np.savez(file, allow_pickle=False, **columns)
 
 
-def load_records(path: Path, kind: type[R]) -> R:
-    """The record of type `kind` that `save_records` wrote; columns have the same dtype and bytes.
+def load_experience(path: Path) -> Experience:
+    """The experience that `save_experience` wrote; columns have the same dtype and bytes. The manifest of a checkpoint
+    has the file's digest.
 
     Raises:
-        CheckpointError: missing, damaged, of another type, or with columns that do not fit its offsets.
+        CheckpointError: missing, damaged, or with other columns.
     """
     try:
         with np.load(path, allow_pickle=False) as data:
-            header = json.loads(data[_HEADER].tobytes())
-            columns: dict[str, Any] = {name: data[name] for name in data.files if name != _HEADER}
-        held = header["type"]
+            columns: dict[str, Any] = dict.fromkeys(f.name for f in fields(Experience)) | dict(data)
+        columns["keys"] = [SampleKey(*map(int, key)) for key in columns["keys"]]
+        return Experience(**columns)
     except Exception as error:  # on damaged files zipfile, zlib, struct and NumPy raise various errors
-        raise CheckpointError(f"{path} cannot be read as saved records: {error!r}") from error
-    if held != kind.__name__:
-        raise CheckpointError(f"{path} holds {held} records instead of {kind.__name__}")
-    try:
-        columns.update({name: [SampleKey(*map(int, k)) for k in columns[name]] for name in header["keys"]})
-        columns.update({name: _from_json(value) for name, value in header["lists"].items()})
-        columns.update(dict.fromkeys(header["absent"]))
-        record = kind(**columns)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} does not have the columns of {kind.__name__}: {error}") from error
-    _check_lengths(path, record)
-    return record
-
-
-def _check_lengths(path: Path, record: Ragged) -> None:
-    offsets = record.offsets
-    if offsets.ndim != 1 or offsets.dtype.kind != "i" or not len(offsets) or offsets[0] or (np.diff(offsets) < 0).any():
-        raise CheckpointError(f"{path} is damaged: its offsets are not row boundaries")
-    expected = {"token": int(record.offsets[-1]), "row": len(record)}
-    if isinstance(record, SampleRows):
-        masks = 0 if record.mask_sizes is None else int(np.abs(record.mask_sizes).sum())
-        expected |= {"sample": record.sample_count, "mask": masks}
-    for f in fields(record):
-        value, axis = getattr(record, f.name), f.metadata.get("axis")
-        if axis and value is not None and len(value) != expected[axis]:
-            raise CheckpointError(
-                f"{path}: column {f.name} has {len(value)} entries instead of one per {axis}, {expected[axis]}"
-            )
+        raise CheckpointError(f"{path} cannot be read as saved experience: {error!r}") from error
 
 
 def _to_json(value: Any, place: str) -> Any:
     """`value` in plain JSON types; `place` is its name in errors."""
     if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
         return value
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
         kind = {"dtype": value.dtype.str, "shape": list(value.shape), "scalar": isinstance(value, np.generic)}
         return {_ARRAY: data, **kind}
-    if isinstance(value, tuple):
-        return {_TUPLE: [_to_json(item, f"{place}[{i}]") for i, item in enumerate(value)]}
     if isinstance(value, list):
         return [_to_json(item, f"{place}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, dict):
         for key in value:
-            if not isinstance(key, str) or key in (_ARRAY, _BYTES, _TUPLE):
+            if not isinstance(key, str) or key == _ARRAY:
                 raise CheckpointError(f"cannot save {place}: key {key!r} is not text, or is reserved for tagged values")
         return {key: _to_json(item, f"{place}[{key!r}]") for key, item in value.items()}
     raise CheckpointError(
-        f"cannot save {place}: {type(value).__name__} is not a number, text, None, bytes, list, tuple, dict or array"
+        f"cannot save {place}: {type(value).__name__} is not a number, text, None, list, dict or array"
     )
 
 
@@ -168,10 +117,6 @@ def _from_json(value: Any) -> Any:
         return [_from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
-    if _BYTES in value:
-        return base64.b64decode(value[_BYTES], validate=True)
-    if _TUPLE in value:
-        return tuple(_from_json(item) for item in value[_TUPLE])
     if _ARRAY in value:
         flat = np.frombuffer(base64.b64decode(value[_ARRAY], validate=True), dtype=np.dtype(value["dtype"]))
         array = flat.reshape(value["shape"]).copy()

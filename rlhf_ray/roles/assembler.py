@@ -11,7 +11,7 @@ from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate
 from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.logprob_gap import gap_histogram
 from rlhf_ray.algorithms.score_shaping import length_adaptive_lambda, overlong_penalty
-from rlhf_ray.checkpoint.state_files import load_records, save_records
+from rlhf_ray.checkpoint.state_files import load_experience, save_experience
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.training_loop import LoggingConfig
@@ -83,11 +83,11 @@ class Assembler:
 
     def save(self, path: str, experience: Experience) -> None:
         """Write buffered experience to a checkpoint."""
-        save_records(Path(path), experience)
+        save_experience(Path(path), experience)
 
     def load(self, path: str) -> Experience:
         """Read experience from a checkpoint; the caller has verified the file."""
-        return load_records(Path(path), Experience)
+        return load_experience(Path(path))
 
     def measure(
         self, keep_texts: int, rollout: Rollout, each_rewards: Sequence[RewardScores], reference: TokenScores | None

@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhf_ray.checkpoint.manifest import verify_manifest, write_manifest
-from rlhf_ray.checkpoint.state_files import load_records, load_state, load_tensors, save_records, save_state
+from rlhf_ray.checkpoint.state_files import load_experience, load_state, load_tensors, save_experience, save_state
 from rlhf_ray.errors import CheckpointError, LedgerError
-from rlhf_ray.records import Prompts, SampleKey, offsets_of
+from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.fuzz.budget import cases
+from tests.unit.checkpoint.test_state_files import experience
 from tests.unit.replay.ledgers import begin
 
 FACTS = LedgerFacts(samples_per_step=4, samples_per_prompt=2, max_staleness=1, source_rows=(3, 2), seed=0,
                     shuffle=True, weights=(3.0, 2.0))
-PROMPTS = Prompts(offsets_of([2, 1]), np.array([5, 6, 7], np.int32), ["x", "y"], [{"a": 1}, {}], np.arange(2))
 STATE = {
     "geometry": {"a": 1},
-    "run": {"step": 3, "kl": np.float64(0.1), "moments": np.arange(4.0), "keys": [(0, 1, 2)]},
-    "buffer": {"ready": [], "bytes": b"abc"},
+    "run": {"step": 3, "kl": np.float64(0.1), "moments": np.arange(4.0), "keys": [[0, 1, 2]]},
+    "buffer": {"ready": []},
     "summaries": [],
 }
 
@@ -59,7 +59,7 @@ def whole(tmp_path_factory):
     """Directory of one whole file of each kind."""
     folder = tmp_path_factory.mktemp("whole")
     save_state(folder / "coordinator.json", STATE)
-    save_records(folder / "experience_0.npz", PROMPTS)
+    save_experience(folder / "experience_0.npz", experience())
     torch.save({"a": torch.arange(5.0), "b": [1, "x"]}, folder / "rng_0.pt")
     ledger = Ledger.create(folder / "ledger.sqlite", FACTS)
     keys = [SampleKey(0, row, sample) for row in (0, 3) for sample in range(2)]
@@ -110,15 +110,14 @@ def test_the_coordinators_state(whole, tmp_path_factory, damage):
 
 @given(damages())
 @cases(200)
-def test_records(whole, tmp_path_factory, damage):
+def test_experience(whole, tmp_path_factory, damage):
     path = damaged(whole, tmp_path_factory.mktemp("damaged"), "experience_0.npz", damage)
     try:
-        record = load_records(path, Prompts)
+        record = load_experience(path)
     except CheckpointError as error:
         told(path, error)
     else:
-        assert len(record) == len(record.texts) == len(record.metadata) == len(record.rows)
-        assert record.offsets[0] == 0 and (np.diff(record.offsets) >= 0).all()
+        assert record.keys == experience().keys and np.array_equal(record.offsets, experience().offsets)
 
 
 @given(damages())

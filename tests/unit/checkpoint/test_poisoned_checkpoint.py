@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from rlhf_ray.checkpoint.manifest import verify_manifest, write_manifest
-from rlhf_ray.checkpoint.state_files import load_records, load_state, load_tensors, save_records
+from rlhf_ray.checkpoint.state_files import load_experience, load_state, load_tensors, save_experience
 from rlhf_ray.engine.ema import WeightAverage
 from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.errors import CheckpointError, LedgerError
-from rlhf_ray.records import Prompts, offsets_of
 from rlhf_ray.replay.ledger import open_for_reading
 from tests.sentinel import Sentinel
+from tests.unit.checkpoint.test_state_files import experience
 
 
 @pytest.fixture
@@ -64,26 +64,22 @@ def test_a_torch_file_that_is_not_there_is_named(tmp_path):
         load_tensors(tmp_path / "rng_0.pt")
 
 
-def prompts():
-    return Prompts(offsets_of([2]), np.array([5, 6], np.int32), ["x"], [{}], np.arange(1))
-
-
 def test_a_column_of_pickles_among_whole_ones(tmp_path, sentinel):
     path = tmp_path / "experience_0.npz"
-    save_records(path, prompts())
+    save_experience(path, experience())
     with np.load(path) as data:
         columns = dict(data)
     with path.open("wb") as file:
         np.savez(file, **{**columns, "tokens": np.array([Sentinel(sentinel)] * 2, dtype=object)})
     with pytest.raises(CheckpointError, match=r"experience_0\.npz cannot be read.*allow_pickle=False"):
-        load_records(path, Prompts)
+        load_experience(path)
 
 
 @pytest.mark.parametrize("write", [bare, lambda poison, path: np.save(path.open("wb"), np.array([poison], object))])
 def test_a_pickle_in_place_of_an_archive(tmp_path, sentinel, write):
     write(Sentinel(sentinel), tmp_path / "experience_0.npz")
     with pytest.raises(CheckpointError, match=r"experience_0\.npz cannot be read"):
-        load_records(tmp_path / "experience_0.npz", Prompts)
+        load_experience(tmp_path / "experience_0.npz")
 
 
 @pytest.mark.parametrize("value", [{"__array__": "gASVAAAAAAAAAAA=", "dtype": "|O", "shape": [1], "scalar": False},
