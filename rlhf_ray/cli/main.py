@@ -29,7 +29,7 @@ TRAINING, CLUSTER, MODELS, AROUND = "Stages", "On a cluster", "With a model", "A
 RUNS = ("quickstart", "sft", "reward-model", "process-reward", "preferences", "ppo", "serve-reward")
 """Commands that continue if their output cannot be written. A closed pipe ends the others."""
 TEXTS = ("generate", "compare")
-"""Commands that print texts, among which warnings of vLLM would disturb."""
+"""Commands whose output vLLM's warnings would interrupt."""
 STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 HELP = "PPO from human feedback on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs."
@@ -60,7 +60,7 @@ def before_command(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options before the command."""
+    """Options before the command, and log levels of other libraries."""
     if context.invoked_subcommand in TEXTS:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     quiet_libraries()

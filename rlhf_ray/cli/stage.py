@@ -130,10 +130,11 @@ def print_results(run: RunDirectory) -> None:
 
 def _print_metrics(run: RunDirectory) -> None:
     from rlhf_ray.observability.metrics import metric_rows_from_end
+    from rlhf_ray.observability.run_directory import read_json
     from rlhf_ray.observability.still_policy import LAST_ROWS, still_policy
     from rlhf_ray.observability.tables import changes, print_before_after
 
-    evaluation = run.read_json(run.evaluation)
+    evaluation = read_json(run.evaluation)
     if "before" in evaluation and "after" in evaluation:
         print_before_after(changes(evaluation["before"], evaluation["after"]))
     if still := still_policy(list(islice(metric_rows_from_end(run.path), 10 * LAST_ROWS))[::-1]):

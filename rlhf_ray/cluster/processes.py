@@ -65,15 +65,15 @@ def own_processes() -> Processes:
                      ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids())))
 
 
-def kill(members: Iterable[tuple[int, float]], grace_s: float = 0.0, end: Callable[[], None] = lambda: None
-         ) -> list[int]:
+def kill(
+    members: Iterable[tuple[int, float]], grace_s: float = 0.0, end: Callable[[], None] | None = None
+) -> list[int]:
     """Kill processes of this host (stopped ones too) and their descendants, and remove shared memory that only they
     used.
 
     Args:
         grace_s: time for them to end after `end`, or after an earlier request to stop.
-        end: ends them in another way, perhaps with the processes that would clean up; called when their shared memory
-            is known.
+        end: called once their shared memory is known; it may kill them, and the resource trackers that would remove it.
 
     Returns:
         pids that still exist a few seconds later.
@@ -90,7 +90,8 @@ def kill(members: Iterable[tuple[int, float]], grace_s: float = 0.0, end: Callab
         except psutil.NoSuchProcess:
             continue
     segments = made_by(doomed, first)
-    end()
+    if end is not None:
+        end()
     _, alive = psutil.wait_procs(doomed.values(), timeout=grace_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):

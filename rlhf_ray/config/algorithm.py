@@ -140,7 +140,7 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _penalises(self) -> "AlgorithmConfig":
-        if self.kl.placement == "loss" and self.kl.estimator == "k1":
+        if self.kl.placement == "loss" and self.kl.estimator == "k1" and self.kl.coef:
             raise ValueError("kl.estimator=k1 with kl.placement=loss penalises nothing: its gradient is the policy's "
                              "score function, zero on average; use k3 (or k2), or kl.placement=reward")
         if self.kl.kind == "adaptive" and self.kl.coef == 0:

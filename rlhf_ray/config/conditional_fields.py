@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.data import DataSection, DemonstrationsConfig, is_file_of_rows
 from rlhf_ray.config.derived import derive, reward_sections
 from rlhf_ray.config.fields import changed_fields, format_value
+from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.config.rewards import LOCAL_MODELS, FunctionReward, HTTPReward, RegexReward
 from rlhf_ray.config.stages import (
     PPOConfig,
@@ -51,11 +51,24 @@ def _has_critic(config: PPOConfig, _: Any) -> bool:
     return config.algorithm.has_critic
 
 
-def _may_move(config: PPOConfig, algorithm: AlgorithmConfig) -> bool:
-    """Whether a step can be made with other probabilities or values than the old ones."""
-    dropout = config.policy.lora is not None and config.policy.lora.dropout > 0
-    return (algorithm.epochs * algorithm.mini_batches > 1 or config.coordinator.max_staleness > 0 or dropout
-            or algorithm.old_logprobs == "generator")
+def _has_later_steps(config: PPOConfig) -> bool:
+    """Whether a step can be made with other weights than those that computed the old values."""
+    return config.algorithm.epochs * config.algorithm.mini_batches > 1 or config.coordinator.max_staleness > 0
+
+
+def _drops_out(learner: PPOLearnerConfig) -> bool:
+    return learner.lora is not None and learner.lora.dropout > 0
+
+
+def _probabilities_move(config: PPOConfig, _: Any) -> bool:
+    """Whether the policy's probabilities in a step can differ from the old ones."""
+    return _has_later_steps(config) or _drops_out(config.policy) or config.algorithm.old_logprobs == "generator"
+
+
+def _values_move(config: PPOConfig, _: Any) -> bool:
+    """Whether the critic's values in a step can differ from the old ones."""
+    critic = config.critic if config.critic.backbone == "own" else config.policy
+    return _has_later_steps(config) or _drops_out(critic) or config.critic.head_dropout > 0
 
 
 def _writes_prompts(_: Any, data: DemonstrationsConfig) -> bool:
@@ -74,6 +87,7 @@ def _beyond_files(_: Any, section: Any) -> bool:
 
 _NO_METRICS = "this stage makes no updates and writes no metrics"
 _NO_LEARNERS = "this stage has no learners"
+_ONE_STEP = "with epochs=1 and mini_batches=1 an update has one step, which begins where the samples came from"
 _NO_CRITIC = "algorithm.estimator={config.algorithm.estimator} uses no critic"
 
 _EVERY_STAGE = (
@@ -150,9 +164,9 @@ _PPO = (
         "with epochs=1 and mini_batches=1 an update has only its first step, which is always made",
         "raise epochs or mini_batches"),
     ConditionalFields(
-        ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip", "algorithm.value_clip"), _may_move,
-        "with epochs=1 and mini_batches=1 an update has one step, which begins where the samples came from",
+        ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"), _probabilities_move, _ONE_STEP,
         "raise epochs or mini_batches"),
+    ConditionalFields(("algorithm.value_clip",), _values_move, _ONE_STEP, "raise epochs or mini_batches"),
     ConditionalFields(
         ("algorithm.value_coef",), lambda config, _: derive(config).shares_backbone,
         "policy and critic are not one model, so their losses are not added", "set critic.backbone to policy"),

@@ -30,7 +30,7 @@ class MixedSource(Section):
     revision: str | None = None
     """Revision of a Hub data set (branch, tag or commit)."""
     split: str | None = None
-    """Split of a Hub data set."""
+    """Split of a Hub data set, or of a directory saved by `datasets` that has several."""
     limit: int | None = Field(None, ge=1)
     """Use only its first rows."""
     weight: float = Field(1.0, gt=0)
@@ -55,7 +55,7 @@ class DataSection(Section):
     revision: str | None = None
     """Revision of a Hub data set (branch, tag or commit); the newest if empty."""
     split: str = "train"
-    """Split of a Hub data set."""
+    """Split of a Hub data set, or of a directory saved by `datasets` that has several."""
     limit: int | None = Field(None, ge=1)
     """Use only the first rows (of each data set of a mix)."""
 

@@ -27,7 +27,7 @@ STATE = "coordinator.json"
 POLL_S = 0.1
 """Between two checks whether the parts of a checkpoint are written."""
 Geometry = Mapping[str, int | str | list[str]]
-"""Values of a configuration, by field, that must be the same when the run resumes."""
+"""What must be the same when the run resumes, by field: values of its configuration, and digests of its models."""
 
 
 class UnderWay(NamedTuple):
@@ -225,8 +225,8 @@ async def _on_disk(group: WorkerGroup, timeout_s: float) -> None:
 
 
 def check_geometry(directory: Path, wanted: Geometry, saved: Geometry) -> None:
-    """Check that the fields match on which places in the buffer, optimizer shards and ready advantages depend. Lists of
-    settings match if both or neither have any.
+    """Check that what a run depends on, and its checkpoint does not contain, is the same: settings, frozen models,
+    adapters. Lists of settings match if both or neither have any.
 
     Raises:
         ConfigError: fields of the configuration differ; names them.
@@ -235,7 +235,7 @@ def check_geometry(directory: Path, wanted: Geometry, saved: Geometry) -> None:
              if (bool(saved.get(name)) != bool(value) if isinstance(value, list) else saved.get(name) != value)]
     if other:
         raise ConfigError(f"{directory} cannot be resumed with another configuration: {'; '.join(other)}. Set these "
-                          "back, or start a new run in another run.dir")
+                          "back (restore a model that was replaced), or start a new run in another run.dir")
 
 
 def _shown(value: int | str | list[str] | None) -> str:

@@ -111,12 +111,6 @@ class TextsConfig(DemonstrationsConfig):
         return {self.text: "ptx.column"}
 
 
-def texts_of(config: PtxConfig) -> TextsConfig:
-    """One data set of pretraining text, as demonstrations of any length."""
-    return TextsConfig(path=config.path, subset=config.subset, revision=config.revision, split=config.split,
-                       text=config.column, limit=config.limit, max_tokens=NO_LIMIT)
-
-
 def load_pretraining_text(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequences, LoadReport]:
     """Pretraining texts of one data set in file order, each ended by the end-of-sequence token and cut into rows; and a
     report.
@@ -127,7 +121,9 @@ def load_pretraining_text(config: PtxConfig, tokenizer: PreTrainedTokenizerBase)
     Raises:
         DataError, ModelError: as `load_demonstrations`.
     """
-    texts, report = load_demonstrations(texts_of(config), tokenizer)
+    texts, report = load_demonstrations(
+        TextsConfig(path=config.path, subset=config.subset, revision=config.revision, split=config.split,
+                    text=config.column, limit=config.limit, max_tokens=NO_LIMIT), tokenizer)
     return cut_rows(texts, config.max_tokens), report
 
 

@@ -92,9 +92,8 @@ def inspect(config: DataSection, tokenizer: PreTrainedTokenizerBase, rows: int,
         DataError, ModelError: the data set cannot be read.
     """
     inspection = Inspection(LoadReport(config.location), RowErrors(lenient=True))
-    whole = config.model_copy(update={"held_out": 0.0})
     lengths = []
-    for block in _blocks(whole, tokenizer, inspection, steps):
+    for block in _blocks(config, tokenizer, inspection, steps):
         lengths.append(block.lengths)
         for i in range(min(len(block), rows - len(inspection.examples))):
             inspection.examples.append(_examples(block, i, tokenizer))

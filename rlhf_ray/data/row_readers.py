@@ -23,11 +23,11 @@ from rlhf_ray.config.data import DataSection
 from rlhf_ray.data.load_report import RowErrors
 from rlhf_ray.data.rows import Rows, brief
 from rlhf_ray.errors import DataError, first_line
+from rlhf_ray.models.config_json import HUB_TIMEOUT_S
 
 T = TypeVar("T")
 Numbered = Iterator[tuple[int, dict[str, Any] | DataError]]
 """(line number from 1, row or the error in it)."""
-HUB_TIMEOUT_S = 10.0
 BLOCK = 1000
 """Rows that are read, tokenised and written together."""
 
@@ -95,8 +95,9 @@ def local_files(path: str) -> list[Path] | None:
     file = Path(path).expanduser()
     if file.is_dir():
         return None
-    found = sorted(Path(name) for name in glob(str(file), recursive=True) if Path(name).is_file())
-    files = [file] if file.is_file() else found if has_magic(path) else []
+    files = [file] if file.is_file() else []
+    if not files and has_magic(path):
+        files = sorted(Path(name) for name in glob(str(file), recursive=True) if Path(name).is_file())
     for other in files:
         if other.suffix.lower() not in READERS:
             raise DataError(f"{other}: unknown format {other.suffix!r}; name the file .jsonl, .csv or .parquet")
@@ -116,7 +117,7 @@ def _may_be_on_hub(path: str) -> bool:
     return named and Path(path).suffix.lower() not in READERS
 
 
-def check_on_hub(name: str, revision: str | None) -> None:
+def check_data_set_on_hub(name: str, revision: str | None) -> None:
     """Refuse a data set that is neither on the Hub nor in the local cache. Reading it would try for half a minute.
 
     Raises:

@@ -72,8 +72,8 @@ def load_process_rows(
     digests: list[int] = []
     for rows, values in usable_blocks(config, row_errors, StepFormat(config, steps, tokenizer).read):
         prompts = encode_prompts(tokenizer, [value.prompt for value in values])
-        places = tokens.rows(tokenizer, prompts, [value.solution for value in values])
-        table = _table(*places, [value.labels for value in values], tokens)
+        tokenised, places = tokens.rows(tokenizer, prompts, [value.solution for value in values])
+        table = _table(tokenised, places, [value.labels for value in values], tokens)
         kept = report.keep(rows, {
             "no step has a label": np.array([np.isnan(value.labels).all() for value in values]),
             f"a step contains the separator {steps.separator!r}": np.array([

@@ -22,14 +22,14 @@ def model_identity(model: ModelConfig | NewModelConfig) -> str:
     if isinstance(model, NewModelConfig):
         return "a new model"
     if not Path(model.path).is_dir():
-        return model.path if model.revision is None else f"{model.path}@{model.revision}"
+        return model.path if model.revision is None else f"{model.path} at revision {model.revision}"
     digest = hashlib.blake2b(digest_size=6)
     for file in sorted(Path(model.path).glob("*.safetensors")):
         try:
             _add_file(digest, file)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ModelError(f"{file} is not a readable safetensors file: {error}. Restore it") from error
-    return f"weights {digest.hexdigest()}"
+    return f"digest {digest.hexdigest()}"
 
 
 def _add_file(digest: "hashlib.blake2b", file: Path) -> None:

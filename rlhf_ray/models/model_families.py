@@ -102,8 +102,8 @@ def check_family(
     values = _configuration(model)
     kind, refused = str(values.get("model_type")), _refused(values)
     if Use.SCALAR not in uses and is_classifier(values.get("architectures")):
-        raise ModelError(f"{section}: {model.path!r} is a classifier ({values['architectures']}), as reward models "
-                         "are, and has no output head for tokens; use a language model")
+        raise ModelError(f"{section}: {model.path!r} is a classifier ({', '.join(values['architectures'])}), as "
+                         "reward models are, and has no output head for tokens; use a language model")
     for use in (use for use in Use if use in uses and use in refused):
         raise ModelError(
             f"{section}: {model.path!r} is of the family {kind!r}, which cannot be used for {use.value}: "

@@ -19,7 +19,7 @@ from uuid import uuid4
 from rlhf_ray.errors import ConfigError, DiskStalled, RLHFError, SupersededError, WorkerError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
-from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.run_directory import RunDirectory, read_json
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 """Does what a request asks for with its arguments, and returns the result; an RLHFError refuses the request."""
@@ -69,11 +69,9 @@ def require_running(run: RunDirectory) -> None:
     Raises:
         ConfigError: with what is known about the run instead.
     """
-    try:
-        live = json.loads(run.status.read_text())
-    except (OSError, ValueError):
+    if not (live := read_json(run.status)):
         raise ConfigError(f"no run is in progress in {run.path}: {run.status.name} does not exist. Name the directory "
-                          "of a PPO run (its run.dir) once its workers are ready") from None
+                          "of a PPO run (its run.dir) once its workers are ready")
     if "ended" in live:
         raise ConfigError(f"the run in {run.path} has ended ({live['ended']}); only a running one takes requests")
     if (silent := time.time() - live.get("time", 0.0)) > SILENT_S:

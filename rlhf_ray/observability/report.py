@@ -21,7 +21,7 @@ from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report_charts import Rows, charts_of, series
 from rlhf_ray.observability.report_profile import profiles
 from rlhf_ray.observability.row_means import ROWS, mean_rate, thinned
-from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.sample_texts import some_rollouts
 from rlhf_ray.observability.still_policy import still_policy
 from rlhf_ray.observability.tables import changes, workers_text
@@ -74,7 +74,7 @@ def write_report(run_dir: Path, term: Term | None = None) -> Path:
         raise DataError(f"{run.path} holds no run: it has neither {run.metrics.name} nor {run.config.name}; name a "
                         "stage's run.dir")
     config_text = run.config.read_text() if run.config.exists() else ""
-    config, evaluation, summary = _values(run.config), run.read_json(run.evaluation), run.read_json(run.summary)
+    config, evaluation, summary = _values(run.config), read_json(run.evaluation), read_json(run.summary)
     charts = sorted(charts_of(rows), key=lambda c: ("Learning", "Optimisation", "System").index(c.section))
     text = page(
         ASSETS / "report.html", charts, kind=_kind(rows, config), title=run.path.resolve().name,

@@ -128,27 +128,16 @@ class RunDirectory:
 
     def best_step(self) -> int | None:
         """The best step of the run by best.json; None without the file."""
-        return self.read_json(self.best_mark).get("step")
+        return read_json(self.best_mark).get("step")
 
     def finished_stage(self) -> str | None:
         """The stage whose summary.json is here; None without a summary."""
-        return self.read_json(self.summary).get("stage")
+        return read_json(self.summary).get("stage")
 
     def finished_well(self) -> bool:
         """Whether a summary says that the stage reached its last step."""
-        summary = self.read_json(self.summary)
+        summary = read_json(self.summary)
         return bool(summary) and "stopped_early" not in summary
-
-    def read_json(self, file: Path) -> dict[str, Any]:
-        """The contents of a JSON file of this directory; {} without the file.
-
-        Raises:
-            DataError: the file is damaged.
-        """
-        try:
-            return dict(json.loads(file.read_text())) if file.is_file() else {}
-        except (ValueError, TypeError) as error:
-            raise DataError(f"{file} cannot be read: {error}; fix or remove it") from error
 
     def write_json(self, name: str, value: Any) -> Path:
         """Write `value` as JSON to the file `name` of this directory; numbers that are not finite become null.
@@ -201,3 +190,18 @@ def _check_space(path: Path, need_mb: int) -> None:
 
 def _free_mb(path: Path) -> int:
     return shutil.disk_usage(path).free // MIB
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The contents of one of a run's JSON files; {} without the file.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    try:
+        content = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{file} cannot be read: {error}; fix or remove it") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{file} holds {type(content).__name__} where a mapping was expected; fix or remove it")
+    return content

@@ -22,7 +22,7 @@ from rlhf_ray.observability.owner_record import ProcessIdentity, Record, day_and
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence
 from rlhf_ray.observability.row_means import mean_rate
-from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.still_policy import still_policy
 from rlhf_ray.observability.tables import plain_table, workers_table
 
@@ -45,7 +45,7 @@ def status_page(path: Path) -> RenderableType:
     """
     run = RunDirectory(path)
     rows = list(islice(metric_rows_from_end(path), RECENT_ROWS))[::-1]
-    live, summary, owner = run.read_json(run.status), run.read_json(run.summary), read_owner(path)
+    live, summary, owner = read_json(run.status), read_json(run.summary), read_owner(path)
     if not rows and not live and summary:
         return Text(f"{path}: {in_a_sentence(summary)}")
     if not rows and not live and (owner is None or owner.ended):
@@ -72,8 +72,8 @@ def is_finished(path: Path) -> bool:
     """Whether the stage is over for good: its driver has left, its summary is written, and it was not asked to stop.
     Only `ppo` says how it ended; files of an earlier end do not count while a driver owns the run."""
     owner, run = read_owner(path), RunDirectory(path)
-    end = str(run.read_json(run.status).get("ended") or FINISHED)
-    ended = owner is not None and owner.ended and bool(run.read_json(run.summary))
+    end = str(read_json(run.status).get("ended") or FINISHED)
+    ended = owner is not None and owner.ended and bool(read_json(run.summary))
     return ended and end.startswith((FINISHED, STOPPED_EARLY))
 
 

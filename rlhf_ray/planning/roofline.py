@@ -1,4 +1,5 @@
-"""Times of generation, scoring and training by operations, bytes and bandwidths (a roofline model).
+"""Times of generation and gathering by operations, bytes and bandwidths (a roofline model); those of scoring and
+training are in `step_time`.
 
 `Workload` is the batch, `Engine` one vLLM generator (prefill and decoding).
 """

@@ -4,7 +4,6 @@ A small model imitates pupils who add column by column and usually forget the ca
 rewarded, and the model becomes better than its demonstrations; held-out sums measure it.
 """
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.data.arithmetic import write_arithmetic
 from rlhf_ray.data.arithmetic_steps import sums_in, write_steps
 from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
+from rlhf_ray.observability.run_directory import read_json
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, sft
 from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_start, run_once, timed
@@ -59,11 +59,11 @@ def make_data(directory: Path, seed: int) -> None:
 
 def _verdict(run_dir: Path, seconds: dict[str, float]) -> dict[str, Any]:
     """Print the held-out results before and after: a table, three texts and a sentence."""
-    evaluation = json.loads((run_dir / "evaluation.json").read_text())
+    evaluation = read_json(run_dir / "evaluation.json")
     before, after = evaluation["before"], evaluation["after"]
     print_before_after(changes(*({name: side[name] for name in SHOWN if name in side} for side in (before, after))))
     print_texts(evaluation["texts"][:3])
     print(f"verdict: {before['reward']:.1%} of held-out sums right before, {after['reward']:.1%} after")
     print("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
     print(f"model: {run_dir / 'model'}\nreport: {run_dir / 'report.html'}")
-    return {**json.loads((run_dir / "summary.json").read_text()), "seconds": seconds}
+    return {**read_json(run_dir / "summary.json"), "seconds": seconds}

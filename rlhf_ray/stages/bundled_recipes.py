@@ -15,7 +15,7 @@ import yaml
 from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.run_directory import RunDirectory, read_json
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def run_once(name: str, work: Callable[[], Any], directory: Path) -> float:
     run = RunDirectory(directory)
     if run.finished_well():
         print(f"{name}: finished before, in {directory}")
-        return float(run.read_json(run.summary)["seconds"])
+        return float(read_json(run.summary)["seconds"])
     return timed(work)
 
 

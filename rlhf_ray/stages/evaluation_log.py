@@ -1,10 +1,9 @@
 """Evaluations of a run on disk: the first, the latest, and texts of both."""
 
-import json
 from typing import Any
 
 from rlhf_ray.coordinator.evaluation import Evaluation
-from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.run_directory import RunDirectory, read_json
 
 
 class EvaluationLog:
@@ -14,8 +13,7 @@ class EvaluationLog:
         self._directory = directory
         self._before: dict[str, Any] | None = None
         self._after: dict[str, Any] | None = None
-        if resume_at is not None and directory.evaluation.is_file():
-            saved = json.loads(directory.evaluation.read_text())
+        if resume_at is not None and (saved := read_json(directory.evaluation)):
             self._before = _measured(saved, "before")
             if 0 < saved["step"] <= resume_at:
                 self._after = _measured(saved, "after")

@@ -7,7 +7,7 @@ from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.models.identity import model_identity
 from rlhf_ray.stages.supervised_loop import SupervisedConfig
 
-NONE = "empty"
+NONE = "none"
 READ_BY = ("text", "prompt", "response", "messages", "chosen", "rejected", "margin", "steps", "labels", "system",
            "as_chat")
 """Fields of a section of data that decide what is read from a row."""
@@ -26,12 +26,12 @@ def ppo_geometry(config: PPOConfig) -> Geometry:
         "algorithm.estimator": config.algorithm.estimator,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
-        "model.path": model_identity(config.model),
+        "the model at model.path": model_identity(config.model),
         "policy.lora": _adapters(config.policy.lora),
         "critic.backbone": critic.backbone if config.algorithm.has_critic else "none",
-        "critic.path": model_identity(derived.critic_model) if named_critic else NONE,
+        "the model at critic.path": model_identity(derived.critic_model) if named_critic else NONE,
         "critic.lora": _adapters(critic.lora if derived.starts_critic else None),
-        "reference.path": model_identity(derived.reference_model) if config.reference.path else NONE,
+        "the model at reference.path": model_identity(derived.reference_model) if config.reference.path else NONE,
         "what needs the reference": needs_reference(config),
     }
 
@@ -49,7 +49,7 @@ def supervised_geometry(config: SupervisedConfig) -> Geometry:
             for field in READ_BY if field in type(parts[0]).model_fields}
     steps = getattr(config, "steps", None)
     return {
-        "model.path": model_identity(config.model),
+        "the model at model.path": model_identity(config.model),
         "learner.lora": _adapters(config.learner.lora),
         **read,
         **({} if steps is None else {f"steps.{name}": str(value) for name, value in steps.model_dump().items()}),

@@ -21,7 +21,7 @@ from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import StageProgress
-from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.data_readers import PromptReader
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
@@ -48,7 +48,7 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
     """
     preflight(config)
     earlier = RunDirectory(config.run.dir)
-    if resume and (finished := earlier.read_json(earlier.summary)):
+    if resume and (finished := read_json(earlier.summary)):
         return finished
     with owned_directory(config, resume) as directory:
         return run_stage(config, directory, resume, lambda _: _run(config, directory))

@@ -14,7 +14,7 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.coordinator.recovery import Geometry, check_geometry
 from rlhf_ray.data.inspection import inspect
-from rlhf_ray.data.row_readers import check_on_hub, is_local, local_files
+from rlhf_ray.data.row_readers import check_data_set_on_hub, is_local, local_files
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlhf_ray.models.config_json import context_of, local_configuration, pretrained_config
@@ -75,8 +75,8 @@ def check_data_file(path: str, field: str, revision: str | None = None) -> None:
     """
     try:
         files = local_files(path)
-        if not is_local(path):
-            check_on_hub(path, revision)
+        if files is None and not Path(path).expanduser().is_dir():
+            check_data_set_on_hub(path, revision)
     except DataError as error:
         raise DataError(f"{field}={error}") from None  # it begins with the path
     for file in files or ():

@@ -16,7 +16,7 @@ from rlhf_ray.data.synthetic_reviews import write_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.report import write_report
-from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, preferences, reward_model, sft
 from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_start, run_once, timed
@@ -46,7 +46,7 @@ def run(directory: Path, seed: int, overrides: list[str], family: Family = "llam
     if home.finished_stage() == "quickstart":
         print(f"finished earlier, in {directory}; --fresh starts over")
         with home.owned():
-            return _verdict(home, json.loads(home.summary.read_text())["seconds"])
+            return _verdict(home, read_json(home.summary)["seconds"])
     home.path.mkdir(parents=True, exist_ok=True)
     ppo_config = RECIPE.config("ppo", directory, seed, overrides)
     if ppo_config.logging.judge is None or ppo_config.evaluation is None:
@@ -95,9 +95,9 @@ def make_data(directory: Path, seed: int) -> None:
 
 def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:
     """Print the table and three texts; write summary.json and the report of the whole quickstart."""
-    evaluation = json.loads(home.evaluation.read_text())
-    numbers = json.loads(home.summary.read_text())
-    accuracy = json.loads((home.path / "reward_model" / "summary.json").read_text())["accuracy"]
+    evaluation = read_json(home.evaluation)
+    numbers = read_json(home.summary)
+    accuracy = read_json(home.path / "reward_model" / "summary.json")["accuracy"]
     summary = {**numbers, "stage": "quickstart", "reward_model_accuracy": accuracy,
                "seconds": seconds}
     home.write_json("summary.json", summary)

@@ -1,7 +1,6 @@
 """What every stage needs: its run directory, the Ray session, pools, and workers, all cleaned up at the end."""
 
 import asyncio
-import json
 import logging
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -28,7 +27,7 @@ from rlhf_ray.errors import DiskStalled, RLHFError, StoppedEarly, SupersededErro
 from rlhf_ray.files.writer_thread import HURRY_S, FileThread, RunFiles
 from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
-from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.sinks import require_trackers
 
 T = TypeVar("T")
@@ -251,8 +250,7 @@ def uploading(config: StageConfig, directory: RunDirectory, resume: bool) -> Ite
     try:
         uploader.finish()
     except UploadError as error:
-        summary = json.loads(directory.summary.read_text())
-        directory.write_json(directory.summary.name, {**summary, "upload_failed": str(error)})
+        directory.write_json(directory.summary.name, {**read_json(directory.summary), "upload_failed": str(error)})
         raise
 
 

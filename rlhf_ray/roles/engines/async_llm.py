@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError
+from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
 from rlhf_ray.internals.vllm import unfinished_tokens
 from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
 from rlhf_ray.roles.engines.in_process import quiet_start
@@ -172,6 +172,9 @@ class AsynchronousEngine(SamplingEngine):
     async def apply(self, stage: StagedFiles, version: int) -> float:
         engine, began = self._living(), time.perf_counter()
         staged = self._settings.transport == "object_store"
+        if stage.buckets and not staged:
+            raise WeightsError("a bucket of bytes arrived, but this generator receives weights from GPU to GPU; send "
+                               "it offers")
         with self._fatal_errors(f"loading weights version {version}"):
             if staged and self._settings.adapters:
                 await engine.pause_generation(mode="keep", clear_cache=True)

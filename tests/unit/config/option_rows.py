@@ -500,6 +500,7 @@ ROWS: list[Row] = [
     Differs(("algorithm.old_logprobs",), ("policy", "generator"), lambda config, _: derive(config).old_logprobs),
     Refused(("algorithm.clip_low", "algorithm.clip_high", "algorithm.value_clip"), 0.1, "an update has one step",
             given={"algorithm.epochs": 1, "algorithm.mini_batches": 1}),
+    Shown(("algorithm.value_clip",), "tests/unit/config/test_combinations.py::test_values_that_dropout_moves_are_clipped"),
     Refused(("algorithm.dual_clip",), 3.0, "an update has one step",
             given={"algorithm.epochs": 1, "algorithm.mini_batches": 1}),
     Refused(("algorithm.importance_cap",), 3.0, "importance=none", given={"algorithm.importance": "none"}),

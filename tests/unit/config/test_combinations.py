@@ -170,3 +170,22 @@ def test_the_bytes_of_a_batch_are_those_of_its_experience(critic, reference):
     per_token = BYTES_PER_TOKEN + BYTES_PER_VALUE * (critic + reference)
     per_row = sum(column.nbytes for column in (experience.offsets, experience.samples, experience.row_weights))
     assert experience.nbytes - per_row == tokens * per_token
+
+
+def test_values_that_dropout_moves_are_clipped(write):
+    one_step = ["--algorithm.epochs=1", "--algorithm.mini_batches=1", "--algorithm.value_clip=0.3"]
+    for change in ("--critic.head_dropout=0.1", "--critic.lora.dropout=0.1", "--coordinator.max_staleness=1"):
+        load(STAGES["ppo"], write("ppo"), [*one_step, change])
+    with pytest.raises(ConfigError, match=r"value_clip=0\.3 has no effect"):
+        load(STAGES["ppo"], write("ppo"), [*one_step, "--policy.lora.dropout=0.1"])
+
+
+def test_a_pool_of_a_role_that_is_not_started_now_may_stay(write):
+    pools = ["--pools.default.cpus=1", "--pools.other.cpus=1"]
+    load(STAGES["ppo"], write("ppo"), [*pools, "--reference.pool=other", "--algorithm.kl.coef=0"])
+    with pytest.raises(ConfigError, match=r"critic\.pool=other has no effect: algorithm\.estimator=reinforce"):
+        load(STAGES["ppo"], write("ppo"), [*pools, "--critic.pool=other", "--algorithm.estimator=reinforce"])
+
+
+def test_k1_may_measure_a_penalty_that_is_off(write):
+    load(STAGES["ppo"], write("ppo"), ["--algorithm.kl={placement: loss, estimator: k1, coef: 0}"])

@@ -32,13 +32,13 @@ def geometry_of(tmp_path):
     ([FREE], [FREE, KL_STOP], "what needs the reference was nothing and is early_stop.kl_above=0.5. "),
     ([], [FREE], r"what needs the reference was algorithm.kl.coef=0\.\d+ and is nothing\. "),
     ([FREE, KL_STOP], [FREE], "what needs the reference was early_stop.kl_above=0.5 and is nothing. "),
-    ([FREE], [FREE, "--reference.path=r"], "reference.path was empty and is r; what .* and is reference.path=r"),
-    ([], ["--critic.path=c"], "critic.path was empty and is c. "),
-    ([], ["--model.path=n"], "model.path was m and is n. "),
-    ([], ["--model.revision=v2"], "model.path was m and is m@v2. "),
-    ([], ["--policy.lora.rank=4"], "policy.lora was empty and is rank 4, alpha 32, targets all-linear. "),
+    ([FREE], [FREE, "--reference.path=r"], "the model at reference.path was none and is r; what .* and is reference.path=r"),
+    ([], ["--critic.path=c"], "the model at critic.path was none and is c. "),
+    ([], ["--model.path=n"], "the model at model.path was m and is n. "),
+    ([], ["--model.revision=v2"], "the model at model.path was m and is m at revision v2. "),
+    ([], ["--policy.lora.rank=4"], "policy.lora was none and is rank 4, alpha 32, targets all-linear. "),
     (["--policy.lora={}"], ["--policy.lora.alpha=64"], "policy.lora was rank 16, alpha 32, .* and is .*alpha 64"),
-    ([], ["--critic.lora={}"], "critic.path was empty and is m; critic.lora was empty and is rank 16"),
+    ([], ["--critic.lora={}"], "the model at critic.path was none and is m; critic.lora was none and is rank 16"),
     ([], [KL_STOP], None), ([FREE, KL_STOP], [], None), (["--reference.path=r"], [FREE, "--reference.path=r"], None),
     (["--policy.lora={}"], ["--policy.lora.dropout=0.1"], None),
 ], ids=str)
@@ -50,8 +50,8 @@ def test_ppo(geometry_of, before, after, said):
 
 @pytest.mark.parametrize("stage", ["sft", "reward-model", "process-reward"])
 def test_supervised(geometry_of, stage):
-    for change, said in (("--model.path=n", "model.path was m and is n. "),
-                         ("--learner.lora={}", "learner.lora was empty and is rank 16")):
+    for change, said in (("--model.path=n", "the model at model.path was m and is n. "),
+                         ("--learner.lora={}", "learner.lora was none and is rank 16")):
         with pytest.raises(ConfigError, match=said):
             check_geometry(Path("step_8"), geometry_of(stage, [change]), geometry_of(stage, []))
 
