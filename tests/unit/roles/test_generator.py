@@ -320,6 +320,15 @@ def test_the_engine_is_the_configured_one(generator, engine, monkeypatch):
     assert build_engine(settings, "abort") == ("partial", ("asynchronous", settings))
 
 
+def test_bytes_that_arrive_on_a_direct_transport_are_not_confirmed(engine, monkeypatch):
+    direct = AsynchronousEngine(replace(engine.settings, transport="nccl"))
+    monkeypatch.setattr(direct, "_living", lambda: None)
+    stage = direct.open_stage()
+    stage.add([])
+    with pytest.raises(WeightsError, match="a bucket of bytes arrived"):
+        asyncio.run(direct.apply(stage, 1))
+
+
 @pytest.fixture
 def local(engine, tmp_path_factory):
     """local(prompts, **options): a started local generator of a model with a context of 24."""
