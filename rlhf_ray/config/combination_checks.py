@@ -80,11 +80,6 @@ def check_pools(config: StageConfig) -> None:
                 raise ValueError(
                     f"pools.{name} has {given:g} {kind}, but its roles need {asked:g} ({parts}); "
                     f"raise pools.{name}.{kind} or bundles, or lower the roles' {kind} or workers")
-    sections = (getattr(config, name) for name in type(config).model_fields)
-    named = {section.pool for section in sections if isinstance(section, PlacementConfig)}
-    if named and (unused := sorted(set(config.pools) - named)):
-        raise ValueError(f"pools.{unused[0]} would be reserved for the whole run, and no role is placed in it; leave "
-                         f"it out, or set the `pool` of one of {', '.join(placed)}")
     _check_shared_gpus(placed, worker_bundles(config.pools, placed))
 
 

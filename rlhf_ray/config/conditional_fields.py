@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rlhf_ray.config.data import DataSection, DemonstrationsConfig, is_file_of_rows
-from rlhf_ray.config.derived import derive, reward_sections
+from rlhf_ray.config.derived import derive, placements_of, reward_sections
 from rlhf_ray.config.fields import changed_fields, format_value
 from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.config.rewards import LOCAL_MODELS, FunctionReward, HTTPReward, RegexReward
@@ -95,6 +95,9 @@ _EVERY_STAGE = (
         ("cluster.object_store_mb", "cluster.dashboard", "cluster.metrics_port"),
         lambda config, _: config.cluster.address is None,
         "the cluster at cluster.address={config.cluster.address} has its own", "", warns=True),
+    ConditionalFields(
+        ("pools.*",), lambda config, pool: any(config.pools[p.pool] is pool for p in placements_of(config).values()),
+        "no role is placed in this pool, so it is not reserved", "name it in the `pool` of a role", warns=True),
     ConditionalFields(
         ("pools.*.strategy",), lambda _, pool: pool.bundles > 1,
         "it places several bundles, and this pool has one", "raise its bundles"),

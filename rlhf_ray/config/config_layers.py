@@ -74,9 +74,14 @@ def read_environment(cls: type[BaseModel]) -> Layer:
     Raises:
         ConfigError: a variable has another form.
     """
+    return _layer((keys, os.environ[name], name) for name, keys in environment_of(cls).items())
+
+
+def environment_of(cls: type[BaseModel]) -> dict[str, Path_]:
+    """The path of keys that each environment variable sets in `cls`, by the variable's name."""
     names = [name for name in sorted(os.environ, key=str.lower) if name.upper().startswith(PREFIX)]
     keys = {name: tuple(name[len(PREFIX):].lower().split("__")) for name in names}
-    return _layer((keys[name], os.environ[name], name) for name in names if keys[name][0] in cls.model_fields)
+    return {name: path for name, path in keys.items() if path[0] in cls.model_fields}
 
 
 def read_overrides(overrides: list[str]) -> Layer:
@@ -103,8 +108,15 @@ def _layer(given: Iterable[tuple[Path_, str, str]]) -> Layer:
             if not isinstance(section, dict):
                 raise ConfigError(f"{origin} sets a key inside {part}, but {part} is also set to a value; keep one")
         section[keys[-1]] = _parsed(text, origin)
-        origins[keys] = origin
+        origins |= dict.fromkeys(_paths(section[keys[-1]], keys), origin)
     return Layer(values, origins)
+
+
+def _paths(value: Any, path: Path_) -> Iterator[Path_]:
+    """The path of a value, and those of all within it."""
+    yield path
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from _paths(inner, (*path, str(key)))
 
 
 def merge(cls: type[BaseModel], layers: list[Layer]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _meant(cls: type[BaseModel], place: _Place) -> str:
     if place.branch and place.parent is place.branch and (owners := _types_with(cls, place, key)):
         return f"it belongs to type {' or '.join(owners)}, but this is of type {type_tag(place.branch)}; remove it"
     paths = [f.path for f in describe_fields(cls)]
-    if ".".join(place.path) in paths:  # of the other section of a union
+    if place.branch and "." not in key and ".".join(place.path) in paths:  # of the other section of a union
         return f"it does not go with the other keys of {place.path[-2]}; remove it"
     section = "".join(f"{name}." for name in place.path[:-1])
     if nested := [path for path in paths if path.startswith(section) and key in _tails(path)]:  # kl_coef: kl.coef

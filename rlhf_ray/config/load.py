@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.conditional_fields import without_effect
 from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
-from rlhf_ray.config.derived import buffer_capacity_mb, transport_of
+from rlhf_ray.config.derived import buffer_capacity_mb, placements_of, transport_of
 from rlhf_ray.config.error_messages import explain, suggestion
 from rlhf_ray.config.stages import (
     PPOConfig,
@@ -59,10 +59,10 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
         config = cls(**values)
     except ValidationError as e:
         raise ConfigError(explain(cls, e, layers)) from None
-    config = resolve(config)
+    resolved = resolve(config)
     for sentence in without_effect(config, warns=True):
         logging.getLogger(__name__).warning(sentence)
-    return config
+    return resolved
 
 
 def resolve(config: C) -> C:
@@ -73,7 +73,8 @@ def resolve(config: C) -> C:
     `buffer.capacity_mb` is half of a local cluster's `cluster.object_store_mb` (a joined cluster sizes its own store,
     so there is no bound in bytes).
     `weights.transport: auto` becomes the transport that the placement allows. For every stage with a generator on CPUs,
-    an empty `generator.kv_cache_mb` becomes its default.
+    an empty `generator.kv_cache_mb` becomes its default. Pools in which no role is placed are left out, so that they
+    are not reserved.
 
     Raises:
         ConfigError: the sections do not fit together, see `combination_checks`.
@@ -82,6 +83,9 @@ def resolve(config: C) -> C:
         given = {name: getattr(sampling, name) for name in sampling.model_fields_set}
         config = _with(config, "evaluation", sampling=config.generator.sampling.model_copy(update=given))
     check_combinations(config)
+    if used := {placement.pool for placement in placements_of(config).values()}:
+        pools = {name: pool for name, pool in config.pools.items() if name in used}
+        config = config.model_copy(update={"pools": pools})
     generator = getattr(config, "generator", None)
     if generator is not None:
         config = _with(config, "generator", kv_cache_mb=generator.cache_mb)

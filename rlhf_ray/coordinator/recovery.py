@@ -231,8 +231,9 @@ def check_geometry(directory: Path, wanted: Geometry, saved: Geometry) -> None:
     Raises:
         ConfigError: fields of the configuration differ; names them.
     """
-    other = [f"{name} was {_shown(saved.get(name))} and is {_shown(value)}" for name, value in wanted.items()
-             if (bool(saved.get(name)) != bool(value) if isinstance(value, list) else saved.get(name) != value)]
+    check_complete(saved, wanted, f"the geometry of {directory}")
+    other = [f"{name} was {_shown(saved[name])} and is {_shown(value)}" for name, value in wanted.items()
+             if (bool(saved[name]) != bool(value) if isinstance(value, list) else saved[name] != value)]
     if other:
         raise ConfigError(f"{directory} cannot be resumed with another configuration: {'; '.join(other)}. Set these "
                           "back (restore a model that was replaced), or start a new run in another run.dir")

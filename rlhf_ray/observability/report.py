@@ -73,7 +73,7 @@ def write_report(run_dir: Path, term: Term | None = None) -> Path:
     if not rows and not run.config.exists():
         raise DataError(f"{run.path} holds no run: it has neither {run.metrics.name} nor {run.config.name}; name a "
                         "stage's run.dir")
-    config_text = run.config.read_text() if run.config.exists() else ""
+    config_text = run.config.read_text(errors="replace") if run.config.exists() else ""
     config, evaluation, summary = _values(run.config), read_json(run.evaluation), read_json(run.summary)
     charts = sorted(charts_of(rows), key=lambda c: ("Learning", "Optimisation", "System").index(c.section))
     text = page(

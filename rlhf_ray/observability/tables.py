@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import defaultdict
@@ -15,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_ray.errors import DataError
 from rlhf_ray.observability.metric_catalogue import better
 from rlhf_ray.observability.progress import is_terminal
+from rlhf_ray.observability.run_directory import read_json
 
 PLAIN_WIDTH = 100
 """Characters per line of plain output."""
@@ -133,8 +134,8 @@ def workers_table(workers: Iterable[Mapping[str, Any]]) -> Table:
 def workers_text(status: Path) -> str:
     """The same as plain text, from a run's status.json; empty when it lists no workers."""
     try:
-        rows = list(_worker_rows(json.loads(status.read_text()).get("workers", ())))
-    except (OSError, ValueError):
+        rows = list(_worker_rows(read_json(status).get("workers", ())))
+    except (OSError, DataError):
         return ""
     return "\n".join(f"{node}  {pool}: {workers}" for node, pool, workers in rows)
 

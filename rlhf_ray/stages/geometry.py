@@ -63,4 +63,4 @@ def supervised_geometry(config: SupervisedConfig) -> Geometry:
 
 def _adapters(lora: LoRAConfig | None) -> str:
     """All but the dropout, which only training depends on."""
-    return NONE if lora is None else f"rank {lora.rank}, alpha {lora.alpha}, targets {' '.join(lora.targets)}"
+    return NONE if lora is None else f"rank {lora.rank}, alpha {lora.alpha}, targets {' '.join(sorted(lora.targets))}"

@@ -258,5 +258,5 @@ def check_resume(config: StageConfig, steps: int, geometry: Geometry | None = No
     saved = None
     with suppress(CheckpointError):  # a damaged one is reported when its bytes are verified
         saved = load_state(path / "coordinator.json").get("geometry")
-    if geometry and saved:
+    if geometry and isinstance(saved, dict):
         check_geometry(path, geometry, saved)

@@ -15,6 +15,7 @@ import yaml
 
 from rlhf_ray.checkpoint.remote import require_no_password
 from rlhf_ray.cluster.jobs.package import exists_here
+from rlhf_ray.config.config_layers import environment_of
 from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ConfigError, ModelError, first_line
@@ -108,8 +109,7 @@ def stop_wait_s(config: StageConfig) -> int:
 def variables_of(config: StageConfig, requested: Mapping[str, str]) -> dict[str, str]:
     """Variables of the job's environment: those of this process that are part of the configuration, and the requested
     ones."""
-    of_configuration = {name: value for name, value in os.environ.items()
-                        if name.startswith("RLHF_RAY_") and "__" in name}
+    of_configuration = {name: os.environ[name] for name in environment_of(type(config))}
     return {**of_configuration, **requested, STOP_WAIT: str(stop_wait_s(config))}
 
 

@@ -31,8 +31,6 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--policy.gpus=1"], ["policy.gpus=1 is more than a bundle of pools.default has (0)"]),
         ("ppo", ["--pools.default.gpus=1", "--policy.gpus=1", "--policy.workers=2"],
          ["pools.default has 1 gpus", "need 2", "policy 2x1"]),
-        ("ppo", ["--pools.default.bundles=1", "--pools.spare.bundles=2"],
-         ["pools.spare would be reserved", "leave it out"]),
         ("ppo", ["--policy.gpus=2"], ["policy.gpus", "at most 1"]),
         ("ppo", ["--generator.gpus=2"], ["tensor_parallel=1", "1 whole gpus per worker, not 2"]),
         ("ppo", ["--generator.gpus=1.5"], ["tensor_parallel=1", "1 whole gpus per worker, not 1.5"]),
@@ -180,9 +178,14 @@ def test_values_that_dropout_moves_are_clipped(write):
         load(STAGES["ppo"], write("ppo"), [*one_step, "--policy.lora.dropout=0.1"])
 
 
-def test_a_pool_of_a_role_that_is_not_started_now_may_stay(write):
+def test_a_pool_without_roles_is_not_reserved(write, caplog):
     pools = ["--pools.default.cpus=1", "--pools.other.cpus=1"]
-    load(STAGES["ppo"], write("ppo"), [*pools, "--reference.pool=other", "--algorithm.kl.coef=0"])
+    config = load(STAGES["ppo"], write("ppo"), [*pools, "--reference.pool=other", "--algorithm.kl.coef=0"])
+    assert list(config.pools) == ["default"]
+    assert "pools.other.cpus=1 has no effect: no role is placed in this pool" not in caplog.text  # 1 is the default
+    load(STAGES["ppo"], write("ppo"), [*pools, "--pools.other.bundles=2"])
+    assert "pools.other.bundles=2 has no effect: no role is placed in this pool" in caplog.text
+    assert sorted(load(STAGES["ppo"], write("ppo"), [*pools, "--critic.pool=other"]).pools) == ["default", "other"]
     with pytest.raises(ConfigError, match=r"critic\.pool=other has no effect: algorithm\.estimator=reinforce"):
         load(STAGES["ppo"], write("ppo"), [*pools, "--critic.pool=other", "--algorithm.estimator=reinforce"])
 

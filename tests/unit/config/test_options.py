@@ -106,7 +106,7 @@ def settings(models):
             made["rewards"] = {"main": {"type": "model", "path": reward}}
         known = [one for at, one in FIELDS if at == stage]
         for name, other in row.given.items():
-            if name == "rewards.NAME" or name in known or name.replace(".default.", ".NAME.") in known:
+            if name == "rewards.NAME" or name.startswith("pools.") or name in known:
                 put(made, name, other)
         put(made, path, value)
         return made

@@ -320,7 +320,7 @@ def test_the_engine_is_the_configured_one(generator, engine, monkeypatch):
     assert build_engine(settings, "abort") == ("partial", ("asynchronous", settings))
 
 
-def test_bytes_that_arrive_on_a_direct_transport_are_not_confirmed(engine, monkeypatch):
+def test_bytes_that_arrive_on_a_direct_transport_are_not_confirmed(generator, engine, monkeypatch):
     direct = AsynchronousEngine(replace(engine.settings, transport="nccl"))
     monkeypatch.setattr(direct, "_living", lambda: None)
     stage = direct.open_stage()

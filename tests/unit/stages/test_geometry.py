@@ -32,7 +32,8 @@ def geometry_of(tmp_path):
     ([FREE], [FREE, KL_STOP], "what needs the reference was nothing and is early_stop.kl_above=0.5. "),
     ([], [FREE], r"what needs the reference was algorithm.kl.coef=0\.\d+ and is nothing\. "),
     ([FREE, KL_STOP], [FREE], "what needs the reference was early_stop.kl_above=0.5 and is nothing. "),
-    ([FREE], [FREE, "--reference.path=r"], "the model at reference.path was none and is r; what .* and is reference.path=r"),
+    ([FREE], [FREE, "--reference.path=r"],
+     "the model at reference.path was none and is r; what .* and is reference.path=r"),
     ([], ["--critic.path=c"], "the model at critic.path was none and is c. "),
     ([], ["--model.path=n"], "the model at model.path was m and is n. "),
     ([], ["--model.revision=v2"], "the model at model.path was m and is m at revision v2. "),
@@ -41,6 +42,7 @@ def geometry_of(tmp_path):
     ([], ["--critic.lora={}"], "the model at critic.path was none and is m; critic.lora was none and is rank 16"),
     ([], [KL_STOP], None), ([FREE, KL_STOP], [], None), (["--reference.path=r"], [FREE, "--reference.path=r"], None),
     (["--policy.lora={}"], ["--policy.lora.dropout=0.1"], None),
+    (["--policy.lora.targets=[q_proj, v_proj]"], ["--policy.lora.targets=[v_proj, q_proj]"], None),
 ], ids=str)
 def test_ppo(geometry_of, before, after, said):
     saved, wanted = geometry_of("ppo", before), geometry_of("ppo", after)
