@@ -70,6 +70,9 @@ def check_pools(config: StageConfig) -> None:
                 raise ValueError(
                     f"{role}.{kind}={getattr(p, kind):g} is more than a bundle of pools.{p.pool} has ({bundle:g}); "
                     f"a worker runs in one bundle, so raise pools.{p.pool}.{kind} or lower {role}.{kind}")
+        if p.gpus > 1 and not isinstance(p, GenerationConfig):
+            raise ValueError(f"{role}.gpus={p.gpus:g}: a worker of {role} uses one GPU; for several set {role}.workers "
+                             f"to their number, and {role}.gpus to 1")
     for name, pool in config.pools.items():
         users = {r: p for r, p in placed.items() if p.pool == name}
         for kind in ("cpus", "gpus"):
@@ -254,8 +257,9 @@ def check_best_metric(config: SFTConfig | RewardModelConfig | ProcessRewardConfi
                          "distribution under training: temperature, top_p, top_k, min_p, repetition_penalty and "
                          "min_tokens of generator.sampling; change one of them")
     if metric not in (known := evaluation_metrics(config)):
-        raise ValueError(f"checkpoint.best_metric={metric} is not a metric of this run's evaluations; name one of "
-                         + ", ".join(sorted(known)))
+        judge = " (gold is the score of logging.judge, which is empty)" if metric == "gold" else ""
+        raise ValueError(f"checkpoint.best_metric={metric} is not a metric of this run's evaluations{judge}; name one "
+                         f"of {', '.join(sorted(known))}")
 
 
 def check_mini_batches(config: PPOConfig) -> None:

@@ -123,7 +123,7 @@ class PlacementConfig(Section):
     """Processes of this role."""
     cpus: float = Field(0.1, ge=0)
     """Logical CPUs each worker reserves in its pool."""
-    gpus: float = Field(0.0, ge=0, le=1)
+    gpus: float = Field(0.0, ge=0)
     """The GPU, or a fraction of one, that each worker reserves in its pool."""
     threads: int = Field(1, ge=1)
     """Compute threads of each worker. On CPUs keep the sum close to the number of cores: oversubscription halves

@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -160,8 +160,10 @@ class Ledger:
         saved = LedgerFacts.read(ledger._db)
         loosest = replace(facts, max_staleness=max(facts.max_staleness, saved.max_staleness))
         if replace(saved, max_staleness=loosest.max_staleness) != loosest:
-            raise LedgerError(f"{copy} is the ledger of a run with {saved}, and this one has {facts}; resume with the "
-                              "same settings, or start a new run")
+            other = [f"{name} was {value} and is {getattr(facts, name)}" for name, value in asdict(saved).items()
+                     if name != "max_staleness" and value != getattr(facts, name)]
+            raise LedgerError(f"{copy} is the ledger of another run: {'; '.join(other)} (source_rows: usable prompts "
+                              "of each data set). Resume with the same settings and data, or start a new run")
 
         def reopen(db: sqlite3.Connection) -> None:
             db.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", loosest.rows())

@@ -1,5 +1,7 @@
 """What a resumed run must have in common with the run that saved (`coordinator.recovery.check_geometry`)."""
 
+from collections.abc import Sequence
+
 from rlhf_ray.config.derived import derive, needs_reference
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.stages import PPOConfig
@@ -14,8 +16,8 @@ READ_BY = ("text", "prompt", "response", "messages", "chosen", "rejected", "marg
 
 
 def ppo_geometry(config: PPOConfig) -> Geometry:
-    """Values, by field, on which places in the buffer, trained parameters and ready advantages depend, and the frozen
-    models: the reference, and what adapters are added to.
+    """Values, by field, on which the order of prompts, places in the buffer, trained parameters and ready advantages
+    depend, and the frozen models: the reference, and what adapters are added to.
 
     Raises:
         ModelError: the weights of a model cannot be read.
@@ -23,6 +25,10 @@ def ppo_geometry(config: PPOConfig) -> Geometry:
     derived, critic = derive(config), config.critic
     named_critic = derived.starts_critic and (critic.path or critic.lora)
     return {
+        "run.seed": config.run.seed,
+        "prompts.shuffle": config.prompts.shuffle,
+        "prompts.held_out": f"{config.prompts.held_out:g}",
+        "prompts.mix (weights)": _joined(config.prompts.weights),
         "algorithm.estimator": config.algorithm.estimator,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
@@ -57,8 +63,12 @@ def supervised_geometry(config: SupervisedConfig) -> Geometry:
         "training.batch_size": config.training.batch_size,
         "data.held_out": f"{config.data.held_out:g}",
         "data.max_tokens": config.data.max_tokens,
-        "data.mix (weights)": ", ".join(f"{weight:g}" for weight in config.data.weights),
+        "data.mix (weights)": _joined(config.data.weights),
     }
+
+
+def _joined(weights: Sequence[float]) -> str:
+    return ", ".join(f"{weight:g}" for weight in weights)
 
 
 def _adapters(lora: LoRAConfig | None) -> str:

@@ -23,8 +23,9 @@ from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.config.training_loop import CheckpointConfig
 from rlhf_ray.data.load_report import LeftOutRows, left_out_lines
 from rlhf_ray.engine.distributed import accelerator_environment
-from rlhf_ray.errors import DiskStalled, RLHFError, StoppedEarly, SupersededError, UploadError
+from rlhf_ray.errors import DataError, DiskStalled, RLHFError, StoppedEarly, SupersededError, UploadError
 from rlhf_ray.files.writer_thread import HURRY_S, FileThread, RunFiles
+from rlhf_ray.observability.metrics import metric_rows_from_end
 from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
@@ -178,7 +179,7 @@ def run_stage(
         DiskStalled: the disk of the run hangs.
     """
     files = directory.files
-    with uploading(config, directory, resume):
+    with uploading(config, directory, resume), kept_if_refused(directory, resume):
         files.records.do(directory.write_text, directory.config.name, as_yaml(config))
         metadata = {"directory": str(directory.path.resolve()), "steps": str(config.run.steps),
                     "stage": type(config).__name__.removesuffix("Config")}
@@ -196,6 +197,26 @@ def run_stage(
                            f"{summary['stopped_early']}. Checkpoint, model and report are in {directory.path}; raise "
                            "the limit and use --resume to continue")
     return summary
+
+
+@contextmanager
+def kept_if_refused(directory: RunDirectory, resume: bool) -> Iterator[None]:
+    """Write the former config.yaml again if a resume ends before its first step: it was refused, or failed to start,
+    and the steps in the directory were made with the former one."""
+    former = directory.config.read_text() if resume and directory.config.is_file() else None
+    newest = CheckpointStore(directory.checkpoints, keep=1).newest_name()
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError, DiskStalled, SupersededError, DataError):
+            if former is not None and _newest_row(directory) <= (newest[0] if newest else 0):
+                directory.files.records.do(directory.write_text, directory.config.name, former)
+        raise
+
+
+def _newest_row(directory: RunDirectory) -> int:
+    """Step of the newest row of metrics; 0 without one."""
+    return int(next((row["step"] for row in metric_rows_from_end(directory.path)), 0))
 
 
 def fetch_uploaded(config: StageConfig, directory: RunDirectory) -> None:

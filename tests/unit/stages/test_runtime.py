@@ -8,11 +8,27 @@ from types import SimpleNamespace
 import pytest
 
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.errors import SupersededError, WorkerError
+from rlhf_ray.errors import CheckpointError, SupersededError, WorkerError
 from rlhf_ray.observability.ownership import Ownership
+from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.ppo_roles import _learner
-from rlhf_ray.stages.runtime import Runtime, run_async, while_owned
+from rlhf_ray.stages.runtime import Runtime, kept_if_refused, run_async, while_owned
 from tests.unit.owners import Watch, host, take_over
+
+
+@pytest.mark.parametrize(("made", "kept"), [(8, "former"), (9, "new")])
+def test_a_resume_that_makes_no_step_leaves_the_configuration_as_it_was(tmp_path, made, kept):
+    run = RunDirectory.create(tmp_path)
+    (run.checkpoints / "step_8").mkdir(parents=True)
+    run.config.write_text("former")
+    run.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, made + 1)))
+    with pytest.raises(CheckpointError), kept_if_refused(run, resume=True):
+        run.config.write_text("new")
+        raise CheckpointError("the rows are not those that the run began with")
+    assert run.config.read_text() == kept
+    with kept_if_refused(run, resume=True):
+        run.config.write_text("accepted")
+    assert run.config.read_text() == "accepted"
 
 
 async def give(value):
