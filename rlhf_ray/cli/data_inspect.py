@@ -39,10 +39,13 @@ def inspect(
     from rlhf_ray.config.model import ModelConfig
     from rlhf_ray.data.inspection import inspect as look
     from rlhf_ray.data.load_report import left_out_lines
+    from rlhf_ray.data.row_readers import check_data_set_on_hub, is_local
     from rlhf_ray.files.writing import write_atomically
     from rlhf_ray.models.loading import load_tokenizer
 
     given = _given(context.args)
+    if not is_local(path):
+        check_data_set_on_hub(path, given.get("revision"))
     if kind is None:
         kind, columns = _kind(path, given)
         given = {**columns, **given}

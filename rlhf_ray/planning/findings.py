@@ -31,7 +31,7 @@ def find_problems(
     disk_bytes: float, free_disk: float | None,
 ) -> Iterator[Finding]:
     """All findings except placement and devices that are too full (`plan.py`)."""
-    yield from _caches(config, roles, memory)
+    yield from _sequences(config, roles, memory)
     seen: set[tuple[object, ...]] = set()
     for load in sorted(loads, key=lambda one: -one.share):
         alike = (load.kind, round(load.bytes), load.capacity)
@@ -48,16 +48,21 @@ def find_problems(
                                  f"{gib(disk_bytes)}; lower checkpoint.keep, or set run.dir to a larger disk")
 
 
-def _caches(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory]) -> Iterator[Finding]:
-    """vLLM does not start if its cache cannot hold one sequence of maximum length, and preempts sequences if it cannot
-    hold all."""
+def _sequences(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory]) -> Iterator[Finding]:
+    """A model has a longest sequence. vLLM does not start if its cache cannot hold one of maximum length, and preempts
+    sequences if it cannot hold all."""
     for role in roles:
         generator = role.placement
         if not isinstance(generator, GenerationConfig):
             continue
         prompts = config.prompts.max_tokens  # type: ignore[attr-defined]
-        response = derive(config).longest_response if isinstance(config, PPOConfig) else generator.sampling.max_tokens
+        response, field = generator.sampling.max_tokens, "generator.sampling.max_tokens"
+        if isinstance(config, PPOConfig):
+            response, field = derive(config).longest_response, derive(config).longest_response_field
         longest, shape = prompts + response, role.models[0]
+        if shape.context is not None and longest > shape.context:
+            yield Finding("refused", f"prompts.max_tokens={prompts} + {field}={response} = {longest} tokens is over "
+                                     f"the context of {role.named!r}, {shape.context}; lower one of them")
         room = cache_sequences(generator, shape, memory[role.name], longest)
         needed = -(-shape.cache_bytes * longest // MIB)
         if room < 1:

@@ -84,7 +84,8 @@ def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:
         intermediate=int(values.get("intermediate_size") or values.get("n_inner") or 4 * hidden),
         vocabulary=int(values["vocab_size"]), tied=bool(values.get("tie_word_embeddings", False)),
         head_dim=values.get("head_dim"), gated=values.get("model_type") not in UNGATED,
-        family=family, saved_bytes=BYTES.get(str(values.get("dtype") or values.get("torch_dtype"))),
+        context=values.get("max_position_embeddings"), family=family,
+        saved_bytes=BYTES.get(str(values.get("dtype") or values.get("torch_dtype"))),
     )
     if experts:
         shape = replace(shape, **_mixture(values, values[experts[0]], layers))

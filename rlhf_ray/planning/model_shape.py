@@ -1,6 +1,6 @@
 """Operations and bytes of a Llama-style model, dense or a mixture of experts, computed from its shape."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 
@@ -31,6 +31,8 @@ class ModelShape:
     """`model_type` of its config.json; None for a shape without one."""
     saved_bytes: int | None = None
     """Bytes of a weight in the model's files, if config.json gives the precision."""
+    context: int | None = field(default=None, compare=False)
+    """Tokens of the longest sequence, if config.json limits them."""
 
     experts: int = 0
     """Experts of each layer in a mixture of experts; 0 for a dense model."""

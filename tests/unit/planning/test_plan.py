@@ -298,6 +298,18 @@ class TestVerdict:
         assert not direct.findings
         assert direct.memory["generator"].host_bytes < planned(*arguments).memory["generator"].host_bytes
 
+    def test_a_sequence_longer_than_the_context_of_the_model_is_refused(self):
+        def plan(context):
+            config = load(PPOConfig, RECIPES / "one_gpu_8b_lora.yaml", [])
+            return config, make_plan(config, parse_nodes("1x1xH100"),
+                                     lambda model, field: replace(shape_of(model, field), context=context))
+
+        config, short = plan(64)
+        longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
+        said = rf"= {longest} tokens is over the context of .*, 64; lower"
+        assert any(re.search(said, text) for text in short.refused)
+        assert not plan(longest)[1].refused and not plan(None)[1].refused
+
     def test_roles_that_take_turns_need_the_larger_of_the_two(self):
         combined_memory = planned("one_gpu_8b_lora.yaml", "1x1xH100")
         turns = planned("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.sleep_level=1",
