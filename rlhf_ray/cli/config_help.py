@@ -14,7 +14,8 @@ from rlhf_ray.config.stages import StageConfig
 COMMON: dict[str, list[str]] = {
     "sft": [
         "run.dir", "run.steps", "run.seed", "model.path", "model.architecture.hidden_size", "model.architecture.layers",
-        "model.tokenizer", "data.path", "data.text", "data.max_tokens", "training.batch_size", "learner.workers",
+        "model.tokenizer", "data.path", "data.text", "data.prompt", "data.response", "data.messages", "data.max_tokens",
+        "training.batch_size", "learner.workers",
         "learner.zero_stage", "learner.optimizer.learning_rate", "checkpoint.every",
     ],
     "reward-model": [

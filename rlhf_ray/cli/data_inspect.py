@@ -76,7 +76,8 @@ def _given(arguments: list[str]) -> dict[str, Any]:
 
 
 def _kind(path: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The kind and the column fields, detected from the columns of the first usable row."""
+    """The kind and the column fields, detected from the columns of the first usable row and the fields that name them.
+    """
     from rlhf_ray.data.inspection import kind_of
     from rlhf_ray.data.load_report import RowErrors
     from rlhf_ray.data.row_readers import stream_rows
@@ -86,7 +87,7 @@ def _kind(path: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
     first = next((block.records[0] for block in rows if len(block)), None)
     if first is None:
         raise DataError(f"{path}: no row can be read; add --kind to see what is wrong with them")
-    return kind_of(set(first))
+    return kind_of({*first, *(name for name, column in given.items() if isinstance(column, str) and column in first)})
 
 
 def _sections(kind: str, path: str, given: dict[str, Any]) -> tuple[Any, Any]:

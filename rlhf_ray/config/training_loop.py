@@ -94,8 +94,8 @@ class EvaluationConfig(Section):
     """Evaluates the policy on held-out prompts, with the same seeds every time."""
 
     prompts: str | None = None
-    """jsonl, parquet or csv file, or a Hub data set name; the rows of `prompts.held_out` if this and `mix` are
-    empty."""
+    """jsonl, parquet or csv file, a pattern such as data/*.jsonl, a directory saved by `datasets`, or a Hub data set
+    name; the rows of `prompts.held_out` if this and `mix` are empty."""
     mix: list[PromptsSource] = Field(default_factory=list)
     """Several data sets in place of `prompts`; every row of each is used once."""
     subset: str | None = None

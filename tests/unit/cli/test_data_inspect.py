@@ -62,6 +62,12 @@ def test_the_kind_follows_from_the_columns_and_loss_is_shown(tmp_path, model, ro
     assert all(text in output for text in shown)
 
 
+def test_the_kind_follows_from_the_fields_that_name_the_columns(tmp_path, model):
+    row = {"question": "w2", "better": "w3", "worse": "w4 w5"}
+    error, output = inspect(tmp_path, model, [row], "--prompt=question", "--chosen=better", "--rejected=worse")
+    assert error is None and "as preferences: 1 rows to use" in output
+
+
 def test_judged_steps_show_their_labels_places(tmp_path, model):
     row = {"prompt": "w2", "steps": ["w3", "w4"], "labels": [1, None]}
     error, output = inspect(tmp_path, model, [row], "--placeholder=w9", "--good=w7", "--bad=w8", "--separator=w6")
