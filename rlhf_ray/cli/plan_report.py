@@ -39,7 +39,9 @@ def _nodes(plan: Plan) -> Text:
     for node in plan.nodes:
         gpus = f"{node.gpus} x {node.gpu.name if node.gpu else 'GPU of an unknown kind'}, " if node.gpus else ""
         labels = f", {', '.join(f'{k}={v}' for k, v in node.labels.items() if not k.startswith('ray.io/node'))}"
-        description = f"{gpus}{node.cpus:g} CPUs, {gib(node.memory_bytes)}{labels if len(labels) > 2 else ''}"
+        declared = f" for {node.cpus:g} logical ones" if node.cores < node.cpus else ""
+        cpus = f"{node.cores:g} CPUs{declared}"
+        description = f"{gpus}{cpus}, {gib(node.memory_bytes)}{labels if len(labels) > 2 else ''}"
         counts[description] = counts.get(description, 0) + 1
     return Text("nodes  " + "\n       ".join(f"{count} x ({description})" for description, count in counts.items()))
 
