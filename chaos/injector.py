@@ -97,6 +97,8 @@ class Injector:
             return False
         if self.driver.held:
             return True
+        if self.driver.learners_lost:
+            return False  # the next update finds it out; until then no generator can catch up
         down = {worker for worker, loss in coordinator.roles.health.down.items() if not loss.recorded}
         if not self.driver.left:
             return bool(down or self.driver.confirming)
