@@ -50,18 +50,23 @@ class MetricsWriter:
         """Rows that were dropped, oldest first: their steps and what they count of faults."""
         self._sinks = open_sinks(run, logging, resume_at)
         self._path = (run.metrics_parts() or [run.metrics])[-1]
+        self._newest = next(metric_rows_from_end(run.path), {})
         self._file = open(self._path, "ab")  # noqa: SIM115 - open for as long as the run
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one row and give it to the sinks. The row is on disk when this returns.
 
-        A value that is not finite is written as null. Several rows may have the same step.
+        A value that is not finite is written as null. Several rows may have the same step, but a row with the step and
+        the numbers of the newest one is not written: an evaluation that a resumed run makes again.
 
         Raises:
             ValueError: a metric is called `step` or `time`, or its value is not a number.
         """
         numbers = {name: _number(name, value) for name, value in values.items()}
         row = {"step": int(step), "time": round(time.time(), 3), **numbers}
+        if {**row, "time": self._newest.get("time")} == self._newest:
+            return
+        self._newest = row
         if self._file.tell() >= PART_BYTES:
             self._file.close()
             self._path = self._run.metrics_part(len(self._run.metrics_parts()) + 1)

@@ -30,6 +30,18 @@ def test_a_row_holds_step_time_and_the_flat_names(tmp_path):
     assert row == {"step": 3, "reward/mean": 0.25, "weights/version": 7.0}
 
 
+def test_an_evaluation_that_a_resumed_run_makes_again_is_one_row(tmp_path):
+    for resume_at in (None, 4, 4):
+        writer = MetricsWriter(tmp_path, FILE_ONLY, resume_at)
+        writer.write(4, {"eval/reward": 0.1 + 0.2, "eval/kl": math.nan})
+        writer.close()
+    writer = MetricsWriter(tmp_path, FILE_ONLY, 4)
+    writer.write(4, {"eval/reward": 0.3, "eval/kl": math.nan})  # of other held-out prompts
+    writer.write(5, {"eval/reward": 0.3, "eval/kl": math.nan})
+    writer.close()
+    assert [(row["step"], row["eval/reward"]) for row in read_metrics(tmp_path)] == [(4, 0.1 + 0.2), (4, 0.3), (5, 0.3)]
+
+
 def test_a_row_is_readable_before_the_writer_closes(tmp_path):
     writer = MetricsWriter(tmp_path, FILE_ONLY)
     writer.write(1, {"policy/loss": 1.0})
