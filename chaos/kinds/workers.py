@@ -10,6 +10,7 @@ from chaos.driver_under_test import DriverUnderTest
 from chaos.evidence import EARLY_S, Evidence, Outcome
 from chaos.faults import KILL, STOP, Fault
 from chaos.kind import Kind, judged
+from rlhf_ray.errors import ClusterError
 
 if TYPE_CHECKING:
     import psutil
@@ -20,6 +21,8 @@ MECHANISMS = {KILL: "SIGKILL", STOP: "SIGSTOP"}
 NOTICING_S = 15.0
 """Longest time from a fault to the end of its driver and workers in which the driver need not have noticed it: the
 heartbeats of five seconds and a quarter more, and the shutdown."""
+CLUSTER_LOST_S = 60.0
+"""The same if it ends because its control store is lost: it notices nothing meanwhile, and ends after about 50 s."""
 LONG_CALL: dict[str, Any] = {"most_sightings": 1, "most_delay_s": 0.2}
 """Of calls that are made once or twice a step and take long."""
 
@@ -104,7 +107,8 @@ class WorkerFault(Kind):
         start = evidence.start_at(injection["time"])
         if start is None or self.event(evidence, injection) is not None:
             return False
-        return start.abrupt or (start.code == start.expected != 0 and start.ended - injection["time"] < NOTICING_S)
+        longest_s = NOTICING_S + (CLUSTER_LOST_S if start.code == ClusterError.exit_code else 0.0)
+        return start.abrupt or (start.code == start.expected != 0 and start.ended - injection["time"] < longest_s)
 
     def problem_after(self, evidence: Evidence, fault: Fault) -> str:
         """Why a fault whose victim was hit and noticed was not survived nevertheless."""

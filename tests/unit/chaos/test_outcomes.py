@@ -58,9 +58,11 @@ def test_a_victim_that_a_driver_could_not_report_is_not_survived_and_proves_noth
     assert not outcome.injected and not outcome.survived and "before it could notice" in outcome.problem
 
 
-@pytest.mark.parametrize("code, ended, proves_nothing", [(74, 120, True), (74, 130, False), (0, 120, False)])
+@pytest.mark.parametrize("code, ended, proves_nothing", [
+    (74, 120, True), (74, 130, False), (0, 120, False), (68, 165, True), (68, 190, False)])
 def test_a_driver_that_fails_at_once_need_not_have_noticed(fake_run, code, ended, proves_nothing):
-    """Of another fault, such as a full disk; one that lives longer, or ends well, must have."""
+    """Of another fault, such as a full disk; one that lives longer, or ends well, must have. One that loses its cluster
+    ends late, and notices nothing else."""
     fake_run.start(100, ended, code, code)
     number = fake_run.injected("generator_kill", 110, role="generator", pid=7)
     assert unnoticed(fake_run.record) == ({number} if proves_nothing else set())
