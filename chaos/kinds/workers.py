@@ -10,7 +10,7 @@ from chaos.driver_under_test import DriverUnderTest
 from chaos.evidence import EARLY_S, Evidence, Outcome
 from chaos.faults import KILL, STOP, Fault
 from chaos.kind import Kind, judged
-from rlhf_ray.errors import ClusterError
+from rlhf_ray.errors import ClusterUnavailable
 
 if TYPE_CHECKING:
     import psutil
@@ -107,7 +107,7 @@ class WorkerFault(Kind):
         start = evidence.start_at(injection["time"])
         if start is None or self.event(evidence, injection) is not None:
             return False
-        longest_s = NOTICING_S + (CLUSTER_LOST_S if start.code == ClusterError.exit_code else 0.0)
+        longest_s = NOTICING_S + (CLUSTER_LOST_S if start.code == ClusterUnavailable.exit_code else 0.0)
         return start.abrupt or (start.code == start.expected != 0 and start.ended - injection["time"] < longest_s)
 
     def problem_after(self, evidence: Evidence, fault: Fault) -> str:
