@@ -11,9 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rlhf_ray.config.data import DataSection, DemonstrationsConfig, is_file_of_rows
-from rlhf_ray.config.derived import derive, placements_of, reward_sections
+from rlhf_ray.config.derived import derive, has_later_steps, placements_of, reward_sections
 from rlhf_ray.config.fields import changed_fields, format_value
-from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.config.rewards import LOCAL_MODELS, FunctionReward, HTTPReward, RegexReward
 from rlhf_ray.config.stages import (
     PPOConfig,
@@ -51,24 +50,15 @@ def _has_critic(config: PPOConfig, _: Any) -> bool:
     return config.algorithm.has_critic
 
 
-def _has_later_steps(config: PPOConfig) -> bool:
-    """Whether a step can be made with other weights than those that computed the old values."""
-    return config.algorithm.epochs * config.algorithm.mini_batches > 1 or config.coordinator.max_staleness > 0
-
-
-def _drops_out(learner: PPOLearnerConfig) -> bool:
-    return learner.lora is not None and learner.lora.dropout > 0
-
-
 def _probabilities_move(config: PPOConfig, _: Any) -> bool:
     """Whether the policy's probabilities in a step can differ from the old ones."""
-    return _has_later_steps(config) or _drops_out(config.policy) or config.algorithm.old_logprobs == "generator"
+    return has_later_steps(config) or config.policy.drops_out or config.algorithm.old_logprobs == "generator"
 
 
 def _values_move(config: PPOConfig, _: Any) -> bool:
     """Whether the critic's values in a step can differ from the old ones."""
     critic = config.critic if config.critic.backbone == "own" else config.policy
-    return _has_later_steps(config) or _drops_out(critic) or config.critic.head_dropout > 0
+    return has_later_steps(config) or critic.drops_out or config.critic.head_dropout > 0
 
 
 def _writes_prompts(_: Any, data: DemonstrationsConfig) -> bool:

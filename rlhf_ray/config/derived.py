@@ -138,17 +138,23 @@ def _other_model(config: PPOConfig, section: CriticConfig | ReferenceConfig) -> 
     return ModelConfig(path=section.path, revision=section.revision, dtype=config.model.dtype)
 
 
+def has_later_steps(config: PPOConfig) -> bool:
+    """Whether an optimizer step is made with other weights than those that computed the old values: a later one of an
+    update, or one on samples that waited."""
+    return config.algorithm.epochs * config.algorithm.mini_batches > 1 or config.coordinator.max_staleness > 0
+
+
 def update_gives_old_logprobs(config: PPOConfig) -> bool:
     """Whether the update's own forward pass gives the old log-probabilities.
 
     That requires a single optimizer step per batch, on-policy samples, and no dropout. Rewards and the adaptive
     coefficient must not need them before the update; metrics use the generators'.
     """
-    a, lora = config.algorithm, config.policy.lora
+    a = config.algorithm
     one_backbone = a.has_critic and config.critic.backbone == "policy"
-    only_one = a.epochs * a.mini_batches == 1 and not config.coordinator.max_staleness and not one_backbone
+    only_one = not has_later_steps(config) and not one_backbone
     needed_before = a.kl.kind == "adaptive" or not (a.kl_in_loss or a.kl.coef == 0) or a.critic_warmup_steps > 0
-    return a.old_logprobs == "policy" and only_one and not needed_before and not (lora and lora.dropout)
+    return a.old_logprobs == "policy" and only_one and not needed_before and not config.policy.drops_out
 
 
 def placements_of(config: StageConfig) -> dict[str, PlacementConfig]:
@@ -231,9 +237,12 @@ def _solved_at(config: PPOConfig) -> dict[str, float]:
 
 def evaluation_metrics(config: SFTConfig | RewardModelConfig | ProcessRewardConfig | PPOConfig) -> set[str]:
     """Names of the metrics that an evaluation of this run has."""
-    if not isinstance(config, PPOConfig):
-        return {"loss"} if isinstance(config, SFTConfig) else {
-            "loss", "accuracy", *(("margin", "score") if isinstance(config, RewardModelConfig) else ("probability",))}
+    if isinstance(config, SFTConfig):
+        return {"loss"}
+    if isinstance(config, RewardModelConfig):
+        return {"loss", "accuracy", "margin", "score"}
+    if isinstance(config, ProcessRewardConfig):
+        return {"loss", "accuracy", "probability"}
     derived, evaluation = derive(config), config.evaluation
     powers = [2**i for i in range(evaluation.samples_per_prompt.bit_length())] if evaluation else []
     optional = {

@@ -108,6 +108,11 @@ class LearnerConfig(PlacementConfig):
     lora: LoRAConfig | None = None
     """Train low-rank adapters on a frozen model in its own precision; if empty, train the whole model."""
 
+    @property
+    def drops_out(self) -> bool:
+        """Whether adapters leave out some of their inputs in updates, and not in other passes."""
+        return self.lora is not None and self.lora.dropout > 0
+
     @model_validator(mode="before")
     @classmethod
     def _rate_of_the_role(cls, given: Any) -> Any:

@@ -34,7 +34,7 @@ def ppo_geometry(config: PPOConfig) -> Geometry:
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
         "the model at model.path": model_identity(config.model),
         "policy.lora": _adapters(config.policy.lora),
-        "critic.backbone": critic.backbone if config.algorithm.has_critic else "none",
+        "critic.backbone": critic.backbone if config.algorithm.has_critic else NONE,
         "the model at critic.path": model_identity(derived.critic_model) if named_critic else NONE,
         "critic.lora": _adapters(critic.lora if derived.starts_critic else None),
         "the model at reference.path": model_identity(derived.reference_model) if config.reference.path else NONE,
