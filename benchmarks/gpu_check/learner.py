@@ -7,37 +7,51 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from benchmarks.gpu_check.random_policy import (
+    ALGORITHM,
     B1,
     B3,
     B8,
     BUCKET,
+    SEED,
     SMALL,
+    TIMEOUT_S,
     TINY,
     RandomPolicy,
     Setting,
     experience,
     hardware,
     optimizer_step,
+    rollout_of,
     state,
 )
 from benchmarks.gpu_check.rows import Row, judged, not_run
 from benchmarks.gpu_check.runner import Place
+from benchmarks.gpu_check.seams import seconds_of
 from rlhf_ray.config.learner import LoRAConfig, OptimizerConfig
+from rlhf_ray.config.stages import CriticConfig
+from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.records import Experience
+from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.micro_batch import AverageMeter
+from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.ppo_update import training_batch
+from rlhf_ray.roles.reference_scorer import ReferenceScorer
 
 MFU, GOAL = 0.25, 0.40
 """Share of the GPU's peak that an update must reach, and the one to get to."""
 PLAN_WITHIN = 0.10
+GAP = 0.05
+"""Nats between a policy in float32 under autocast and a reference in bfloat16."""
 GIB, GB = 2**30, 1e9
 SAVE_S = 120.0
 ROOT = Path(__file__).parents[2]
@@ -287,6 +301,43 @@ def _save(learner: RandomPolicy, directory: Path) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"a checkpoint was not written within {SAVE_S:g} s")
         time.sleep(0.05)
+
+
+def roles(place: Place) -> Iterator[Row]:
+    """A model's files, as the policy, its reference and its critic load and compute with them."""
+    size, timed = (SMALL, 3) if place.gpu else (TINY, 1)
+    setting, rows = Setting(size), experience(size)
+    model, tensors = setting.files(place)
+    policy = PolicyLearner(setting.config(place.gpu), model, 0, 1, SEED, 100, ALGORITHM, 1.0, longest=size.length)
+    policy.start(free_address("127.0.0.1"), TIMEOUT_S)
+    loaded = dict(policy.engine.module.model.named_parameters())
+    wrong = [name for name, tensor in tensors.items() if not torch.equal(tensor.float(), loaded[name].detach().cpu())]
+    yield judged("weights from files", f"{len(tensors)} tensors, {len(wrong)} others", not wrong,
+                 "in float32, the bits of the files")
+    reference = ReferenceScorer(model, size.micro_batch, 1.0, size.length)
+    reference.start()
+    rollout = rollout_of(rows)
+    one, other = policy.logprobs(rollout).values, reference.logprobs(rollout).values
+    off = float(np.abs(one - other)[rows.response_mask].mean())
+    yield judged("log-probabilities of policy and reference", f"{off:.1e} nats apart", off <= GAP,
+                 f"the mean over response tokens; at most {GAP:g}")
+    for name, role in (("policy", policy), ("reference", reference)):
+        seconds = seconds_of(partial(role.logprobs, rollout), place.device, timed)
+        yield Row(f"speed of the {name}'s log-probabilities", f"{size.rows * size.length / seconds:,.0f} tokens/s")
+    del policy, reference
+    _freed()
+    config = CriticConfig.model_validate(setting.config(place.gpu).model_dump(include=set(CriticConfig.model_fields)))
+    critic = CriticLearner(config, model, 0, 1, SEED, 100, ALGORITHM, size.length)
+    critic.start(free_address("127.0.0.1"), TIMEOUT_S)
+    before = critic.values(rollout).values
+    targets = replace(rows, values=before, returns=np.where(rows.response_mask, 1, 0).astype(np.float32))
+    losses = [critic.update(step, targets).metrics["loss"] for step in range(1, 9)]
+    after = critic.values(rollout).values
+    yield judged("updates of the critic", f"loss {losses[0]:.3f}, then {losses[-1]:.3f}", losses[-1] < losses[0],
+                 "eight updates towards values of 1")
+    yield judged("precision of its values", f"{len(np.unique(after[rows.response_mask])):,} distinct ones",
+                 len(np.unique(after[rows.response_mask])) > rows.response_mask.sum() / 2,
+                 f"of {int(rows.response_mask.sum()):,}; bfloat16 would have a few hundred")
 
 
 def cpu_adam(place: Place) -> Iterator[Row]:

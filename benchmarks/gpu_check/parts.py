@@ -66,6 +66,8 @@ PARTS = {part.name: part for part in (
         gradients=(40, "recomputed activations, chunked logits or sharded weights that change the gradients"),
         resume=(40, "checkpoints that lose a bit of weights, moments, counters or random numbers, at one ZeRO stage or "
                     "between two"),
+        roles=(40, "files that are loaded with other weights, a reference that disagrees with the policy, values that "
+                   "have the digits of bfloat16"),
         cpu_adam=(100, "an optimizer in main memory that does not compile here, or makes another step"),
     ),
     _part(

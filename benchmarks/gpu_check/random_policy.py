@@ -21,7 +21,7 @@ from rlhf_ray.planning.local_machine import as_hardware, gpus_here
 from rlhf_ray.planning.memory_breakdown import Memory
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.model_shape import ModelShape
-from rlhf_ray.records import Experience, SampleKey, offsets_of
+from rlhf_ray.records import Experience, Rollout, SampleKey, offsets_of
 from rlhf_ray.roles.policy_learner import PolicyLearner
 
 SEED, TIMEOUT_S = 0, 120.0
@@ -112,6 +112,17 @@ class Setting:
         (place.directory / "config.json").write_text(json.dumps(self.size.entries()))
         return ModelConfig(path=str(place.directory), dtype="bfloat16" if place.gpu else "float32")
 
+    def files(self, place: Place) -> tuple[ModelConfig, dict[str, Tensor]]:
+        """A model in files, and its tensors by the names of its parameters."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = self.model(place)
+        torch.manual_seed(SEED)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path),
+                                                 dtype=getattr(torch, config.dtype))
+        model.save_pretrained(config.path)
+        return config, {name: tensor.detach() for name, tensor in model.named_parameters()}
+
     def shape(self, place: Place) -> ModelShape:
         """As `rlhf-ray plan` sees it."""
         return shape_of(self.model(place), "model")
@@ -141,6 +152,13 @@ def experience(size: Size) -> Experience:
         offsets=offsets_of([size.length] * size.rows), response_mask=mask, behaviour_logprobs=old, old_logprobs=old,
         tokens=random.integers(2, size.vocabulary, tokens).astype(np.int32), reference_logprobs=None, values=None,
         advantages=advantages, returns=advantages, keys=[SampleKey(0, row, 0) for row in range(size.rows)])
+
+
+def rollout_of(rows: Experience) -> Rollout:
+    """The rows as a generator would have returned them."""
+    return Rollout(offsets=rows.offsets, tokens=rows.tokens, response_mask=rows.response_mask,
+                   logprobs=rows.behaviour_logprobs, versions=np.where(rows.response_mask, 0, -1).astype(np.int32),
+                   keys=rows.keys, seeds=np.zeros(len(rows.keys), np.int64), finish_reasons=["length"] * len(rows.keys))
 
 
 def optimizer_step(learner: RandomPolicy, rows: Experience, step: int) -> float:
