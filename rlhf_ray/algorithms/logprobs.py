@@ -1,8 +1,8 @@
 """Log-probabilities and entropies of next-token distributions, without a second copy of the logits.
 
 The logits of a batch are its largest tensor. Autograd's own path would keep a float32 copy of them and make several
-more in the backward pass. Here both passes process a few rows at a time: only the logits as given are kept, and only
-their gradient is allocated, in their own dtype.
+more in the backward pass. Here only the logits as given are kept, and only their gradient is allocated, in their own
+dtype: CPUs process a few rows at a time, and GPUs have kernels for whole passes (`logprobs_on_gpu`).
 """
 
 from collections.abc import Iterator
@@ -17,10 +17,8 @@ from torch.nn.functional import pad
 from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.errors import ConfigError
 
-CHUNK_ELEMENTS = {"cpu": 2**17}
-"""Entries processed at a time, by device type: on a CPU as many as fit its cache (512 KiB of float32)."""
-CHUNK_ELEMENTS_ELSEWHERE = 2**24
-"""On a GPU the work of one kernel should be large: 64 MiB of float32."""
+CHUNK_ELEMENTS = 2**17
+"""Entries processed at a time: as many as fit a CPU's cache (512 KiB of float32)."""
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -41,25 +39,34 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
     Raises:
         ConfigError: temperature is not positive.
     """
-    if not temperature > 0:
-        raise ConfigError(f"temperature={temperature} must be positive: logits are divided by it")
+    _require_positive(temperature)
     flat = logits.reshape(-1, logits.shape[-1])
     picked: Tensor = _TokenLogprobs.apply(flat, tokens.reshape(-1).long(), float(temperature))
     return picked.view(tokens.shape)
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits), in nats.
+def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Entropy of softmax(logits / temperature), in nats.
 
     Args:
         logits: `[B, T, V]` (or any `[..., V]`), float; -inf entries (tokens ruled out) count as probability 0.
+        temperature: > 0.
 
     Returns:
         `[B, T]` float32 (float64 for float64 logits); gradients behave as in `token_logprobs`.
+
+    Raises:
+        ConfigError: as `token_logprobs`.
     """
+    _require_positive(temperature)
     flat = logits.reshape(-1, logits.shape[-1])
-    entropies: Tensor = _Entropy.apply(flat)
+    entropies: Tensor = _Entropy.apply(flat, float(temperature))
     return entropies.view(logits.shape[:-1])
+
+
+def _require_positive(temperature: float) -> None:
+    if not temperature > 0:
+        raise ConfigError(f"temperature={temperature} must be positive: logits are divided by it")
 
 
 @dataclass(frozen=True)
@@ -108,9 +115,14 @@ def masked_distributions(logits: Tensor, tokens: Tensor, mask: SamplingMask) -> 
     return logits.masked_fill(impossible.scatter_(-1, listed, True)[:, :vocabulary], -torch.inf), tokens
 
 
+def _has_kernels(logits: Tensor) -> bool:
+    """Whether `logprobs_on_gpu` computes these logits; it has no float64."""
+    return logits.is_cuda and logits.dtype is not torch.float64
+
+
 def _chunks(logits: Tensor) -> Iterator[slice]:
     """Slices over the rows of `[N, V]` logits, each of about CHUNK_ELEMENTS entries."""
-    step = max(1, CHUNK_ELEMENTS.get(logits.device.type, CHUNK_ELEMENTS_ELSEWHERE) // logits.shape[-1])
+    step = max(1, CHUNK_ELEMENTS // logits.shape[-1])
     for start in range(0, len(logits), step):
         yield slice(start, start + step)
 
@@ -125,19 +137,29 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        ctx.temperature = temperature
+        if _has_kernels(logits):
+            from rlhf_ray.algorithms.logprobs_on_gpu import distribution_pass
+
+            logprobs, _, normalizers = distribution_pass(logits := logits.contiguous(), tokens, temperature)
+            ctx.save_for_backward(logits, tokens, normalizers)
+            return logprobs
         logprobs = wide(logits.new_empty(len(logits)))
         for rows in _chunks(logits):
             # Softmax and its logarithm are one kernel each; logsumexp is four, and takes twice as long.
             whole = _scaled(logits[rows], temperature).log_softmax(-1)
             logprobs[rows] = whole.gather(-1, tokens[rows, None])[:, 0]
         ctx.save_for_backward(logits, tokens)
-        ctx.temperature = temperature
         return logprobs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        logits, tokens = ctx.saved_tensors
+        logits, tokens, *normalizers = ctx.saved_tensors
+        if normalizers:
+            from rlhf_ray.algorithms.logprobs_on_gpu import logprob_gradient
+
+            return logprob_gradient(logits, tokens, normalizers[0], grad_output, ctx.temperature), None, None
         grad = torch.empty_like(logits)
         for rows in _chunks(logits):
             g = grad_output[rows, None] / ctx.temperature
@@ -147,24 +169,36 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 class _Entropy(torch.autograd.Function):
-    """H = -sum p log p with p = softmax(logits); dH/dlogits = -p (log p + H)."""
+    """H = -sum p log p with p = softmax(logits / temperature); dH/dlogits = -p (log p + H) / temperature."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
+        ctx.temperature = temperature
+        if _has_kernels(logits):
+            from rlhf_ray.algorithms.logprobs_on_gpu import distribution_pass
+
+            any_token = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+            _, entropies, normalizers = distribution_pass(logits := logits.contiguous(), any_token, temperature)
+            ctx.save_for_backward(logits, entropies, normalizers)
+            return entropies
         entropies = wide(logits.new_empty(len(logits)))
         for rows in _chunks(logits):
-            entropies[rows] = torch.special.entr(wide(logits[rows]).softmax(-1)).sum(-1)
+            entropies[rows] = torch.special.entr(_scaled(logits[rows], temperature).softmax(-1)).sum(-1)
         ctx.save_for_backward(logits, entropies)
         return entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
-        logits, entropies = ctx.saved_tensors
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        logits, entropies, *normalizers = ctx.saved_tensors
+        if normalizers:
+            from rlhf_ray.algorithms.logprobs_on_gpu import entropy_gradient
+
+            return entropy_gradient(logits, entropies, normalizers[0], grad_output, ctx.temperature), None
         grad = torch.empty_like(logits)
         for rows in _chunks(logits):
-            g = grad_output[rows, None]
-            p = wide(logits[rows]).softmax(-1)
+            g = grad_output[rows, None] / ctx.temperature
+            p = _scaled(logits[rows], ctx.temperature).softmax(-1)
             part = torch.special.entr(p).sub_(p.mul_(entropies[rows, None])).mul_(g)
             grad[rows] = part.masked_fill_(g == 0, 0)
-        return grad
+        return grad, None

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_ray.algorithms.logprobs import SamplingMask, masked_distributions, token_logprobs
 from rlhf_ray.algorithms.logprobs import entropy as entropy_of
-from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.internals.transformers import attention_implementation
 from rlhf_ray.models.attention import NAME as PACKED_ATTENTION
 from rlhf_ray.models.cpu.linear import filler_of
@@ -47,18 +46,22 @@ def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) ->
     return output.last_hidden_state[0, : len(tokens)]
 
 
+CPU_ELEMENTS, GPU_ELEMENTS = 2**26, 2**28
+"""256 MiB of float32, and 512 MiB of bfloat16. Each chunk's backward pass adds to the gradient of the whole head."""
+
+
 @dataclass(frozen=True)
 class Chunks:
     """How many tokens' logits exist at a time."""
 
-    elements: int = 2**26
-    """Elements of the largest chunk, tokens times vocabulary: 256 MiB of float32."""
+    elements: int | None = None
+    """Elements of the largest chunk, tokens times vocabulary; None for `CPU_ELEMENTS` or `GPU_ELEMENTS`."""
     most_tokens: int | None = None
     """Cut every pass into as many chunks as one of this many tokens, for ranks whose calls of the head must match."""
 
-    def count(self, tokens: int, vocabulary: int) -> int:
+    def count(self, tokens: int, vocabulary: int, on_gpu: bool = False) -> int:
         """Number of chunks for `tokens` tokens; chunks may be empty."""
-        rows = max(1, self.elements // vocabulary)
+        rows = max(1, (self.elements or (GPU_ELEMENTS if on_gpu else CPU_ELEMENTS)) // vocabulary)
         return max(1, -(-(tokens if self.most_tokens is None else self.most_tokens) // rows))
 
 
@@ -80,9 +83,9 @@ def token_logprobs_and_entropies(
             logits, tokens = masked_distributions(logits, tokens, mask)
         logits = logits[None]
         logprobs = token_logprobs(logits, tokens[None], temperature)[0]
-        return (logprobs, entropy_of(wide(logits) / temperature)[0]) if entropy else (logprobs,)
+        return (logprobs, entropy_of(logits, temperature)[0]) if entropy else (logprobs,)
 
-    pieces = chunks.count(len(targets), model.config.get_text_config().vocab_size)
+    pieces = chunks.count(len(targets), model.config.get_text_config().vocab_size, hidden.is_cuda)
     masks = mask.padded(filler).split(pieces) if mask else [None] * pieces
     if pieces == 1:
         chunked = [columns_of(hidden, targets, masks[0])]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rlhf_ray.planning.model_shape import ModelShape
 
 FLOAT, HALF = 4, 2
-LOGIT_ELEMENTS = 2**26
+CPU_ELEMENTS, GPU_ELEMENTS = 2**26, 2**28
 """Logit entries that exist at the same time (models/packed_model.py, `Chunks`)."""
 SHORT_ROW = 128
 """Tokens of a row up to which attention on CPUs keeps its probabilities (models/cpu/short_rows.py, `LONGEST`)."""
@@ -99,6 +99,6 @@ def logits_bytes(
     """
     if not shape.vocabulary:
         return 0.0
-    rows = min(answers, max(1, LOGIT_ELEMENTS // shape.vocabulary))
-    working = 3 * 2**24 * FLOAT if micro_batch.on_gpu else 0  # algorithms/logprobs.py processes this many at a time
-    return rows * shape.vocabulary * micro_batch.product_bytes * (2 if training else 1) * copies + working
+    elements = GPU_ELEMENTS if micro_batch.on_gpu else CPU_ELEMENTS
+    rows = min(answers, max(1, elements // shape.vocabulary))
+    return float(rows * shape.vocabulary * micro_batch.product_bytes * (2 if training else 1) * copies)

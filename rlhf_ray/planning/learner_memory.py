@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, PPOLearnerConfig
 from rlhf_ray.planning.activations import (
     FLOAT,
+    HALF,
     MicroBatch,
     head_bytes,
     logits_bytes,
@@ -202,6 +203,8 @@ def _cast_weights(config: LearnerConfig, shape: ModelShape) -> float:
     checkpointing and sharded weights, only those of the current layer."""
     if config.autocast != "bfloat16":
         return 0.0
+    if config.lora and shape.bytes_per_value == HALF:  # the frozen weights are bfloat16 already
+        return float(HALF * trained(config, shape))
     if stage_of(config) == 3 and config.gradient_checkpointing:
         return 2.0 * (2 * shape.layer_parameters + shape.vocabulary * shape.hidden)
     return 2.0 * shape.multiplied
