@@ -17,7 +17,7 @@ class Check:
     catches: str
     """What is wrong where one of its rows is."""
     seconds: float
-    """What it is expected to take on an H200; an estimate, nobody has measured it."""
+    """What it is expected to take on an H200: measured, except for `ways`, `cpu_adam`, the engine and the cluster."""
     package: str = __package__
     """Where the module `part` has the generator `name` of its rows."""
 
@@ -47,26 +47,28 @@ WHEELS = ("deepspeed", "pydantic")
 PARTS = {part.name: part for part in (
     _part(
         "seams", "Functions with a path of their own on GPUs, each alone.", (),
-        attention=(20, "another torch's variable-length kernel that computes other values or gradients than the "
+        attention=(22, "another torch's variable-length kernel that computes other values or gradients than the "
                        "grids, or is slower than they are"),
         logprobs=(20, "log-probabilities, entropies or gradients that lose digits over 128,256 logits in bfloat16, or "
                       "copy all of them"),
-        fingerprints=(20, "digests that differ between GPU and CPU, by which every publication over nccl and ipc would "
+        fingerprints=(8, "digests that differ between GPU and CPU, by which every publication over nccl and ipc would "
                           "be refused, or that take as long as the transfer"),
-        ipc=(30, "GPU memory that stays occupied after another process has read it by handle, which fills the GPU "
+        ipc=(12, "GPU memory that stays occupied after another process has read it by handle, which fills the GPU "
                  "publication by publication"),
     ),
     _part(
         "learner", "`PolicyLearner` in one process, without Ray and vLLM.", WHEELS,
-        update=(50, "updates in float32 although bfloat16 is configured, a slow update, passes that wait for the GPU, "
+        update=(60, "updates in float32 although bfloat16 is configured, a slow update, passes that wait for the GPU, "
                     "a plan of memory that is off, slow publications, optimizer state that stays on the GPU between "
                     "phases"),
-        larger=(50, "the same with 3 billion weights and recomputed activations"),
-        adapters=(60, "the same of adapters on 8 billion frozen weights"),
-        gradients=(40, "recomputed activations, chunked logits or sharded weights that change the gradients"),
-        resume=(40, "checkpoints that lose a bit of weights, moments, counters or random numbers, at one ZeRO stage or "
+        ways=(80, "settings that cost more than they should, an update that is slower than one by torch and "
+                  "transformers alone"),
+        larger=(30, "the same with 3 billion weights and recomputed activations"),
+        adapters=(55, "the same of adapters on 8 billion frozen weights"),
+        gradients=(55, "recomputed activations, chunked logits or sharded weights that change the gradients"),
+        resume=(60, "checkpoints that lose a bit of weights, moments, counters or random numbers, at one ZeRO stage or "
                     "between two"),
-        roles=(40, "files that are loaded with other weights, a reference that disagrees with the policy, values that "
+        roles=(50, "files that are loaded with other weights, a reference that disagrees with the policy, values that "
                    "have the digits of bfloat16"),
         cpu_adam=(100, "an optimizer in main memory that does not compile here, or makes another step"),
     ),

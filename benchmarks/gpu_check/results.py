@@ -48,7 +48,9 @@ class Results:
 
 def as_markdown(lines: list[dict[str, Any]]) -> str:
     """The table, a section for each check, from the lines of `rows.jsonl`."""
-    machine = [line["machine"] for line in lines if "machine" in line][-1]
+    machines = {line["began"]: line["machine"] for line in lines if "machine" in line}
+    machine = dict(list(machines.values())[-1])
+    machine.pop("commit", None)  # parts may have been run at several
     rows = [line for line in lines if "machine" not in line]
     last = {(row["part"], row["check"]): row["began"] for row in rows}  # the newest run comes last
     page = [f"# {machine['device']}, {max(last.values(), default=lines[0]['began'])[:10]}", "",
@@ -56,7 +58,8 @@ def as_markdown(lines: list[dict[str, Any]]) -> str:
     for check in (check for part in PARTS.values() for check in part.checks):
         if (began := last.get((check.part, check.name))) is None:
             continue
-        page += ["", f"## {check.part}: {check.name}", "", f"Catches {check.catches}.", "",
+        at = f" At commit {machines[began]['commit']}." if "commit" in machines[began] else ""
+        page += ["", f"## {check.part}: {check.name}", "", f"Catches {check.catches}.{at}", "",
                  "| what | found | verdict | seconds | |", "|---|---|---|---|---|"]
         page += ["| {what} | {found} | {verdict} | {seconds} | {note} |".format(
                      **{name: str(value).replace("|", "/") for name, value in row.items()})

@@ -8,6 +8,7 @@ update does not depend on how the mini-batch is cut or distributed.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -226,7 +227,12 @@ class TrainEngine:
 
     def parameter_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and full shape of every parameter of the inner model, in a fixed order; tied parameters appear once."""
-        return [(name, tuple(full_shape(p))) for name, p in self.module.model.named_parameters()]
+        return [(name, tuple(full_shape(p))) for name, p in self._parameters.items()]
+
+    @cached_property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Those of the inner model; looking for them takes longer than casting a bucket of them on a GPU."""
+        return dict(self.module.model.named_parameters())
 
     @torch.no_grad()
     def gather(self, names: list[str], wanted: bool = True) -> dict[str, Tensor]:
@@ -235,8 +241,7 @@ class TrainEngine:
         Args:
             wanted: whether this rank needs them; a rank that does not takes part in gathering them, and copies none.
         """
-        parameters = dict(self.module.model.named_parameters())
-        chosen = [parameters[name] for name in names]
+        chosen = [self._parameters[name] for name in names]
         if self.config.zero_stage < 3:
             return {name: p.detach() for name, p in zip(names, chosen, strict=True)} if wanted else {}
         import deepspeed

@@ -54,11 +54,13 @@ class AdaptedLayer:
 class Adapters:
     """The adapters of one model. Its scalar head, if it has one, is trained in full."""
 
-    def __init__(self, model: "PreTrainedModel", config: LoRAConfig, base: str) -> None:
+    def __init__(self, model: "PreTrainedModel", config: LoRAConfig, base: str, autocast: bool = False) -> None:
         """Freeze `model` and add adapters to it. They have no effect at first: A is random, B zero.
 
         Args:
             base: path or Hub name of the model, written to exported adapters.
+            autocast: whether all passes run under autocast, which converts what enters the adapters. Otherwise it is
+                converted to float32 for them; with both, to float32 and back.
 
         Raises:
             ModelError: a target is not a layer of the model (see `lora_targets.chosen_layers`), or is also the name of
@@ -82,6 +84,8 @@ class Adapters:
             if parameter.requires_grad:  # always float32: small updates vanish in bfloat16
                 parameter.data = parameter.data.float()
         self._modules = dict(_adapted(model))
+        for layer in self._modules.values():
+            layer.cast_input_dtype_enabled = not autocast
         if others := sorted(self._modules.keys() - set(names)):  # of some families, where a target is called as experts
             raise ModelError(
                 f"lora.targets={config.targets} would also put adapters on the fused experts ({others[0]}, ...), whose "

@@ -46,8 +46,8 @@ def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) ->
     return output.last_hidden_state[0, : len(tokens)]
 
 
-CPU_ELEMENTS, GPU_ELEMENTS = 2**26, 2**28
-"""256 MiB of float32, and 512 MiB of bfloat16. Each chunk's backward pass adds to the gradient of the whole head."""
+CPU_ELEMENTS, GPU_ELEMENTS = 2**26, 2**27
+"""256 MiB of float32, and of bfloat16. Each chunk's backward pass adds to the gradient of the whole head."""
 
 
 @dataclass(frozen=True)

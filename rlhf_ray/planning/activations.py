@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rlhf_ray.planning.model_shape import ModelShape
 
 FLOAT, HALF = 4, 2
-CPU_ELEMENTS, GPU_ELEMENTS = 2**26, 2**28
+CPU_ELEMENTS, GPU_ELEMENTS = 2**26, 2**27
 """Logit entries that exist at the same time (models/packed_model.py, `Chunks`)."""
 SHORT_ROW = 128
 """Tokens of a row up to which attention on CPUs keeps its probabilities (models/cpu/short_rows.py, `LONGEST`)."""
@@ -30,7 +30,7 @@ class MicroBatch:
     checkpointing: bool = False
     """Whether layers keep only their input and recompute the rest (`gradient_checkpointing`)."""
     half_model: bool = False
-    """Whether everything is in bfloat16: a frozen model in its own precision."""
+    """Whether the stream is in bfloat16, too: a frozen model in its own precision, with or without adapters."""
 
     @property
     def product_bytes(self) -> int:
@@ -46,14 +46,14 @@ class MicroBatch:
 def layer_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
     """Bytes that one layer keeps for its backward pass, per token.
 
-    Each of two norms keeps the stream, the normalised stream and a factor of a product. Attention keeps queries, keys,
-    values and outputs, and the outputs again as a factor. The feed-forward layer keeps its gate before and after the
-    activation, the up-projection, and their product; experts also keep each token's state once for each of its experts,
-    before and after.
+    Each of two norms keeps the stream and the normalised stream in float32, and a factor of a product. Attention keeps
+    queries, keys, values and outputs, and the outputs again as a factor. The feed-forward layer keeps its gate before
+    and after the activation, the up-projection, and their product; experts also keep each token's state once for each
+    of its experts, before and after.
     """
-    stream, product = micro_batch.stream_bytes, micro_batch.product_bytes
+    product = micro_batch.product_bytes
     queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-    norms = 2 * shape.hidden * (2 * stream + product)
+    norms = 2 * shape.hidden * (2 * FLOAT + product)
     attention = (3 * queries + 2 * keys) * product
     if not micro_batch.on_gpu and micro_batch.longest <= SHORT_ROW and shape.heads == shape.kv_heads:
         attention += shape.heads * micro_batch.longest * FLOAT

@@ -116,7 +116,8 @@ def _micro_batch(config: LearnerConfig, model: Training) -> MicroBatch:
     """The largest one of a rank."""
     share = -(-model.rows // config.workers)
     return MicroBatch(min(config.micro_batch_tokens, share * model.longest), model.longest, config.gpus > 0,
-                      half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing)
+                      half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing,
+                      half_model=_is_half(config, model.shape))
 
 
 def _pass_without_gradients(config: LearnerConfig, model: Training) -> dict[str, float]:
@@ -198,12 +199,17 @@ def _bucket_bytes(config: LearnerConfig, shape: ModelShape) -> float:
     return float(FLOAT * (SHARDED_BUCKET if config.gpus else min(SHARDED_BUCKET, trained(config, shape))))
 
 
+def _is_half(config: LearnerConfig, shape: ModelShape) -> bool:
+    """Whether the weights that passes multiply with are in half precision as they are, except for adapters."""
+    return config.lora is not None and shape.bytes_per_value == HALF
+
+
 def _cast_weights(config: LearnerConfig, shape: ModelShape) -> float:
     """Bytes of the bfloat16 weights that autocast creates for a pass and keeps for its backward pass; with activation
     checkpointing and sharded weights, only those of the current layer."""
     if config.autocast != "bfloat16":
         return 0.0
-    if config.lora and shape.bytes_per_value == HALF:  # the frozen weights are bfloat16 already
+    if _is_half(config, shape):
         return float(HALF * trained(config, shape))
     if stage_of(config) == 3 and config.gradient_checkpointing:
         return 2.0 * (2 * shape.layer_parameters + shape.vocabulary * shape.hidden)

@@ -98,7 +98,8 @@ class Learner:
         torch.manual_seed(self.seed)
         module = self.build()
         if self.config.lora:
-            self.adapters = Adapters(module.model, self.config.lora, str(getattr(self.model_config, "path", "")))
+            base = str(getattr(self.model_config, "path", ""))
+            self.adapters = Adapters(module.model, self.config.lora, base, self.config.autocast == "bfloat16")
         torch.manual_seed(self.seed + self.rank)  # ranks use different dropout
         if self.config.router_aux_loss_coef:
             self._router_balance = RouterBalance(module.model)

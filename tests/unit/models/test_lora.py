@@ -15,9 +15,9 @@ from tests.tiny_families import DECODERS, config_of
 LORA = LoRAConfig(rank=2, alpha=6)
 
 
-def adapt(model, config=LORA):
+def adapt(model, config=LORA, **options):
     """Adapters with an effect: B starts at zero, so it gets numbers."""
-    adapters = Adapters(model, config, "base")
+    adapters = Adapters(model, config, "base", **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -139,6 +139,25 @@ def test_a_base_in_bfloat16_gets_adapters_in_float32(causal_lm):
     trained = set(adapters.trained_names(shapes(model)))
     assert all((dtype == torch.float32) == (name in trained) for name, dtype in dtypes.items())
     assert PackedLanguageModel(model)(torch.tensor([3, 4, 5]), Packing.of([3]), torch.tensor([1]))[0].isfinite().all()
+
+
+def test_under_autocast_nothing_is_converted_to_float32_and_back(causal_lm):
+    answers, entering = [], []
+    for autocast in (True, False):
+        torch.manual_seed(0)
+        model = causal_lm(dtype=torch.bfloat16)
+        adapt(model, autocast=autocast)
+        watched = [module for name, module in model.named_modules() if name.endswith("lora_A.default")]
+        entered = set()
+        for module in watched:
+            module.register_forward_pre_hook(lambda _, inputs, seen=entered: seen.add(inputs[0].dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs = PackedLanguageModel(model)(torch.tensor([3, 4, 5, 6]), Packing.of([4]), torch.tensor([1, 3]))[0]
+        logprobs.sum().backward()
+        answers.append([logprobs.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        entering.append(entered)
+    assert entering == [{torch.bfloat16}, {torch.float32}]
+    assert len(answers[0]) > 1 and all(torch.equal(*pair) for pair in zip(*answers, strict=True)), "the same bits"
 
 
 def test_targets_are_the_ends_of_names(causal_lm):
