@@ -82,12 +82,12 @@ async def _measure(directory: Path, name: str, repeats: int) -> Measured:
     table = prompts(directory, SAMPLES)
     its = Measured()
     async with publishing_roles(*models) as roles:
-        sync, rollout = WeightSync(WeightsConfig(), roles), (await _draw(roles, table, 0))[0]
-        await _require(roles, rollout, same=False)
+        sync = WeightSync(WeightsConfig(), roles)
+        await _require(roles, table, same=False)
         its.nbytes = (await sync.publish(version := 1)).nbytes
         for _ in range(WARM_UP + (ClusterConfig().object_store_mb << 20) // its.nbytes):
             await sync.publish(version := version + 1)
-        await _require(roles, rollout, same=True)
+        await _require(roles, table, same=True)
         with BarePublication(its.nbytes, SIZES[name].matrices) as bare:
             bare.seconds()
             for _ in range(repeats):
@@ -97,7 +97,7 @@ async def _measure(directory: Path, name: str, repeats: int) -> Measured:
         for _ in range(repeats):
             await _publish_in_flight(its, roles, sync, table, version := version + 1)
         its.profile = await profile(roles, version + 1, repeats)
-        await _require(roles, rollout, same=True)
+        await _require(roles, table, same=True)
     return its
 
 
@@ -122,15 +122,15 @@ async def _publish_in_flight(its: Measured, roles: RoleGroups, sync: WeightSync,
     its.pauses.append(published.pause_seconds)
 
 
-async def _require(roles: RoleGroups, rollout: Rollout, same: bool) -> None:
+async def _require(roles: RoleGroups, table: Any, same: bool) -> None:
     """Compare log-probabilities of generators and learner; before the first publication they must differ.
 
     Raises:
         DifferentWork: they do not differ, or do.
     """
-    ours = (await roles.policy.values("logprobs", rollout))[0].values
-    for rank, theirs in enumerate(await roles.generators.values("score", rollout)):
-        gap = float(np.abs(ours - theirs.values)[rollout.response_mask].max())
+    for rank, rollout in enumerate(await _draw(roles, table, 0)):
+        ours = (await roles.policy.values("logprobs", rollout))[0].values
+        gap = float(np.abs(ours - rollout.logprobs)[rollout.response_mask].max())
         if (gap < TOLERANCE) != same:
             raise DifferentWork(f"publish: log-probabilities of generator {rank} and learner differ by {gap:.2g}")
 

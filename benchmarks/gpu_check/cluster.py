@@ -20,10 +20,9 @@ async def restart(place: Place) -> AsyncIterator[Row]:
         began = time.perf_counter()
         await generators.start(timeout_s=TIMEOUT_S)
         seconds = time.perf_counter() - began
-        rollout, _ = await measures.draw(both, 1)
-        before = await measures.gap(both, rollout)
+        before = await measures.gap(both, 1)
         await both.sync.publish(2, resend=True)
-        after = await measures.gap(both, rollout)
+        after = await measures.gap(both, 2)
         yield judged("parity after a restart beside a live learner", f"{after:.2g}", after <= scale.tolerance < before,
                      f"{before:.2g} before it caught up; at most {scale.tolerance:g}")
         yield Row("start of the new generator", f"{seconds:.1f} s")

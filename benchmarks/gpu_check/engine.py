@@ -46,13 +46,13 @@ async def adapters(place: Place) -> AsyncIterator[Row]:
     scale = ON_GPU if place.gpu else ON_CPU
     async with pair(PairSetting(scale, lora=LoRAConfig()), place.directory) as both:
         rollout, _ = await measures.draw(both, 1)
-        untrained = await measures.gap(both, rollout)
+        untrained = await measures.gap(both, 2)
         experience = await measures.as_experience(both, rollout)
         for step in range(1, UPDATES + 1):
             await measures.update(both, experience, step)
-        before = await measures.gap(both, rollout)
+        before = await measures.gap(both, 3)
         published = await both.sync.publish(1)
-        after = await measures.gap(both, rollout)
+        after = await measures.gap(both, 4)
         yield judged("parity before adapters are trained", f"{untrained:.2g}", untrained <= scale.tolerance,
                      f"mean difference of log-probabilities; at most {scale.tolerance:g}")
         yield judged("parity after adapters were published", f"{after:.2g}", after <= scale.tolerance < before,

@@ -42,20 +42,19 @@ async def draw(pair: Pair, epoch: int) -> tuple[Rollout, float]:
     return rollout, time.perf_counter() - began
 
 
-async def gap(pair: Pair, rollout: Rollout) -> float:
-    """Mean difference of generator's and learner's log-probabilities of the responses."""
-    (ours,), (theirs,) = [await group.values(method, rollout) for group, method in
-                          ((pair.roles.policy, "logprobs"), (pair.roles.generators, "score"))]
-    return float(np.abs(ours.values - theirs.values)[rollout.response_mask].mean())
+async def gap(pair: Pair, epoch: int) -> float:
+    """Mean difference of generator's and learner's log-probabilities of new responses."""
+    rollout, _ = await draw(pair, epoch)
+    (ours,) = await pair.roles.policy.values("logprobs", rollout)
+    return float(np.abs(ours.values - rollout.logprobs)[rollout.response_mask].mean())
 
 
 async def publications(pair: Pair, version: int) -> AsyncIterator[Row]:
     """Publish some times; the first opens connections and is not counted."""
     setting, scale = pair.setting, pair.setting.scale
-    rollout, _ = await draw(pair, version)
-    before = await gap(pair, rollout)
+    before = await gap(pair, version)
     made = [await pair.sync.publish(version + i) for i in range(scale.publications + 1)][1:]
-    after = await gap(pair, rollout)
+    after = await gap(pair, version + 50)
     seconds, pause = median(p.seconds for p in made), median(p.pause_seconds for p in made)
     name = setting.transport + (" over gloo" if setting.transport == "nccl" and not scale.gpu else "")
     yield judged(f"parity after {name}, ZeRO-{setting.zero_stage}", f"{after:.2g}", after <= scale.tolerance < before,
@@ -128,7 +127,7 @@ async def turns(pair: Pair, version: int) -> AsyncIterator[Row]:
     await pair.sync.publish(version, resend=pair.setting.sleep_level != 1)
     if asleep:
         await roles.generators.values("wake", ["kv_cache"])
-    after = await gap(pair, (await draw(pair, 201))[0])
+    after = await gap(pair, 201)
     note = ", ".join(f"{role} gave back {text}" for role, text in freed.items()) or "sleep is for GPUs"
     level = f", sleep level {pair.setting.sleep_level}" if asleep else ""
     yield judged(f"a step in turns{level}", f"{after:.2g}", after <= scale.tolerance,

@@ -69,7 +69,7 @@ def unfinished_tokens(engine: Any) -> int:
 
 
 def abort_samples(engine: Any, request_ids: Iterable[str]) -> list[RequestOutput]:
-    """Abort those of an `LLMEngine`'s requests that sample (and do not score), and return what they sampled so far.
+    """Abort an `LLMEngine`'s requests, and return what they sampled so far.
 
     Source: 0.32.0, v1/engine/output_processor.py (`external_req_ids`, `RequestState.make_request_output`).
     Missing: `LLMEngine.abort_request` returns nothing; the outputs of `AsyncLLM.abort` need its queues.
@@ -80,9 +80,7 @@ def abort_samples(engine: Any, request_ids: Iterable[str]) -> list[RequestOutput
     processor, outputs = engine.output_processor, []
     for request_id in request_ids:
         (inner,) = processor.external_req_ids[request_id]
-        state = processor.request_states[inner]
-        if state.logprobs_processor.prompt_logprobs is None:
-            outputs.append(state.make_request_output([], None, FinishReason.ABORT, None))
+        outputs.append(processor.request_states[inner].make_request_output([], None, FinishReason.ABORT, None))
     engine.abort_request([output.request_id for output in outputs])
     return outputs
 

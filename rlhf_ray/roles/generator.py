@@ -29,7 +29,6 @@ from rlhf_ray.records import (
     Prompts,
     Rollout,
     SampleKey,
-    TokenScores,
     WeightBucket,
     WeightOffer,
     WeightRoute,
@@ -140,18 +139,6 @@ class Generator:
         completions = await engine.sample(requests)
         self._require_whole_masks(requests, completions)
         return as_rollout(keys, requests, completions, self._records_masks(settings))
-
-    async def score(self, rollout: Rollout) -> TokenScores:
-        """Log-probabilities of the response tokens under the current weights at temperature 1, zero elsewhere.
-
-        Used to compare generator and learner; rows must be shorter than `max_context`, since vLLM always samples one
-        token more.
-        """
-        engine, receiver = self._running()
-        receiver.require_ready()
-        rows = [rollout.row(i, "tokens").tolist() for i in range(len(rollout))]
-        flat = np.concatenate(await engine.score(rows))
-        return TokenScores(rollout.offsets, np.where(rollout.response_mask, flat, np.float32(0)))
 
     def fused_groups(self) -> list[list[str]]:
         """Names of weights that share a fused layer: a publication contains all of a group or none."""

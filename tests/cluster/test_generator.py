@@ -38,7 +38,6 @@ from tests.cluster.generators import (
     make_generator,
     publish,
     publisher_of,
-    reference_logprobs,
 )
 from tests.models import make_tiny_llama
 from tests.threads import one_torch_thread
@@ -132,8 +131,6 @@ def test_logprobs_equal_hugging_face_before_and_after_a_publication(loop, runnin
     assert gap(new_models[kind], after) < 1e-4
     assert gap(old, after) > 1.0, "the two models must differ for this test to say anything"
     assert set(before.versions[before.response_mask]) == {0} and set(after.versions[after.response_mask]) == {1}
-    scored = loop.run_until_complete(generator.score(before))
-    assert np.allclose(scored.values, reference_logprobs(new_models[kind], before) * before.response_mask, atol=1e-4)
 
 
 def test_new_weights_are_packed_as_those_that_the_engine_began_with(loop, running, new_models):

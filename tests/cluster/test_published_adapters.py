@@ -6,7 +6,6 @@ import copy
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import psutil
 import pytest
 import torch
@@ -82,8 +81,6 @@ async def run_versions(directory, prompts=PROMPTS, **options):
             rollout = await generator.generate(prompts, KEYS, 3)
             assert set(rollout.versions[rollout.response_mask]) == {version}
             seen.append((copy.deepcopy(learner.model), rollout))
-        scores = await generator.score(rollout)
-        assert np.abs(scores.values - rollout.logprobs).max() < FLOAT32
         return seen
     finally:
         await generator.stop()

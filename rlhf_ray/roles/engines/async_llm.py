@@ -34,10 +34,8 @@ from rlhf_ray.roles.engines.vllm_adapter import (
     completion_of,
     engine_arguments,
     inspect_architectures,
-    prompt_logprobs_of,
     prompt_of,
     sampling_parameters,
-    scoring_parameters,
 )
 from rlhf_ray.roles.profiling import collect_vllm_trace, profiler_config
 
@@ -114,10 +112,6 @@ class AsynchronousEngine(SamplingEngine):
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         return await asyncio.gather(*(self._sample(request) for request in requests))
-
-    async def score(self, rows: Sequence[list[int]]) -> list[NDArray[np.float32]]:
-        outputs = await asyncio.gather(*(self._finish(row, scoring_parameters()) for row in rows))
-        return [prompt_logprobs_of(output) for output in outputs]
 
     async def fused_layers(self) -> dict[str, list[str]]:
         """See `SamplingEngine.fused_layers`. Each process has part of the layers."""
@@ -287,8 +281,7 @@ class AsynchronousEngine(SamplingEngine):
         from vllm.v1.engine.exceptions import EngineDeadError
 
         engine, last, request_id = self._living(), None, str(next(self._numbers))
-        if parameters.prompt_logprobs is None:
-            self._sampling.add(request_id)
+        self._sampling.add(request_id)
         try:
             async for output in engine.generate(
                     prompt_of(prompt), parameters, request_id, lora_request=self._adapter):

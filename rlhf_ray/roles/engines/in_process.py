@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -44,10 +43,8 @@ from rlhf_ray.roles.engines.vllm_adapter import (
     completion_of,
     engine_arguments,
     inspect_architectures,
-    prompt_logprobs_of,
     prompt_of,
     sampling_parameters,
-    scoring_parameters,
 )
 from rlhf_ray.roles.profiling import TorchProfile
 
@@ -58,8 +55,8 @@ if TYPE_CHECKING:
     from rlhf_ray.weights.weight_loaders import Routes
 
 T = TypeVar("T")
-Request = tuple[list[int], Callable[[], Any], ResponseWatch | None]
-"""A prompt, a function that returns vLLM's sampling parameters, and what looks for stop strings in the response."""
+Watched = tuple[SampleRequest, ResponseWatch | None]
+"""A request, and what looks for stop strings in its response."""
 
 
 class StagedBuckets:
@@ -78,22 +75,20 @@ class RequestBatch:
     """The requests of one call. The call is resumed once, when all its results are ready: waking it for every request
     would make the two threads contend for Python's lock, which costs more than the work itself."""
 
-    results: dict[str, Any]
+    results: dict[str, Completion | None]
     """Results by request id, in the call's order; None until it finishes."""
-    convert: Callable[[Any], Any]
-    """Converts vLLM's output to a result."""
     done: Future[list[Any]]
     unfinished: int
 
     @classmethod
-    def of(cls, request_ids: Sequence[str], convert: Callable[[Any], Any]) -> RequestBatch:
+    def of(cls, request_ids: Sequence[str]) -> RequestBatch:
         """A batch of unfinished requests."""
-        return cls(dict.fromkeys(request_ids), convert, Future(), len(request_ids))
+        return cls(dict.fromkeys(request_ids), Future(), len(request_ids))
 
     def take(self, output: Any) -> None:
         """Store the output of a finished request."""
         try:
-            self.results[output.request_id] = self.convert(output)
+            self.results[output.request_id] = completion_of(output)
         except Exception as error:
             self.fail(error)
         self.unfinished -= 1
@@ -137,14 +132,9 @@ class InProcessEngine(SamplingEngine):
         await self._on_thread(self._build)
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        watches = [watch_for(request, self._settings.decode) for request in requests]
-        completions = await self._finish([(request.prompt, partial(sampling_parameters, request), watch)
-                                          for request, watch in zip(requests, watches, strict=True)], completion_of)
+        watched = [(request, watch_for(request, self._settings.decode)) for request in requests]
         return [completion if watch is None else watch.cut(completion)
-                for completion, watch in zip(completions, watches, strict=True)]
-
-    async def score(self, rows: Sequence[list[int]]) -> list[NDArray[np.float32]]:
-        return await self._finish([(row, scoring_parameters, None) for row in rows], prompt_logprobs_of)
+                for completion, (_, watch) in zip(await self._finish(watched), watched, strict=True)]
 
     async def fused_layers(self) -> dict[str, list[str]]:
         return dict(getattr(self._model, "packed_modules_mapping", {}))
@@ -195,11 +185,11 @@ class InProcessEngine(SamplingEngine):
         self._jobs.put((lambda: self._run_alive(work), done))
         return await asyncio.wrap_future(done)
 
-    async def _finish(self, requests: list[Request], convert: Callable[[Any], T]) -> list[T]:
+    async def _finish(self, requests: list[Watched]) -> list[Completion]:
         if not requests:
             return []
         self._require_thread()
-        batch = RequestBatch.of([str(next(self._numbers)) for _ in requests], convert)
+        batch = RequestBatch.of([str(next(self._numbers)) for _ in requests])
         self._jobs.put((lambda: self._add(batch, requests), Future()))
         try:
             return await asyncio.wrap_future(batch.done)
@@ -280,13 +270,14 @@ class InProcessEngine(SamplingEngine):
                 stage.add(adapters_of_zeros(self._settings.adapters))
                 self._load(stage)
 
-    def _add(self, batch: RequestBatch, requests: list[Request]) -> None:
+    def _add(self, batch: RequestBatch, requests: list[Watched]) -> None:
         if self._dead is not None:
             batch.fail(self._dead)
             return
         try:
-            for request_id, (prompt, parameters, watch) in zip(batch.results, requests, strict=True):
-                self._engine.add_request(request_id, prompt_of(prompt), parameters(), lora_request=self._adapter)
+            for request_id, (request, watch) in zip(batch.results, requests, strict=True):
+                self._engine.add_request(request_id, prompt_of(request.prompt), sampling_parameters(request),
+                                         lora_request=self._adapter)
                 self._waiting[request_id] = batch
                 if watch:
                     self._watches[request_id] = watch
@@ -300,7 +291,7 @@ class InProcessEngine(SamplingEngine):
         self._engine.abort_request(request_ids)
 
     def _end_samples(self, request_ids: Iterable[str]) -> None:
-        """Return the tokens so far of those requests that sample to their callers, and abort them."""
+        """Return the requests' tokens so far to their callers, and abort them."""
         for output in abort_samples(self._engine, request_ids):
             self._hand_over(output)
 

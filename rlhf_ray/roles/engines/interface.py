@@ -111,10 +111,6 @@ class SamplingEngine(Protocol):
         """
         ...
 
-    async def score(self, rows: Sequence[list[int]]) -> list[NDArray[np.float32]]:
-        """Per row `[L]`: log-probability of each token given those before it, at temperature 1; 0 for the first."""
-        ...
-
     async def fused_layers(self) -> dict[str, list[str]]:
         """Parts of each layer that the model fuses, such as {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}."""
         ...

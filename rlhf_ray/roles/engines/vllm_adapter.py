@@ -210,16 +210,6 @@ def sampling_parameters(request: SampleRequest) -> SamplingParams:
     )
 
 
-def scoring_parameters() -> SamplingParams:
-    """Parameters that return the prompt's log-probabilities (vLLM must sample a token too; it is discarded)."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
 def prompt_of(tokens: list[int]) -> Any:
     """vLLM's rendered input for token ids."""
     from vllm.inputs.engine import tokens_input
@@ -245,14 +235,6 @@ def completion_of(output: RequestOutput) -> Completion:
     masks = () if values.shape[1] == 1 else tuple(
         row[kept] for row, kept in zip(listed[:, 1:], np.isfinite(values[:, 1:]), strict=True))
     return Completion(tokens, values[:, 0], versions, str(drawn.finish_reason), masks)
-
-
-def prompt_logprobs_of(output: RequestOutput) -> NDArray[np.float32]:
-    """`[L]` log-probabilities of the prompt's tokens, 0 for the first."""
-    length = len(output.prompt_token_ids or ())
-    flat: Any = output.prompt_logprobs
-    values, _ = _listed_logprobs(flat, length - 1, output.request_id)
-    return np.concatenate([[0.0], values[:, 0]]).astype(np.float32)
 
 
 def _listed_logprobs(

@@ -64,9 +64,6 @@ class Engine:
         return [Completion(np.array([r.prompt[-1], 1], np.int32), np.array([-0.5, -0.25], np.float32),
                            np.array([3, 4], np.int32), "stop", self.masks) for r in requests]
 
-    async def score(self, rows):
-        return [np.arange(len(row), dtype=np.float32) for row in rows]
-
     def open_stage(self):
         return Stage()
 
@@ -201,12 +198,6 @@ def test_a_prompt_one_token_shorter_than_the_context_gets_one_token(generator, e
     assert engine.requests[0][0].max_tokens == 1
 
 
-def test_scores_stand_at_response_tokens_alone(generator, rollout):
-    scores = asyncio.run(generator.score(rollout))
-    assert scores.values.tolist() == [0, 0, 2, 3, 4, 0, 1, 2, 0, 1, 0, 0, 4, 5]
-    assert scores.values.dtype == np.float32 and np.array_equal(scores.offsets, rollout.offsets)
-
-
 @pytest.fixture(scope="module")
 def published(policy_model):
     """Buckets of one publication of random weights, of the version asked for, and names that stay together."""
@@ -245,9 +236,8 @@ def test_weights_that_do_not_fit_stop_generation_until_they_are_published_again(
         asyncio.run(publish(generator, published(3), 3))
     engine.broken = None
     assert generator._receiver.version == 0
-    for call in (generator.generate(prompts([2]), [SampleKey(0, 0, 0)], 9), generator.score(None)):
-        with pytest.raises(WeightsError, match="does not generate"):
-            asyncio.run(call)
+    with pytest.raises(WeightsError, match="does not generate"):
+        asyncio.run(generator.generate(prompts([2]), [SampleKey(0, 0, 0)], 9))
 
 
 def test_weights_of_one_fused_layer_stay_together(generator, engine):
