@@ -46,11 +46,11 @@ def test_an_engine_has_a_core_to_shut_down_and_a_processor_of_outputs(monkeypatc
 
 @pytest.fixture
 def engine():
-    """An engine's processor of outputs with a request "a" that has sampled two tokens, and "b", which scores."""
+    """An engine's processor of outputs with a request "a" that has sampled two tokens, and "b", which has none yet."""
     processor, aborted = OutputProcessor(None, log_stats=False), []
-    for name, prompt_logprobs in (("a", None), ("b", 0)):
-        parameters = SamplingParams(max_tokens=9, logprobs=None, prompt_logprobs=prompt_logprobs, flat_logprobs=True,
-                                    detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    for name in ("a", "b"):
+        parameters = SamplingParams(max_tokens=9, logprobs=None, flat_logprobs=True, detokenize=False,
+                                    output_kind=RequestOutputKind.FINAL_ONLY)
         processor.add_request(EngineCoreRequest(f"{name}-inner", [1, 2], None, parameters, None, 0.0, None, None, None,
                                                 external_req_id=name), None)
     processor.process_outputs([EngineCoreOutput("a-inner", [5, 6])])
@@ -62,10 +62,12 @@ def test_tokens_of_unfinished_requests_are_counted(engine):
     assert internals.unfinished_tokens(None) == 0
 
 
-def test_what_was_sampled_is_returned_and_scoring_continues(engine):
-    [output] = internals.abort_samples(engine, ["a", "b"])
+def test_what_was_sampled_is_returned(engine):
+    [output] = internals.abort_samples(engine, ["a"])
     assert (output.request_id, output.outputs[0].token_ids, output.outputs[0].finish_reason) == ("a", [5, 6], "abort")
     assert engine.aborted == ["a"]
+    [empty] = internals.abort_samples(engine, ["b"])
+    assert empty.request_id == "b" and not empty.outputs[0].token_ids
 
 
 def test_the_setter_of_threads_comes_back():
