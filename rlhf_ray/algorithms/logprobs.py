@@ -5,9 +5,10 @@ more in the backward pass. Here only the logits as given are kept, and only thei
 dtype: CPUs process a few rows at a time, and GPUs have kernels for whole passes (`logprobs_on_gpu`).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,9 +38,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
         logits, whatever they are: masked positions may hold NaN.
 
     Raises:
-        ConfigError: temperature is not positive.
+        ConfigError: temperature is not positive and finite.
     """
-    _require_positive(temperature)
+    _require_temperature(temperature)
     flat = logits.reshape(-1, logits.shape[-1])
     picked: Tensor = _TokenLogprobs.apply(flat, tokens.reshape(-1).long(), float(temperature))
     return picked.view(tokens.shape)
@@ -58,15 +59,15 @@ def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
     Raises:
         ConfigError: as `token_logprobs`.
     """
-    _require_positive(temperature)
+    _require_temperature(temperature)
     flat = logits.reshape(-1, logits.shape[-1])
     entropies: Tensor = _Entropy.apply(flat, float(temperature))
     return entropies.view(logits.shape[:-1])
 
 
-def _require_positive(temperature: float) -> None:
-    if not temperature > 0:
-        raise ConfigError(f"temperature={temperature} must be positive: logits are divided by it")
+def _require_temperature(temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise ConfigError(f"temperature={temperature} must be positive and finite: logits are divided by it")
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,13 @@ def masked_distributions(logits: Tensor, tokens: Tensor, mask: SamplingMask) -> 
     return logits.masked_fill(impossible.scatter_(-1, listed, True)[:, :vocabulary], -torch.inf), tokens
 
 
-def _has_kernels(logits: Tensor) -> bool:
-    """Whether `logprobs_on_gpu` computes these logits; it has no float64."""
-    return logits.is_cuda and logits.dtype is not torch.float64
+def _kernels(logits: Tensor) -> Any:
+    """The module of kernels that computes these logits; None on CPUs and for float64."""
+    if not logits.is_cuda or logits.dtype is torch.float64:
+        return None
+    from rlhf_ray.algorithms import logprobs_on_gpu
+
+    return logprobs_on_gpu
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
@@ -138,12 +143,11 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         ctx.temperature = temperature
-        if _has_kernels(logits):
-            from rlhf_ray.algorithms.logprobs_on_gpu import distribution_pass
-
-            logprobs, _, normalizers = distribution_pass(logits := logits.contiguous(), tokens, temperature)
-            ctx.save_for_backward(logits, tokens, normalizers)
-            return logprobs
+        if kernels := _kernels(logits):
+            logits = logits.contiguous()
+            found, _, *sums = kernels.distribution(logits, tokens, temperature)
+            ctx.save_for_backward(logits, tokens, *sums)
+            return cast(Tensor, found)
         logprobs = wide(logits.new_empty(len(logits)))
         for rows in _chunks(logits):
             # Softmax and its logarithm are one kernel each; logsumexp is four, and takes twice as long.
@@ -155,11 +159,10 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        logits, tokens, *normalizers = ctx.saved_tensors
-        if normalizers:
-            from rlhf_ray.algorithms.logprobs_on_gpu import logprob_gradient
-
-            return logprob_gradient(logits, tokens, normalizers[0], grad_output, ctx.temperature), None, None
+        logits, tokens, *sums = ctx.saved_tensors
+        if sums:
+            columns = (tokens, *sums, grad_output)
+            return _kernels(logits).logprob_gradient(logits, *columns, temperature=ctx.temperature), None, None
         grad = torch.empty_like(logits)
         for rows in _chunks(logits):
             g = grad_output[rows, None] / ctx.temperature
@@ -174,13 +177,12 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
         ctx.temperature = temperature
-        if _has_kernels(logits):
-            from rlhf_ray.algorithms.logprobs_on_gpu import distribution_pass
-
+        if kernels := _kernels(logits):
+            logits = logits.contiguous()
             any_token = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-            _, entropies, normalizers = distribution_pass(logits := logits.contiguous(), any_token, temperature)
-            ctx.save_for_backward(logits, entropies, normalizers)
-            return entropies
+            _, found, *sums = kernels.distribution(logits, any_token, temperature)
+            ctx.save_for_backward(logits, found, *sums)
+            return cast(Tensor, found)
         entropies = wide(logits.new_empty(len(logits)))
         for rows in _chunks(logits):
             entropies[rows] = torch.special.entr(_scaled(logits[rows], temperature).softmax(-1)).sum(-1)
@@ -190,11 +192,10 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        logits, entropies, *normalizers = ctx.saved_tensors
-        if normalizers:
-            from rlhf_ray.algorithms.logprobs_on_gpu import entropy_gradient
-
-            return entropy_gradient(logits, entropies, normalizers[0], grad_output, ctx.temperature), None
+        logits, entropies, *sums = ctx.saved_tensors
+        if sums:
+            columns = (entropies, *sums, grad_output)
+            return _kernels(logits).entropy_gradient(logits, *columns, temperature=ctx.temperature), None
         grad = torch.empty_like(logits)
         for rows in _chunks(logits):
             g = grad_output[rows, None] / ctx.temperature

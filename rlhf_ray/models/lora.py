@@ -59,8 +59,8 @@ class Adapters:
 
         Args:
             base: path or Hub name of the model, written to exported adapters.
-            autocast: whether all passes run under autocast, which converts what enters the adapters. Otherwise it is
-                converted to float32 for them; with both, to float32 and back.
+            autocast: whether all passes run under autocast, which converts what enters the adapters. Otherwise peft
+                converts it to float32.
 
         Raises:
             ModelError: a target is not a layer of the model (see `lora_targets.chosen_layers`), or is also the name of

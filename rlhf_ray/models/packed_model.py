@@ -47,7 +47,8 @@ def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) ->
 
 
 CPU_ELEMENTS, GPU_ELEMENTS = 2**26, 2**27
-"""256 MiB of float32, and of bfloat16. Each chunk's backward pass adds to the gradient of the whole head."""
+"""256 MiB of float32, and of bfloat16 under autocast. Each chunk's backward pass adds to the gradient of the whole
+head."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class MicroBatch:
     """Whether layers keep only their input and recompute the rest (`gradient_checkpointing`)."""
     half_model: bool = False
     """Whether the stream is in bfloat16, too: a frozen model in its own precision, with or without adapters."""
+    adapter_dropout: bool = False
+    """Whether adapters keep their inputs after dropout, and which values it dropped."""
 
     @property
     def product_bytes(self) -> int:
@@ -58,7 +60,10 @@ def layer_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
     if not micro_batch.on_gpu and micro_batch.longest <= SHORT_ROW and shape.heads == shape.kv_heads:
         attention += shape.heads * micro_batch.longest * FLOAT
     sent = 2 * shape.active_experts * shape.hidden * product
-    return norms + attention + sent + (4 if shape.gated else 2) * shape.width * product
+    dropped = 0
+    if micro_batch.adapter_dropout:  # of queries, keys, values, gate and up-projection, the output, and the last layer
+        dropped = ((2 + shape.matrices) * shape.hidden + queries + shape.width) * (product + 1)
+    return norms + attention + sent + (4 if shape.gated else 2) * shape.width * product + dropped
 
 
 def transient_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:

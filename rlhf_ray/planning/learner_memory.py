@@ -117,7 +117,7 @@ def _micro_batch(config: LearnerConfig, model: Training) -> MicroBatch:
     share = -(-model.rows // config.workers)
     return MicroBatch(min(config.micro_batch_tokens, share * model.longest), model.longest, config.gpus > 0,
                       half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing,
-                      half_model=_is_half(config, model.shape))
+                      half_model=_is_half(config, model.shape), adapter_dropout=config.drops_out)
 
 
 def _pass_without_gradients(config: LearnerConfig, model: Training) -> dict[str, float]:
@@ -200,8 +200,9 @@ def _bucket_bytes(config: LearnerConfig, shape: ModelShape) -> float:
 
 
 def _is_half(config: LearnerConfig, shape: ModelShape) -> bool:
-    """Whether the weights that passes multiply with are in half precision as they are, except for adapters."""
-    return config.lora is not None and shape.bytes_per_value == HALF
+    """Whether weights and residual stream are in half precision as they are, except for adapters. Without autocast these
+    get and keep float32."""
+    return config.lora is not None and shape.bytes_per_value == HALF and config.autocast == "bfloat16"
 
 
 def _cast_weights(config: LearnerConfig, shape: ModelShape) -> float:

@@ -74,8 +74,13 @@ def test_gradient_of_logprobs(chunk, temperature):
     assert torch.autograd.gradcheck(lambda z: token_logprobs(z, TOKENS, temperature), logits)
 
 
-def test_gradient_of_entropy(chunk):
-    assert torch.autograd.gradcheck(entropy, random_logits().requires_grad_())
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_gradient_of_entropy(chunk, temperature):
+    assert torch.autograd.gradcheck(lambda z: entropy(z, temperature), random_logits().requires_grad_())
+
+
+def test_the_entropy_at_a_temperature_is_that_of_divided_logits(chunk):
+    torch.testing.assert_close(entropy(random_logits(), 0.6), entropy(random_logits() / 0.6))
 
 
 @pytest.mark.parametrize("function", [lambda z: token_logprobs(z, TOKENS), entropy], ids=["logprobs", "entropy"])
@@ -108,10 +113,11 @@ def test_int32_tokens_flat_batches_and_empty_batches():
     assert entropy(torch.zeros(2, 0, 5)).shape == (2, 0)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, NAN])
-def test_temperature_must_be_positive(temperature):
-    with pytest.raises(ConfigError, match=f"temperature={temperature}"):
-        token_logprobs(random_logits(), TOKENS, temperature)
+@pytest.mark.parametrize("temperature", [0.0, -1.0, NAN, INF])
+def test_temperature_must_be_positive_and_finite(temperature):
+    for function in (lambda z: token_logprobs(z, TOKENS, temperature), lambda z: entropy(z, temperature)):
+        with pytest.raises(ConfigError, match=f"temperature={temperature}"):
+            function(random_logits())
 
 
 LISTED = torch.tensor([[2, 0, -1], [1, -1, -1], [4, 2, 3]])

@@ -1,4 +1,4 @@
-"""The Triton kernels compute what the passes on CPUs do. They run in Triton's interpreter, piece by piece."""
+"""The Triton kernels compute what the passes on CPUs do. They run in Triton's interpreter."""
 
 import sys
 
@@ -16,14 +16,14 @@ GIVEN = torch.tensor([1.0, -2.0, 0.5, 1.5])
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Every float32 or bfloat16 row goes through the kernels, in pieces that do not divide it."""
+    """All rows but those in float64 go through the kernels, in blocks that do not divide them."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     name = "rlhf_ray.algorithms.logprobs_on_gpu"
     monkeypatch.delitem(sys.modules, name, raising=False)
     import rlhf_ray.algorithms.logprobs_on_gpu as interpreted
 
-    monkeypatch.setattr(interpreted, "PIECE", 64)
-    monkeypatch.setattr(module, "_has_kernels", lambda logits: logits.dtype is not torch.float64)
+    monkeypatch.setattr(interpreted, "BLOCK", 64)
+    monkeypatch.setattr(module, "_kernels", lambda logits: None if logits.dtype is torch.float64 else interpreted)
     yield interpreted
     sys.modules.pop(name, None)
 
@@ -31,7 +31,7 @@ def kernels(monkeypatch):
 def random_logits(dtype=torch.float32):
     logits = 3 * torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
     logits[1, 7] = -INF
-    logits[2, :65] = -INF  # its first piece and the beginning of its second
+    logits[2, :65] = -INF  # its first block and the beginning of its second
     return logits.to(dtype)
 
 
@@ -43,7 +43,7 @@ def answers(function, logits):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("function", [lambda z, t: token_logprobs(z, TOKENS, t), entropy], ids=["logprobs", "entropy"])
 def test_values_and_gradients_are_those_of_float64(kernels, function, dtype, temperature):
     logits = random_logits(dtype)
@@ -52,6 +52,25 @@ def test_values_and_gradients_are_those_of_float64(kernels, function, dtype, tem
     torch.testing.assert_close(values, exact.float(), rtol=1e-6, atol=1e-5)
     assert gradient.dtype == dtype
     torch.testing.assert_close(gradient.double(), true, rtol=1e-5 if dtype is torch.float32 else 8e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", [lambda z: token_logprobs(z, TOKENS), entropy], ids=["logprobs", "entropy"])
+def test_large_logits_lose_no_digits(kernels, function):
+    logits = random_logits() + 1000
+    torch.testing.assert_close(function(logits), function(logits.double()).float(), rtol=1e-6, atol=2e-6)
+
+
+def test_tokens_and_logits_may_lie_apart_in_memory(kernels):
+    logits, tokens = random_logits(), torch.stack([TOKENS, TOKENS], 1)[:, 0]
+    expected = token_logprobs(logits, TOKENS)
+    assert not tokens.is_contiguous()
+    assert torch.equal(token_logprobs(logits, tokens), expected)
+    assert torch.equal(token_logprobs(logits.T.contiguous().T, tokens), expected)
+
+
+def test_a_token_outside_of_the_vocabulary_has_no_probability(kernels):
+    values = token_logprobs(random_logits(), torch.tensor([-1, WIDTH, 70, 64]))
+    assert values.isnan().tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("function", [lambda z: token_logprobs(z, TOKENS), entropy], ids=["logprobs", "entropy"])
@@ -70,7 +89,7 @@ def test_only_the_logits_and_numbers_of_rows_are_kept_for_the_backward_pass(kern
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         token_logprobs(logits, TOKENS, 0.7)
         entropy(logits)
-    assert [t.numel() for t in kept if t.data_ptr() != logits.data_ptr()] == [ROWS] * 4
+    assert [t.numel() for t in kept if t.data_ptr() != logits.data_ptr()] == [ROWS] * 6
 
 
 def test_no_rows(kernels):

@@ -43,7 +43,7 @@ def engine(model: str, stage: int, adapters: bool, precision: Any, again: bool) 
     # Two pieces of logits, each of which the backward pass makes again.
     module = PackedLanguageModel(inner, chunks=Chunks(16 * VOCAB, most_tokens=32))
     if lora:
-        Adapters(inner, lora, model)
+        Adapters(inner, lora, model, autocast=precision == "bfloat16")
     return TrainEngine(module, config, total_steps=10)
 
 

@@ -4,18 +4,28 @@ import numpy as np
 import pytest
 import torch
 
+from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
+from rlhf_ray.models import packed_model
 from rlhf_ray.models.attention import register
 from rlhf_ray.models.cpu.linear import use_onednn
+from rlhf_ray.models.lora import Adapters
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.models.packing import Packing
+from rlhf_ray.planning import activations
 from rlhf_ray.planning.activations import FLOAT, MicroBatch, layer_bytes, logits_bytes, training_bytes
+from rlhf_ray.planning.learner_memory import Training, learner_memory
 from rlhf_ray.planning.model_shape import ModelShape
 
 ROWS = 4
 
 
-def saved_bytes(shape, length, checkpointing=False):
-    """Of all tensors that a forward pass saves, each storage once, weights left out."""
+def saved_bytes(shape, length, checkpointing=False, adapters=None, half=False):
+    """Of all tensors that a forward pass saves, each storage once, weights left out.
+
+    Args:
+        adapters: put such adapters on a base in bfloat16.
+        half: under autocast to bfloat16.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = LlamaForCausalLM(LlamaConfig(
@@ -24,7 +34,9 @@ def saved_bytes(shape, length, checkpointing=False):
     model.set_attn_implementation(register())
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    packed = PackedLanguageModel(use_onednn(model).train())
+    if adapters:
+        Adapters(model.bfloat16(), adapters, "base", autocast=half)
+    packed = PackedLanguageModel((model if adapters else use_onednn(model)).train())
     weights, seen, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}, []
 
     def note(tensor):
@@ -35,7 +47,8 @@ def saved_bytes(shape, length, checkpointing=False):
 
     tokens = torch.randint(shape.vocabulary, (ROWS * length,))
     predicted = torch.arange(ROWS * length)[torch.arange(ROWS * length) % length > 0]
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with (torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+          torch.autocast("cpu", torch.bfloat16, enabled=half)):
         logprobs, _ = packed(tokens, Packing.of(np.full(ROWS, length)), predicted)
     assert logprobs.requires_grad
     return sum(seen.values())
@@ -67,3 +80,24 @@ def test_logits_come_in_pieces_of_bounded_size():
     assert logits_bytes(shape, micro_batch, 16, training=True) == 2 * 16 * 2**17 * FLOAT
     assert logits_bytes(shape, micro_batch, 16, training=True, copies=2) == 4 * 16 * 2**17 * FLOAT
     assert logits_bytes(shape.headless(), micro_batch, 4096, training=True) == 0
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("autocast", ["bfloat16", "float32"])
+def test_of_what_adapters_on_a_half_base_keep_nothing_is_left_out(autocast, dropout):
+    """Counted for each layer, from models of two sizes."""
+    lora, saved, counted = LoRAConfig(rank=2, dropout=dropout), [], []
+    for layers in (1, 3):
+        shape = ModelShape(hidden=64, layers=layers, heads=4, kv_heads=1, intermediate=224, vocabulary=64)
+        saved.append(saved_bytes(shape, 128, adapters=lora, half=autocast == "bfloat16"))
+        config = LearnerConfig(gpus=1, autocast=autocast, lora=lora, micro_batch_tokens=ROWS * 128)
+        memory = learner_memory(config, Training(shape, 128, 1.0, ROWS)).device
+        counted.append(memory["activations"])
+    assert 1.0 <= (counted[1] - counted[0]) / (saved[1] - saved[0]) < 1.45
+
+
+def test_as_many_logits_are_counted_as_there_are():
+    assert (activations.CPU_ELEMENTS, activations.GPU_ELEMENTS) == (packed_model.CPU_ELEMENTS,
+                                                                    packed_model.GPU_ELEMENTS)
+    assert packed_model.Chunks().count(2**10, 2**17, on_gpu=True) == 1
+    assert packed_model.Chunks().count(2**10, 2**17) == 2
