@@ -200,8 +200,8 @@ def _bucket_bytes(config: LearnerConfig, shape: ModelShape) -> float:
 
 
 def _is_half(config: LearnerConfig, shape: ModelShape) -> bool:
-    """Whether weights and residual stream are in half precision as they are, except for adapters. Without autocast these
-    get and keep float32."""
+    """Whether weights and residual stream are in half precision as they are, except for adapters, which get and keep
+    float32 without autocast."""
     return config.lora is not None and shape.bytes_per_value == HALF and config.autocast == "bfloat16"
 
 
