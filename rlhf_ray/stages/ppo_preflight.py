@@ -13,6 +13,7 @@ from rlhf_ray.stages.preflight import (
     check_adapters,
     check_context,
     check_data,
+    check_engine,
     check_first_rows,
     check_fit,
     check_model,
@@ -30,6 +31,7 @@ def preflight(config: PPOConfig) -> None:
     """
     refuse_open_serialization()
     armed()  # a misspelled failpoint would never be reached
+    check_engine(config.cluster, config.generator)
     check_data(config.prompts)
     derived = derive(config)
     held_out = derived.evaluation_prompts

@@ -30,6 +30,7 @@ from rlhf_ray.roles.pair_ranker import PairRanker
 from rlhf_ray.stages.preflight import (
     check_context,
     check_data,
+    check_engine,
     check_first_rows,
     check_fit,
     check_model,
@@ -58,6 +59,7 @@ def preflight(config: PreferencesStageConfig) -> None:
     """Refuse a configuration that cannot work, before anything starts; raises the same errors as `run`."""
     check_combinations(config)
     refuse_open_serialization()
+    check_engine(config.cluster, config.generator)
     check_data(config.prompts)
     check_model(config.model, "model")
     check_family(config.model, "model", {Use.GENERATION})

