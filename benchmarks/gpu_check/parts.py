@@ -85,6 +85,7 @@ PARTS = {part.name: part for part in (
         "cluster", "Processes that come, go, or have a GPU each.", (*WHEELS, "ray", "vllm"),
         restart=(120, "a lost generator that finds no memory beside a live learner, or does not catch up"),
         nccl=(120, "broadcasts between GPUs that hang, or arrive with other weights"),
+        whole_run=(240, "a run of all roles on one GPU that does not work, or does not continue where it ended"),
     ),
 )}
 
