@@ -80,7 +80,7 @@ def whole_run(place: Place) -> Iterator[Row]:
 
 def _command(file: Path, environment: dict[str, str], *more: str) -> int:
     """Exit code of `rlhf-ray ppo`."""
-    command = [sys.executable, "-m", "rlhf_ray.cli.main", "ppo", file, *more]
+    command = [sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more]
     return subprocess.run(command, env={**os.environ, **environment}, timeout=RUN_S, check=False).returncode
 
 
