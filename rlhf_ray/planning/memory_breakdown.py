@@ -69,7 +69,8 @@ DRIVER = 400 * MIB
 RAY_HEAD = 700 * MIB
 """Ray's own processes on a node, including the dashboard."""
 GPU_CONTEXT = 1.0 * GIB
-"""GPU memory before any tensor: CUDA's context, cuBLAS' and NCCL's workspaces. Assumed; not measured."""
+"""GPU memory before any tensor: CUDA's context, cuBLAS' and NCCL's workspaces. 1.28 GiB on an H200 (docs/gpu.md); GPUs
+with fewer multiprocessors need less."""
 GPU_HOST = 2.5 * GIB
 """Additional main memory of a process that uses a GPU: CUDA's libraries. Assumed; not measured."""
 COPIES_ON_CPU = {0: 1, 1: 3, 2: 3}
