@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.parts import PARTS, Part, chosen, text
+from benchmarks.gpu_check.parts import PARTS, Part, chosen, one_check_each, text
 from benchmarks.gpu_check.results import ROOT, Results, describe_machine
 from benchmarks.gpu_check.rows import Row
 from benchmarks.gpu_check.runner import rows_of
@@ -24,7 +24,8 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="launch/gpu_check", description=__doc__, epilog=text(),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=list(PARTS), default=[], help="run this part; repeatable")
+    parser.add_argument("--part", action="append", choices=[*PARTS, *one_check_each()], default=[], metavar="PART",
+                        help="run this part, or one check of it (learner:update); repeatable")
     parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU: the same code, tiny sizes")
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="save there; default: benchmarks/results_gpu/DATE-DEVICE, a rehearsal's in "

@@ -4,7 +4,7 @@ Nothing heavy is imported here: a check is imported in the process that runs it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 
@@ -99,6 +99,16 @@ def text() -> str:
     return "\n".join(lines[1:])
 
 
+def one_check_each() -> dict[str, Part]:
+    """Parts of a single check, by names such as "learner:update"."""
+    return {f"{part.name}:{check.name}": replace(part, checks=(check,))
+            for part in PARTS.values() for check in part.checks}
+
+
 def chosen(names: Sequence[str]) -> list[Part]:
-    """The parts named, in the order of `PARTS`; without names, those whose packages are here."""
-    return [part for part in PARTS.values() if (part.name in names if names else not part.missing())]
+    """The parts named, and parts of the single checks named, in the order of `PARTS`; without names, those whose
+    packages are here."""
+    if not names:
+        return [part for part in PARTS.values() if not part.missing()]
+    whole = [part for part in PARTS.values() if part.name in names]
+    return whole + [part for name, part in one_check_each().items() if name in names and part.name not in names]

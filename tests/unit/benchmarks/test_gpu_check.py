@@ -84,6 +84,9 @@ def test_without_a_choice_every_part_runs_whose_packages_are_here(monkeypatch):
     monkeypatch.setattr("benchmarks.gpu_check.parts.find_spec", lambda name: name not in ("ray", "vllm") or None)
     assert [part.name for part in chosen([])] == ["seams", "learner"]
     assert [part.name for part in chosen(["cluster", "seams"])] == ["seams", "cluster"]
+    some = chosen(["learner:resume", "seams", "learner:update", "seams:ipc"])
+    assert [(part.name, len(part.checks)) for part in some] == [("seams", 4), ("learner", 1), ("learner", 1)]
+    assert [part.checks[0].name for part in some[1:]] == ["update", "resume"]
 
 
 def test_an_error_costs_none_of_the_rows_before_it(tmp_path):
