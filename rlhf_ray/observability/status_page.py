@@ -49,8 +49,10 @@ def status_page(path: Path) -> RenderableType:
     if not rows and not live and summary:
         return Text(f"{path}: {in_a_sentence(summary)}")
     if not rows and not live and (owner is None or owner.ended):
+        below = ", ".join(sorted(str(file.parent) for file in path.glob(f"*/{run.config.name}")))
         raise DataError(f"{path} holds no started run: it has neither {run.metrics.name} nor {run.status.name}, and no "
-                        "driver owns it; name the directory that a stage writes (its run.dir)")
+                        "driver owns it; name the directory that a stage writes (its run.dir)"
+                        + (f", such as {below}" if below else ""))
     steps = [row for row in rows if "time/step" in row][-RECENT_STEPS:]
     shares = mean_shares(steps)
     parts: list[RenderableType] = [Text(_headline(run, owner, live, rows, summary)), Text(_pace(steps, live))]

@@ -114,7 +114,9 @@ def test_a_run_that_starts_its_workers_says_who_does(shown):
 
 
 def test_a_directory_without_a_run_is_refused(shown, tmp_path):
-    with pytest.raises(DataError, match="holds no started run"):
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "config.yaml").touch()
+    with pytest.raises(DataError, match=rf"holds no started run.*, such as {tmp_path}/sft$"):
         shown(owner=None)
     (tmp_path / "status.json").write_text("{")
     with pytest.raises(DataError, match="status.json cannot be read"):
