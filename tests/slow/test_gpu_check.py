@@ -15,7 +15,7 @@ from tests.blocked_packages import without
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 FOUND = {
-    "seams": {"ok": 10, "figure": 7, "not run": 3},
+    "seams": {"ok": 10, "figure": 5, "not run": 3},
     "learner": {"ok": 20, "figure": 12, "not run": 4},
     "engine": {"ok": 4, "figure": 6, "not run": 1},
     "cluster": {"ok": 7, "figure": 3},
