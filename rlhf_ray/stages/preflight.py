@@ -193,10 +193,6 @@ def check_stop_tokens(config: ModelConfig, sampling: SamplingConfig | None, fiel
                           f"{max(sampling.stop_token_ids)}, only 0 to {size - 1}; remove it")
 
 
-MARGIN = 1.15
-"""Estimates may be off by this factor (docs/plan.md); a run within the margin is tried."""
-
-
 def check_engine(cluster: ClusterConfig, generator: GenerationConfig) -> None:
     """Refuse generators on CPUs with vLLM's build for GPUs, and the other way round. Skipped for a cluster that is
     joined, whose nodes may have other packages, and without vLLM.
@@ -212,6 +208,10 @@ def check_engine(cluster: ClusterConfig, generator: GenerationConfig) -> None:
     raise ConfigError(f"generator.gpus={generator.gpus:g} needs {needed}, vLLM's build for {extra.upper()}s, but "
                       f"{text} is installed; install the other one (make install EXTRA={extra}), or set "
                       f"generator.gpus and the gpus of its pool {'to 0' if generator.gpus else 'above 0'}")
+
+
+MARGIN = 1.15
+"""Estimates may be off by this factor (docs/plan.md); a run within the margin is tried."""
 
 
 def check_fit(config: StageConfig) -> None:
