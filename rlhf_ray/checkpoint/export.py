@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +15,14 @@ import torch
 from rlhf_ray.checkpoint.atomic_directory import clear_leftovers, replace_directory, temporary_for
 from rlhf_ray.checkpoint.disk_space import disk_full_error, is_disk_full, require_space
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
+from rlhf_ray.data.answers import stop_tokens
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.files.fsync import fsync_tree
 from rlhf_ray.observability.owner_record import Term
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_SHARD_SIZE = "5GB"
 """Weights beyond this size go into several files, with an index."""
@@ -47,7 +49,7 @@ def export_model(
     """
     weights = _checked_weights(model, dict(state_dict))
     with replacing_export(directory, sum(weight.nbytes for weight in weights.values()), "config.json", term) as new:
-        _save(model, weights, new)
+        _save(model, weights, tokenizer, new)
         tokenizer.save_pretrained(new)
         model_card(card, Path(directory).name).save(new / "README.md")
 
@@ -83,11 +85,13 @@ def replacing_export(directory: Path, size: int, mark: str, term: Term | None = 
         raise
 
 
-def _save(model: PreTrainedModel, weights: dict[str, torch.Tensor], new: Path) -> None:
+def _save(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, new: Path
+) -> None:
     """Write weights and configuration with transformers; the configuration names the dtype that was written.
 
-    generation_config.json is written as it was loaded. transformers would refuse to save the one of many published
-    models, for example because of a temperature without do_sample.
+    generation_config.json is written as it was loaded, but for its end tokens. transformers would refuse to save the
+    one of many published models, for example because of a temperature without do_sample.
     """
     dtype = next(w.dtype for w in weights.values() if w.is_floating_point())
     generation = getattr(model, "generation_config", None) if model.can_generate() else None
@@ -99,11 +103,25 @@ def _save(model: PreTrainedModel, weights: dict[str, torch.Tensor], new: Path) -
         if generation is not None:
             model.generation_config = generation
     if generation is not None:
-        generation.to_json_file(new / "generation_config.json")
+        _with_ends(generation, tokenizer).to_json_file(new / "generation_config.json")
     if model.dtype != dtype:
         config = type(model.config).from_pretrained(new)
         config.dtype = dtype
         config.save_pretrained(new)
+
+
+def _with_ends(generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """The configuration, with all tokens that ended responses in training: whoever loads the export ends them there."""
+    if tokenizer.eos_token_id is None:
+        return generation
+    given = generation.eos_token_id
+    named = given if isinstance(given, list) else [] if given is None else [given]
+    ends = stop_tokens(tokenizer, named)
+    if set(ends) == set(named):
+        return generation
+    changed = deepcopy(generation)
+    changed.eos_token_id = ends if len(ends) > 1 else ends[0]
+    return changed
 
 
 def _checked_weights(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -50,8 +50,9 @@ def inspect(
         kind, columns = _kind(path, given)
         given = {**columns, **given}
     section, steps = _sections(kind, path, given)
-    tokenizer = load_tokenizer(ModelConfig(path=model))
-    found = look(section, tokenizer, rows, steps)
+    named = ModelConfig(path=model)
+    tokenizer = load_tokenizer(named)
+    found = look(section, tokenizer, rows, steps, named)
     if unusable is not None:
         write_atomically(unusable, left_out_lines([*found.row_errors.rows, *found.report.left_out_rows()]).encode())
     print_inspection(found, kind, tokenizer.chat_template is not None, sys.stdout)

@@ -44,6 +44,8 @@ def _print_row_errors(found: Inspection, console: Console) -> None:
             console.print(Text(f"  and {more:,} more (--unusable=FILE names all)"))
     for reason, left_out in found.report.left_out.items():
         console.print(Text(f"left out: {left_out.count:,} {reason} ({left_out.named(20, found.report.source)})"))
+    for remark in found.report.remarks():
+        console.print(Text(remark))
 
 
 def _print_lengths(lengths: NDArray[np.int64], console: Console) -> None:

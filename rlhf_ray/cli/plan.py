@@ -113,7 +113,7 @@ def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_di
     """The plan, with shapes from directories, the table, the Hub, or those that `like` says (MODEL=LIKE)."""
     from rlhf_ray.checkpoint.disk_space import free_bytes
     from rlhf_ray.config.model import ModelConfig, NewModelConfig
-    from rlhf_ray.models.config_json import config_from_hub
+    from rlhf_ray.models.config_json import file_from_hub
     from rlhf_ray.planning.model_lookup import shape_of
     from rlhf_ray.planning.model_shape import ModelShape
     from rlhf_ray.planning.plan import make_plan
@@ -124,7 +124,7 @@ def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_di
         named = model.path if isinstance(model, ModelConfig) else ""
         if isinstance(model, ModelConfig) and named in pairs:
             model = model.model_copy(update={"path": pairs[named]})
-        return shape_of(model, field, config_from_hub)
+        return shape_of(model, field, file_from_hub)
 
     return make_plan(config, nodes, shapes, float(free_bytes(Path(config.run.dir))) if measure_disk else None)
 

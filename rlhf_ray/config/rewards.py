@@ -60,6 +60,8 @@ class FunctionReward(Section):
     """Factor of this component in the sum; negative for a penalty."""
     function: str
     """`module:name`, or `file.py:name`."""
+    keep_special_tokens: bool = False
+    """Give it responses with their special tokens, but for the one that ended each."""
     timeout_s: float = Field(60.0, gt=0)
     """Timeout for the scores of a chunk, after which the process is killed (importing the function may take two
     minutes)."""
@@ -112,13 +114,16 @@ class RegexReward(VerifiableReward):
     type: Literal["regex"]
     """A regular expression must match."""
     pattern: str = Field(min_length=1)
-    """Python regular expression; `.` also matches line ends, `^` and `$` match at each line."""
+    """Python regular expression; `.` also matches line ends, `^` and `$` match at each line. It reads what the prompt
+    begins of the answer (such as <think>), then the response."""
     match: Literal["search", "full"] = "search"
     """Match anywhere in the response, or the whole response."""
     group: int | str | None = None
     """Group whose text must equal the answer, by number or name; if empty, a match is sufficient."""
     answer: str = "answer"
     """Column of the prompts with the answer, read when `group` is set."""
+    keep_special_tokens: bool = False
+    """Match the response with its special tokens, but for the one that ended it."""
     timeout_s: float = Field(10.0, gt=0)
     """Timeout for a chunk; a pattern can take exponential time on some texts."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.data.rows import Rows, brief, checked_text
@@ -17,17 +17,57 @@ if TYPE_CHECKING:
 Messages = list[dict[str, Any]]
 """[{"role": ..., "content": ...}, ...]."""
 ASSISTANT = "assistant"
-ANSWER = "(rlhf_ray: an answer)"
-"""Stands for an answer, to find what a template writes after it."""
+TEMPLATE_OPTIONS = "chat_template_kwargs"
+"""Column with options of the chat template, by name, as other trainers have it."""
+TOOLS = "tools"
+LOSS_KEYS = ("weight", "train", "training", "loss")
+"""Keys by which other trainers say whether a message carries loss: 0 and 1, or false and true."""
+TEMPLATE_KEYS = ("tool_calls", "reasoning_content", "thinking")
+"""Keys of messages with text that only some templates write."""
+LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
+LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
 
 
-def checked_messages(value: Any, place: str, column: str) -> Messages:
-    """`value`, if it is a list of chat messages, without keys whose value is None: parquet gives every message the keys
-    of all, and a template would write the missing ones.
+def messages_within(value: Any, place: str, column: str) -> Any:
+    """`value`, or the messages that it is the JSON text of, as CSV files and some exports have them.
+
+    Raises:
+        DataError: a text that looks like messages, but is not JSON.
+    """
+    if not isinstance(value, str) or not LIST_OF_OBJECTS.match(value):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        if LOOKS_LIKE_MESSAGES.match(value):
+            raise DataError(f"{place}: column {column!r} looks like chat messages written as a text, but is not JSON "
+                            f"({brief(value)}); write a list of objects with role and content") from None
+        return value
+    are_messages = all(isinstance(each, dict) and ({"role", "from"} & each.keys()) for each in parsed)
+    return parsed if are_messages else value
+
+
+def checked_response(value: Any, place: str, column: str, *, may_be_empty: bool = False) -> str:
+    """`value`, if it is a usable text and not the JSON text of messages.
 
     Raises:
         DataError: it is not; names the place, the column and what is wrong.
     """
+    text = checked_text(value, place, column, may_be_empty=may_be_empty)
+    if messages_within(text, place, column) is not text:
+        raise DataError(f"{place}: column {column!r} holds chat messages written as a text, where a plain text is "
+                        "read; name it as a column of messages (data.messages), or give the answer's text")
+    return text
+
+
+def checked_messages(value: Any, place: str, column: str) -> Messages:
+    """`value`, if it is a list of chat messages or the JSON text of one, without keys whose value is None: parquet
+    gives every message the keys of all, and a template would write the missing ones.
+
+    Raises:
+        DataError: it is not; names the place, the column and what is wrong.
+    """
+    value = messages_within(value, place, column)
     if not isinstance(value, list) or not value:
         raise DataError(f"{place}: column {column!r} must be a list of chat messages like the first row's, "
                         f"not {type(value).__name__ if not isinstance(value, list) else 'an empty list'}")
@@ -39,10 +79,45 @@ def checked_messages(value: Any, place: str, column: str) -> Messages:
     return [_without_none(message) for message in value]
 
 
+def carries_loss(message: Mapping[str, Any], place: str, column: str) -> bool:
+    """Whether a message of the assistant is to be learned, by the key that says so, if it has one.
+
+    Raises:
+        DataError: a value other than 0, 1, false and true.
+    """
+    for key in LOSS_KEYS:
+        if key in message:
+            if message[key] not in (0, 1):
+                raise DataError(f"{place}: column {column!r}: a message has {key}={message[key]!r}, and a message "
+                                "counts fully or not at all; write 0 or 1, or remove the key")
+            return bool(message[key])
+    return True
+
+
+def template_options(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The options that a row gives the chat template.
+
+    Raises:
+        DataError: they are no object; or the row has tools.
+    """
+    if row.get(TOOLS):
+        raise DataError(f"{place}: the row has {TOOLS}, which are not supported yet and would be left out of the "
+                        "conversation; remove the key, or write the tools into the system message")
+    options = row.get(TEMPLATE_OPTIONS) or {}
+    if not isinstance(options, dict):
+        raise DataError(f"{place}: {TEMPLATE_OPTIONS} must be an object of options by name, not {brief(options)}")
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+NO_OPTIONS: Mapping[str, Any] = {}
+OWN_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
+"""Names that are not options of a template."""
 
 
 @dataclass(frozen=True)
@@ -81,58 +156,47 @@ class ChatTemplate:
             return messages
         return [{"role": "system", "content": self.system}, *messages]
 
-    def turn_end(self, messages: Messages, place: str) -> str:
-        """What the template writes after the assistant's answer to these messages.
-
-        Raises:
-            ModelError: the template refuses them.
-        """
-        answered = self.render([*messages, {"role": ASSISTANT, "content": ANSWER}], place, ask=False)
-        return answered.rpartition(ANSWER)[2] if ANSWER in answered else ""
-
-    def render(self, messages: Messages, place: str, *, ask: bool) -> str:
+    def render(self, messages: Messages, place: str, *, ask: bool, options: Mapping[str, Any] = NO_OPTIONS) -> str:
         """The messages as text.
 
         Args:
             ask: end with the beginning of the assistant's turn.
+            options: of the template, by name.
 
         Raises:
             ModelError: the template refuses them.
+            DataError: it would ignore an option, or a key of a message.
         """
-        return str(self._apply(messages, place, add_generation_prompt=ask, tokenize=False))
+        return str(self._apply(messages, place, options, add_generation_prompt=ask, tokenize=False))
 
-    def marked_tokens(self, messages: Messages, place: str) -> tuple[list[int], list[bool]]:
+    def marked_tokens(
+        self, messages: Messages, place: str, options: Mapping[str, Any] = NO_OPTIONS
+    ) -> tuple[list[int], list[bool]]:
         """([T] token ids, [T] True on the assistant's text), by the template's own marks."""
-        found = self._apply(messages, place, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        found = self._apply(messages, place, options, tokenize=True, return_dict=True,
+                            return_assistant_tokens_mask=True)
         return list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
 
-    def turns(self, messages: Messages, place: str) -> list[tuple[str, bool]]:
-        """The whole conversation as pieces of text, with True on the assistant's turns.
-
-        A turn is what the rendered text gains when the message is added to those before it.
-
-        Raises:
-            DataError: the template writes earlier turns differently once others follow, so no piece of the text is
-                the turn.
-        """
-        pieces, written = [], ""
-        for i in (i for i, message in enumerate(messages) if message["role"] == ASSISTANT):
-            before = self.render(messages[:i], place, ask=True) if i else ""
-            after = self.render(messages[: i + 1], place, ask=False)
-            if not (before.startswith(written) and after.startswith(before)):
-                raise DataError(
-                    f"{place}: with this tokenizer's chat template the assistant's turn {i + 1} is not a part "
-                    "of the text: the template renders earlier turns differently once others follow. Mark the "
-                    "assistant's text by {% generation %} in the template, or give prompt and response columns")
-            pieces += [(before[len(written) :], False), (after[len(before) :], True)]
-            written = after
-        return pieces
-
-    def _apply(self, messages: Messages, place: str, **options: Any) -> Any:
+    def _apply(self, messages: Messages, place: str, options: Mapping[str, Any], **arguments: Any) -> Any:
         if not self.tokenizer.chat_template:
             raise ModelError(f"{place}: chat messages, but {self._no_template}")
+        source = str(self.tokenizer.chat_template)
+        for name in options:
+            if name in OWN_ARGUMENTS or name not in source:
+                raise DataError(f"{place}: {TEMPLATE_OPTIONS} has {name!r}, which the tokenizer's chat template does "
+                                "not read; remove it")
+        written = self._written(messages, place, **options, **arguments)
+        for key in TEMPLATE_KEYS:
+            if key not in source and any(message.get(key) for message in messages):
+                others = [{name: value for name, value in message.items() if name != key} for message in messages]
+                if self._written(others, place, **options, **arguments) == written:
+                    raise DataError(f"{place}: a message has {key}, which the tokenizer's chat template leaves out; "
+                                    "write it into the content, or remove the key")
+        return written
+
+    def _written(self, messages: Messages, place: str, **arguments: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(messages, **options)
+            return self.tokenizer.apply_chat_template(messages, **arguments)
         except Exception as error:  # a template is a program and may raise anything (e.g. "roles must alternate")
             raise ModelError(f"{place}: the tokenizer's chat template refuses the messages, of roles "
                              f"{[m['role'] for m in messages]}: {error}") from error
@@ -162,20 +226,25 @@ class PromptFormat:
                 cannot be put before.
             ModelError: messages, but the tokenizer has no chat template or the template refuses them.
         """
-        value, place, as_chat = rows.value(i, self._column), rows.place(i), as_chat or self._as_chat
+        place, as_chat = rows.place(i), as_chat or self._as_chat
+        value = messages_within(rows.value(i, self._column), place, self._column)
         if self._messages is None and value is not None:  # which is refused below, and decides nothing
             self._messages = isinstance(value, list)
         if self._messages or as_chat:
             self.template.require(rows.source, self._column)
+        options = template_options(rows.records[i], place) if self._messages or as_chat else NO_OPTIONS
         if self._messages:
-            return self.chat(checked_messages(value, place, self._column), place)
+            return self.chat(checked_messages(value, place, self._column), place, options)
         text = checked_text(value, place, self._column, may_be_empty=self._may_be_empty)
         if self.template.system is not None and not as_chat:
             raise DataError(f"{place}: column {self._column!r} is a text, so system={brief(self.template.system)} has "
                             "no effect; set as_chat to make it a user message, or leave system out")
-        return self.chat([{"role": "user", "content": text}], place) if as_chat else PromptText(text, None)
+        if rows.records[i].get(TEMPLATE_OPTIONS) and not as_chat:
+            raise DataError(f"{place}: the row has {TEMPLATE_OPTIONS}, and column {self._column!r} is a text, to "
+                            "which no template is applied; set as_chat to make it a user message, or remove the key")
+        return self.chat([{"role": "user", "content": text}], place, options) if as_chat else PromptText(text, None)
 
-    def chat(self, messages: Messages, place: str) -> PromptText:
+    def chat(self, messages: Messages, place: str, options: Mapping[str, Any] = NO_OPTIONS) -> PromptText:
         """A prompt of these messages, which ends where the assistant's turn begins.
 
         Raises:
@@ -186,7 +255,7 @@ class PromptFormat:
             raise DataError(f"{place}: the messages of column {self._column!r} end with the assistant's answer, and a "
                             "prompt ends before it; name a column without the answer, or remove it")
         messages = self.template.with_system(messages)
-        return PromptText(self.template.render(messages, place, ask=True), messages)
+        return PromptText(self.template.render(messages, place, ask=True, options=options), messages, options)
 
 
 @dataclass(frozen=True)
@@ -197,6 +266,8 @@ class PromptText:
     """As the tokenizer sees it."""
     messages: Messages | None
     """None for a plain text, to which the tokenizer adds its leading tokens; a template writes them itself."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template."""
 
 
 def identity(text: str, messages: Messages | None, system: str | None) -> str:

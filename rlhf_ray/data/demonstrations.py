@@ -8,23 +8,36 @@ import numpy as np
 
 from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.data import DemonstrationsConfig
-from rlhf_ray.data.chat import ASSISTANT, ChatTemplate, PromptFormat, checked_messages
-from rlhf_ray.data.encoding import Encoded, Piece, TurnEnds, encode_pieces
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.data.answers import AnswerFormat, TurnEnds
+from rlhf_ray.data.chat import (
+    ASSISTANT,
+    ChatTemplate,
+    Messages,
+    PromptFormat,
+    carries_loss,
+    checked_messages,
+    checked_response,
+    template_options,
+)
+from rlhf_ray.data.encoding import Encoded, Piece, begins_already, encode_pieces
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.data.supervised_records import Sequences, sequences_of
 from rlhf_ray.errors import DataError
+from rlhf_ray.models.stop_tokens import named_stop_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_LOSS = "the chat template marks no text of the assistant"
+NO_LOSS = "no message of the assistant carries loss"
 
 
 def load_demonstrations(config: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase,
-                        row_errors: RowErrors | None = None) -> tuple[Sequences, LoadReport]:
-    """Token sequences of one data set in file order, each ended by the end-of-sequence token, and a report of the
+                        row_errors: RowErrors | None = None,
+                        model: ModelConfig | NewModelConfig | None = None) -> tuple[Sequences, LoadReport]:
+    """Token sequences of one data set in file order, each ended by a token that ends a response, and a report of the
     rows left out (longer ones, and conversations without a token that carries loss).
 
     All tokens of a plain text carry loss; of a prompt with a response, the response's and the final token do; of a
@@ -33,13 +46,15 @@ def load_demonstrations(config: DemonstrationsConfig, tokenizer: PreTrainedToken
     Args:
         config: a section that is not a mix.
         row_errors: collects malformed rows; None raises an error instead.
+        model: as in `named_stop_tokens`.
 
     Raises:
         DataError: a file or rows that cannot be used (named), or no row left.
         ModelError: no end-of-sequence token, or chat messages without a template.
     """
     row_errors = row_errors or RowErrors()
-    form, report, blocks, shortest = DemonstrationFormat(config, tokenizer), LoadReport(config.location), [], np.inf
+    form = DemonstrationFormat(config, tokenizer, model)
+    report, blocks, shortest = LoadReport(config.location, already=form.already), [], np.inf
     for rows, values in usable_blocks(config, row_errors, form.read):
         sequences = sequences_of(form.encode(values))
         shortest = min(shortest, sequences.lengths.min())
@@ -54,10 +69,15 @@ def load_demonstrations(config: DemonstrationsConfig, tokenizer: PreTrainedToken
 class DemonstrationFormat:
     """How the columns of one data set are read."""
 
-    def __init__(self, config: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase,
+                 model: ModelConfig | NewModelConfig | None = None) -> None:
         self._config, self._tokenizer = config, tokenizer
-        self._ends, self._template = TurnEnds(tokenizer), ChatTemplate(tokenizer, config.system)
+        self._template = ChatTemplate(tokenizer, config.system)
+        self._ends = TurnEnds(tokenizer, named_stop_tokens(tokenizer, model))
+        self._answers = AnswerFormat(self._template, self._ends)
         self._prompts = PromptFormat(tokenizer, config.prompt or "", system=config.system, as_chat=config.as_chat)
+        self.already = self._ends.already
+        """How many texts had each beginning or end already."""
 
     def read(self, rows: Rows, i: int) -> list[Piece] | Encoded:
         """Row i as pieces of text, or as tokens if the template marks the assistant's text itself.
@@ -65,38 +85,63 @@ class DemonstrationFormat:
         Raises:
             DataError, ModelError: the row cannot be used.
         """
-        config = self._config
+        config, place = self._config, rows.place(i)
         if config.messages is not None:
             return self._conversation(rows, i, config.messages)
         if config.prompt is None:
-            return [Piece(rows.text(i, config.text), loss=True, leading=True)]
-        prompt, response = self._prompts.read(rows, i), rows.text(i, config.response)
+            return [Piece(checked_response(rows.value(i, config.text), place, config.text), loss=True, leading=True)]
+        prompt = self._prompts.read(rows, i)
+        response = checked_response(rows.value(i, config.response), place, config.response)
+        response = self._ends.body(response, place, config.response)
         if prompt.messages is not None:
-            response += self._template.turn_end(prompt.messages, rows.place(i))
+            response = self._answers.of_text(prompt, response, place)
         return [Piece.of(prompt), Piece(response, loss=True)]
 
     def encode(self, values: list[list[Piece] | Encoded]) -> list[Encoded]:
         """[N] rows of tokens with their ends."""
+        for value in values:
+            if isinstance(value, list) and value and value[0].leading:
+                self.already.update(begins_already(self._tokenizer, value[0].text))
         texts = iter(encode_pieces(self._tokenizer, [v for v in values if isinstance(v, list)]))
-        encoded = [next(texts) if isinstance(v, list) else v for v in values]
-        return [self._ends.close(row) if self._is_chat(value) else ([*row[0], self._ends.end], [*row[1], True])
-                for row, value in zip(encoded, values, strict=True)]
+        return [self._ends.close_marked(value) if isinstance(value, tuple) else self._closed(next(texts))
+                for value in values]
 
-    def _is_chat(self, value: list[Piece] | Encoded) -> bool:
-        """Whether the chat template wrote the end of the row."""
-        return self._config.messages is not None or (isinstance(value, list) and not value[0].leading)
+    def _closed(self, row: Encoded) -> Encoded:
+        """A row with its end; one of no pieces stays empty."""
+        return self._ends.close(row) if row[0] else row
 
     def _conversation(self, rows: Rows, i: int, column: str) -> list[Piece] | Encoded:
-        place = rows.place(i)
+        place, options = rows.place(i), template_options(rows.records[i], rows.place(i))
         messages = checked_messages(rows.value(i, column), place, column)
         if not any(message["role"] == ASSISTANT for message in messages):
             raise DataError(f"{place}: column {column!r} has no message with the role {ASSISTANT!r} to train on; its "
                             f"roles are {[message['role'] for message in messages]}")
         self._template.require(rows.source, column)
-        messages = self._template.with_system(messages)
+        messages = self._answers.cleaned(self._template.with_system(messages), place, column)
         if self._template.marks_generation:
-            return self._template.marked_tokens(messages, place)
-        return [Piece(text, loss) for text, loss in self._template.turns(messages, place)]
+            return _with_loss(self._template.marked_tokens(messages, place, options), messages, place, column)
+        return [Piece(text, loss) for text, loss in self._answers.turns(messages, place, column, options)]
+
+
+def _with_loss(row: Encoded, messages: Messages, place: str, column: str) -> Encoded:
+    """A row with marks of the assistant's turns, without those of messages that carry no loss.
+
+    Raises:
+        DataError: there are such messages, and not as many marks as messages of the assistant.
+    """
+    wanted = [carries_loss(message, place, column) for message in messages if message["role"] == ASSISTANT]
+    if all(wanted):
+        return row
+    tokens, mask = row
+    edges = np.flatnonzero(np.diff([False, *mask, False])).reshape(-1, 2)
+    if len(edges) != len(wanted):
+        raise DataError(f"{place}: column {column!r} has {len(wanted)} messages of the assistant, some without loss, "
+                        f"and the chat template marks {len(edges)} texts; leave out the keys for loss, or use a "
+                        "template that marks each message")
+    kept = np.array(mask)
+    for (start, stop), loss in zip(edges.tolist(), wanted, strict=True):
+        kept[start:stop] = loss
+    return tokens, kept.tolist()
 
 
 NO_LIMIT = 2**31 - 1

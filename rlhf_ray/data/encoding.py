@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,24 +57,41 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], *, leading: boo
     """[N] lists of token ids, never with an end-of-sequence token added.
 
     Args:
-        leading: add the tokenizer's leading tokens (a beginning-of-sequence token, if it has one).
+        leading: add the tokenizer's leading tokens (a beginning-of-sequence token, if it has one), except to a text
+            that begins with it already.
     """
     if not texts:
         return []
     rows: list[list[int]] = tokenizer(
         texts, add_special_tokens=leading, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )["input_ids"]
+    if not leading:
+        return rows
     eos = tokenizer.eos_token
-    if leading and eos is not None:  # some tokenizers also end every text; a prompt must stay open
+    if eos is not None:  # some tokenizers also end every text; a prompt must stay open
         end = tokenizer.eos_token_id
-        return [row[:-1] if row and row[-1] == end and not text.endswith(eos) else row
-                for row, text in zip(rows, texts, strict=True)]
-    return rows
+        rows = [row[:-1] if _added_end(row, text, eos, end) else row for row, text in zip(rows, texts, strict=True)]
+    begin = tokenizer.bos_token_id
+    return [row[1:] if begins_already(tokenizer, text) and row[:2] == [begin, begin] else row
+            for row, text in zip(rows, texts, strict=True)]
+
+
+def begins_already(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    """The beginning-of-sequence token, if a text begins with it; else nothing."""
+    begin = tokenizer.bos_token
+    return [begin] if begin is not None and text.startswith(begin) else []
+
+
+def _added_end(row: list[int], text: str, eos: str, end: int) -> bool:
+    """Whether the tokenizer put an end-of-sequence token after the text, which may have one of its own."""
+    return bool(row) and row[-1] == end and (not text.endswith(eos) or row[-2:] == [end, end])
 
 
 def encode_pieces(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Piece]]) -> list[Encoded]:
-    """[N] rows of tokens; pieces are tokenised one by one, so that no token spans a border of the loss mask, as
-    none spans prompt and response in sampling."""
+    """[N] rows of tokens. No token spans a border of the loss mask, as none spans prompt and response in sampling, and
+    a piece has the tokens that it has after the pieces before it."""
+    if puts_blank_first(tokenizer):
+        return _encode_in_context(tokenizer, rows)
     pieces = [piece for row in rows for piece in row]
     tokens: list[list[int]] = [[] for _ in pieces]
     for leading in (True, False):
@@ -85,41 +102,56 @@ def encode_pieces(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Pi
     return [_join([(next(taken), piece.loss) for piece in row]) for row in rows]
 
 
+BREAK = "\n"
+"""A text before which a blank that a tokenizer puts first cannot hide: it joins no token of a text after it."""
+
+
+def puts_blank_first(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a text has other tokens at the beginning than after another text, as with SentencePiece, which puts a
+    blank before it."""
+    alone, after = encode(tokenizer, ["a", BREAK + "a"], leading=False)
+    [broken] = encode(tokenizer, [BREAK], leading=False)
+    return after[len(broken) :] != alone
+
+
+def encode_after_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """[N] token ids of texts that follow another text, without a blank that the tokenizer puts first."""
+    texts = list(texts)
+    if not texts or not puts_blank_first(tokenizer):
+        return encode(tokenizer, texts, leading=False)
+    [broken] = encode(tokenizer, [BREAK], leading=False)
+    alone = encode(tokenizer, texts, leading=False)
+    after = encode(tokenizer, [BREAK + text for text in texts], leading=False)
+    return [ids[len(broken) :] if ids[: len(broken)] == broken else others
+            for ids, others in zip(after, alone, strict=True)]
+
+
+def _encode_in_context(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Piece]]) -> list[Encoded]:
+    """As `encode_pieces`, by tokenising each row up to the end of each piece. Where a token would span a border, the
+    piece after it is tokenised as a text that follows another one."""
+    ends = [list(accumulate(piece.text for piece in row)) for row in rows]
+    tokens: dict[tuple[bool, str], list[int]] = {}
+    for leading in (True, False):
+        texts = list({text: None for row, wholes in zip(rows, ends, strict=True) if row and row[0].leading == leading
+                      for text in wholes})
+        tokens |= {(leading, text): ids
+                   for text, ids in zip(texts, encode(tokenizer, texts, leading=leading), strict=True)}
+    found: list[list[tuple[list[int] | None, Piece]]] = []
+    for row, wholes in zip(rows, ends, strict=True):
+        parts: list[tuple[list[int] | None, Piece]] = []
+        before: list[int] = []
+        for piece, text in zip(row, wholes, strict=True):
+            whole = tokens[row[0].leading, text]
+            parts.append((whole[len(before) :] if whole[: len(before)] == before else None, piece))
+            before = whole
+        found.append(parts)
+    others = iter(encode_after_text(tokenizer, [p.text for parts in found for ids, p in parts if ids is None]))
+    return [_join([(next(others) if ids is None else ids, piece.loss) for ids, piece in parts]) for parts in found]
+
+
 def encode_prompts(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[PromptText]) -> list[list[int]]:
     """[N] token ids of prompts."""
     return [tokens for tokens, _ in encode_pieces(tokenizer, [[Piece.of(prompt)] for prompt in prompts])]
-
-
-class TurnEnds:
-    """Ends of the assistant's turns: a special token, which the chat template writes or `close` adds."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.end, self._tokenizer = end_token(tokenizer), tokenizer
-        added = tokenizer.added_tokens_decoder.items()
-        self._specials = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
-
-    def close(self, row: Encoded) -> Encoded:
-        """A row in which loss ends with the token that ends each turn, and the row with its last turn.
-
-        What a template writes after that token (a line break) is never sampled; a turn without such a token could
-        never end, so the last one gets the end-of-sequence token.
-        """
-        tokens, mask = list(row[0]), list(row[1])
-        for start, stop in _runs(mask):
-            last = next((i for i in range(stop - 1, start - 1, -1) if tokens[i] in self._specials), stop - 1)
-            if not str(self._tokenizer.decode(tokens[last + 1 : stop])).strip():
-                mask[last + 1 : stop] = [False] * (stop - last - 1)
-        length = len(mask) - mask[::-1].index(True) if True in mask else 0
-        tokens, mask = tokens[:length], mask[:length]
-        if tokens and tokens[-1] not in self._specials:
-            tokens, mask = [*tokens, self.end], [*mask, True]
-        return tokens, mask
-
-
-def _runs(mask: list[bool]) -> list[tuple[int, int]]:
-    """(first, one past the last) of each run of True."""
-    edges = np.flatnonzero(np.diff([False, *mask, False]))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
 
 def _join(parts: list[tuple[list[int], bool]]) -> Encoded:

@@ -19,6 +19,7 @@ from rlhf_ray.config.data import (
     PromptsConfig,
     StepsConfig,
 )
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.demonstrations import load_demonstrations, load_pretraining_text
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.preferences import load_preferences
@@ -82,18 +83,19 @@ def kind_of(columns: set[str]) -> tuple[str, dict[str, str]]:
 
 
 def inspect(config: DataSection, tokenizer: PreTrainedTokenizerBase, rows: int,
-            steps: StepsConfig | None = None) -> Inspection:
+            steps: StepsConfig | None = None, model: ModelConfig | NewModelConfig | None = None) -> Inspection:
     """Load a section that is not a mix, and keep its first `rows` rows as text.
 
     Args:
         steps: how steps are written, for process-labelled rows.
+        model: as in `named_stop_tokens`.
 
     Raises:
         DataError, ModelError: the data set cannot be read.
     """
     inspection = Inspection(LoadReport(config.location), RowErrors(lenient=True))
     lengths = []
-    for block in _blocks(config, tokenizer, inspection, steps):
+    for block in _blocks(config, tokenizer, inspection, steps, model):
         lengths.append(block.lengths)
         for i in range(min(len(block), rows - len(inspection.examples))):
             inspection.examples.append(_examples(block, i, tokenizer))
@@ -102,18 +104,18 @@ def inspect(config: DataSection, tokenizer: PreTrainedTokenizerBase, rows: int,
 
 
 def _blocks(config: DataSection, tokenizer: PreTrainedTokenizerBase, inspection: Inspection,
-            steps: StepsConfig | None) -> Iterator[Any]:
+            steps: StepsConfig | None, model: ModelConfig | NewModelConfig | None) -> Iterator[Any]:
     """Blocks of usable rows; `inspection` gets their report."""
     if isinstance(config, PromptsConfig):
         yield from stream_prompts(config, tokenizer, inspection.report, inspection.row_errors)
     elif isinstance(config, DemonstrationsConfig):
-        sequences, inspection.report = load_demonstrations(config, tokenizer, inspection.row_errors)
+        sequences, inspection.report = load_demonstrations(config, tokenizer, inspection.row_errors, model)
         yield sequences
     elif isinstance(config, PtxConfig):
         sequences, inspection.report = load_pretraining_text(config, tokenizer)
         yield sequences
     elif isinstance(config, PreferencesConfig):
-        pairs, _, inspection.report = load_preferences(config, tokenizer, inspection.row_errors)
+        pairs, _, inspection.report = load_preferences(config, tokenizer, inspection.row_errors, model)
         yield pairs
     elif isinstance(config, ProcessRowsConfig) and steps:
         solutions, _, inspection.report = load_process_rows(config, steps, tokenizer, inspection.row_errors)

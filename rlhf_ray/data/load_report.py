@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,13 +57,20 @@ class LoadReport:
     """Of all rows read."""
     fix: str = field(default="", repr=False, compare=False)
     """What to do when no row is left."""
+    already: Counter[str] = field(default_factory=Counter)
+    """How many texts had each beginning-of-sequence token, or token that ends a response, already."""
 
     def __str__(self) -> str:
         held_out = f", {self.held_out} of them held out" if self.held_out else ""
         parts = [f"{self.source}: {self.kept} of {self.rows} rows used{held_out}"]
         parts += [f"{left_out.count} left out: {reason} ({left_out.named(NAMED_LINES, self.source)})"
                   for reason, left_out in self.left_out.items()]
-        return "; ".join(parts)
+        return "; ".join([*parts, *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """What is worth knowing of texts that are used."""
+        return [f"texts that begin or end with {token!r} already: {count} (it is not added again)"
+                for token, count in self.already.items()]
 
     def keep(self, rows: Rows, reasons: dict[str, NDArray[np.bool_]]) -> NDArray[np.int64]:
         """The numbers `[K]` of the rows of a block that are kept; a row left out counts for its first reason.

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.data.chat import PromptFormat
-from rlhf_ray.data.encoding import encode_prompts, flat_tokens
+from rlhf_ray.data.encoding import begins_already, encode_prompts, flat_tokens
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
@@ -41,6 +41,9 @@ def stream_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, re
         kept = report.keep(rows, {
             "no tokens": lengths == 0, f"longer than max_tokens={config.max_tokens}": lengths > config.max_tokens})
         chats = [values[i].messages for i in kept]
+        for value in values:
+            if value.messages is None:
+                report.already.update(begins_already(tokenizer, value.text))
         yield Prompts(
             offsets=offsets_of(lengths[kept]), tokens=flat_tokens([tokens[i] for i in kept]),
             texts=[values[i].text for i in kept], metadata=[rows.others(i, config.column) for i in kept],

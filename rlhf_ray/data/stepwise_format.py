@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.encoding import encode
+from rlhf_ray.data.encoding import encode, encode_after_text
 from rlhf_ray.errors import ModelError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class StepTokens:
         if len({*ids.values(), *others.values()}) < len(ids) + len(others):
             raise ModelError(f"steps.placeholder, good, bad and others are the tokens {ids | others}; they must all be "
                              "different")
-        return cls(**ids, separator=encode(tokenizer, [steps.separator], leading=False)[0],
+        return cls(**ids, separator=encode_after_text(tokenizer, [steps.separator])[0],
                    others=tuple(others.values()), values=(1.0, 0.0, *steps.others.values()))
 
     def rows(
@@ -68,7 +68,7 @@ class StepTokens:
             prompts: [N] token ids.
             solutions: [N] texts of the steps, without separators.
         """
-        encoded = iter(encode(tokenizer, list(chain.from_iterable(solutions)), leading=False))
+        encoded = iter(encode_after_text(tokenizer, list(chain.from_iterable(solutions))))
         rows, places = [], []
         for prompt, solution in zip(prompts, solutions, strict=True):
             row, marks = list(prompt), []

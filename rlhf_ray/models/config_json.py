@@ -52,12 +52,12 @@ def context_of(config: PretrainedConfig) -> int | None:
     return longest if longest and longest > 0 else None
 
 
-def config_from_hub(model: ModelConfig) -> dict[str, Any] | None:
-    """config.json of a model on the Hub or in its local cache, without any weights; None if it is not available."""
+def file_from_hub(model: ModelConfig, file: str = "config.json") -> dict[str, Any] | None:
+    """A JSON file of a model on the Hub or in its local cache, without any weights; None if it is not available."""
     from huggingface_hub import hf_hub_download
 
     try:
-        file = hf_hub_download(model.path, "config.json", revision=model.revision, etag_timeout=HUB_TIMEOUT_S)
-        return dict(json.loads(Path(file).read_text(encoding="utf-8")))
+        found = hf_hub_download(model.path, file, revision=model.revision, etag_timeout=HUB_TIMEOUT_S)
+        return dict(json.loads(Path(found).read_text(encoding="utf-8")))
     except Exception:  # no such name, gated, offline, no JSON: callers report it
         return None

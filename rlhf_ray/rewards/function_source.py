@@ -27,16 +27,17 @@ from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.rewards.function_subprocess import HEADER
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, finite_scores, first_of, sample_names
 
-ARGUMENTS = ("prompts", "responses", "labels", "finish_reasons")
+ARGUMENTS = ("prompts", "responses", "labels", "finish_reasons", "prefills")
 """Keyword arguments that a function may take: lists with an entry per response. Labels are the prompts' other
-columns."""
+columns, prefills what the prompts begin of the answers."""
 
 
 class FunctionSource:
-    """Calls `function(prompts=..., responses=..., labels=..., finish_reasons=...)` for each chunk."""
+    """Calls `function(prompts=..., responses=..., labels=..., finish_reasons=..., prefills=...)` for each chunk."""
 
     def __init__(self, name: str, config: FunctionReward) -> None:
         self._who = f"the reward function {config.function!r} (rewards.{name})"
+        self._keep_special_tokens = config.keep_special_tokens
         self._function = KillableFunction(self._who, config.function, ARGUMENTS, config.timeout_s)
 
     async def start(self) -> None:
@@ -51,8 +52,10 @@ class FunctionSource:
                 number per response; names the samples.
         """
         given = {
-            "prompts": [r.prompt for r in requests], "responses": [r.response for r in requests],
+            "prompts": [r.prompt for r in requests],
+            "responses": [r.text(self._keep_special_tokens) for r in requests],
             "labels": [r.metadata for r in requests], "finish_reasons": [r.finish_reason for r in requests],
+            "prefills": [r.prefill for r in requests],
         }
         values = await self._function.call(given, [sample_names([r.key]) for r in requests])
         return RewardAnswer(finite_scores(values, requests, self._who, "fix the function."))

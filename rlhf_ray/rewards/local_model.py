@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import ModelReward
+from rlhf_ray.data.answers import TurnEnds
 from rlhf_ray.data.batching import RowNumbers, inference_plan, rows_of_rank
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.shard import WHOLE, Shard
+from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, finite_scores, sample_names
 from rlhf_ray.rewards.request_encoding import encode_for
 
@@ -133,6 +135,8 @@ class ModelSource(LocalSource[ModelReward]):
         self._tokenizer = load_tokenizer(self._config, require_eos=False)
         self._same_ids = (not self._model.is_encoder
                           and tokenizer_digest(self._tokenizer) == tokenizer_digest(load_tokenizer(self._policy)))
+        chats = not self._model.is_encoder and self._tokenizer.eos_token_id is not None
+        self._ends = TurnEnds(self._tokenizer, named_stop_tokens(self._tokenizer, self._config)) if chats else None
         return self._model.compare(self._who, self._rows, self._budget, largest_of(self._shard))
 
     def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:
@@ -150,4 +154,4 @@ class ModelSource(LocalSource[ModelReward]):
         # A policy may have more embeddings than its tokenizer has tokens, and sample their ids. They have no text.
         if self._same_ids and request.tokens.max() < self._model.vocabulary:
             return EncodedRow(request.tokens)
-        return encode_for(self._model, request, self._tokenizer)
+        return encode_for(self._model, request, self._tokenizer, self._ends)

@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_ray.data.answers import Prefills
+from rlhf_ray.data.chat import PromptText
+from rlhf_ray.data.encoding import puts_blank_first
 from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.records import Prompts, Rollout, SampleKey, response_start
 
@@ -47,6 +50,18 @@ class RewardRequest:
     """The other columns of the prompt's row: an answer, a label, a domain."""
     messages: list[dict[str, Any]] | None = None
     """The prompt as chat messages, where the data set has messages."""
+    prefill: str = ""
+    """What the prompt begins of the answer, such as the <think> that a chat template opens; `prompt` ends with it."""
+    marked_response: str | None = None
+    """The response with its special tokens, but for the one that ended it; None if it has none."""
+
+    def text(self, keep_special_tokens: bool = False) -> str:
+        """The response.
+
+        Args:
+            keep_special_tokens: with its special tokens, but for the one that ended it.
+        """
+        return self.marked_response if keep_special_tokens and self.marked_response is not None else self.response
 
 
 @dataclass(frozen=True)
@@ -107,36 +122,78 @@ def first_of(names: Sequence[str]) -> str:
 def requests_of(rollout: Rollout, prompts: Prompts, tokenizer: PreTrainedTokenizerBase) -> list[RewardRequest]:
     """[S] requests of a rollout's samples. `prompts` contains their prompts, in any order."""
     places = {row: i for i, row in enumerate(prompts.rows.tolist())}
-    return [_request(rollout, rows, key, prompts, places[key.row], tokenizer)
+    texts, prefills = ResponseTexts(tokenizer), Prefills(tokenizer)
+    return [_request(rollout, rows, key, prompts, places[key.row], texts, prefills)
             for rows, key in zip(rollout.sample_rows, rollout.keys, strict=True)]
 
 
-def _request(
-    rollout: Rollout, rows: range, key: SampleKey, prompts: Prompts, row: int, tokenizer: PreTrainedTokenizerBase
-) -> RewardRequest:
+def _request(rollout: Rollout, rows: range, key: SampleKey, prompts: Prompts, row: int, texts: ResponseTexts,
+             prefills: Prefills) -> RewardRequest:
     whole = slice(rollout.offsets[rows.start], rollout.offsets[rows.stop])
+    messages = None if prompts.messages is None else prompts.messages[row]
     return RewardRequest(
-        key=key, prompt=prompts.texts[row], response=_response_text(tokenizer, rollout, rows),
+        key=key, prompt=prompts.texts[row], response=texts.plain(rollout, rows),
         tokens=rollout.tokens[whole], response_mask=rollout.response_mask[whole],
-        finish_reason=rollout.finish_reasons[rows[-1]], metadata=prompts.metadata[row],
-        messages=None if prompts.messages is None else prompts.messages[row],
+        finish_reason=rollout.finish_reasons[rows[-1]], metadata=prompts.metadata[row], messages=messages,
+        prefill=prefills.of(PromptText(prompts.texts[row], messages)), marked_response=texts.marked(rollout, rows),
     )
 
 
-def _response_text(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, rows: range) -> str:
-    """The responses of a sample's rows as one text, each from its first sampled token on."""
-    tails = (rollout.row(i, "tokens")[response_start(rollout.row(i, "response_mask")) :] for i in rows)
-    return "".join(tokenizer.decode(tail.tolist(), skip_special_tokens=True) for tail in tails)
+CONTEXT = 8
+"""Tokens of the prompt that a response is decoded with, where a tokenizer decodes a text without its first blank."""
+
+
+class ResponseTexts:
+    """Decodes responses: the text by which they continue their prompts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._in_context = puts_blank_first(tokenizer)
+        added = tokenizer.added_tokens_decoder.items()
+        self._specials = np.array(sorted({*tokenizer.all_special_ids, *(i for i, t in added if t.special)}), np.int64)
+
+    def plain(self, rollout: Rollout, rows: range) -> str:
+        """The responses of a sample's rows as one text, without special tokens, each from its first sampled token."""
+        return "".join(self._continuation(*self._parts(rollout, i), skip=True) for i in rows)
+
+    def marked(self, rollout: Rollout, rows: range) -> str | None:
+        """The same with special tokens, but for the one that ended the sample; None if there are none."""
+        parts = [self._parts(rollout, i) for i in rows]
+        if rollout.finish_reasons[rows[-1]] == "stop" and len(parts[-1][1]) and self._is_special(parts[-1][1][-1:])[0]:
+            parts[-1] = parts[-1][0], parts[-1][1][:-1]
+        if not any(self._is_special(tail).any() for _, tail in parts):
+            return None
+        return "".join(self._continuation(head, tail, skip=False) for head, tail in parts)
+
+    @staticmethod
+    def _parts(rollout: Rollout, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """(the tokens before a row's response, the response and what follows)."""
+        tokens, start = rollout.row(row, "tokens"), response_start(rollout.row(row, "response_mask"))
+        return tokens[:start], tokens[start:]
+
+    def _is_special(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
+        return np.isin(tokens, self._specials)
+
+    def _continuation(self, head: NDArray[np.int32], tail: NDArray[np.int32], skip: bool) -> str:
+        """What the text of `head` gains by `tail`."""
+        if not self._in_context:
+            return self._decode(tail, skip)
+        before = self._decode(head[-CONTEXT:], skip)
+        whole = self._decode(np.concatenate([head[-CONTEXT:], tail]), skip)
+        return whole.removeprefix(before) if before and whole.startswith(before) else self._decode(tail, skip)
+
+    def _decode(self, tokens: NDArray[np.int32], skip: bool) -> str:
+        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=skip))
 
 
 def rollout_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, samples: int) -> tuple[list[str], list[str]]:
     """Prompts and responses of the first `samples` samples (or of all, if there are fewer), without special tokens; a
     row without a response is all prompt."""
-    prompts, responses = [], []
+    prompts, responses, texts = [], [], ResponseTexts(tokenizer)
     for rows in rollout.sample_rows[:samples]:
         tokens, mask = rollout.row(rows.start, "tokens"), rollout.row(rows.start, "response_mask")
         prompts.append(tokenizer.decode(tokens[: response_start(mask)].tolist(), skip_special_tokens=True))
-        responses.append(_response_text(tokenizer, rollout, rows))
+        responses.append(texts.plain(rollout, rows))
     return prompts, responses
 
 

@@ -27,7 +27,8 @@ def regex_source(name: str, config: RegexReward) -> GuardedRuleSource:
                 "group": config.group, "timeout_s": config.timeout_s}
     column = None if config.group is None else config.answer
     return GuardedRuleSource(name, config, f"{__name__}:judge_pattern", settings, column, config.timeout_s + GRACE_S,
-                             (lambda _: True) if column is None else lambda answer: bool(_words(answer)))
+                             (lambda _: True) if column is None else lambda answer: bool(_words(answer)),
+                             lambda request: request.prefill + request.text(config.keep_special_tokens))
 
 
 def json_schema_source(name: str, config: JSONSchemaReward) -> GuardedRuleSource:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlhf_ray.data.chat import ASSISTANT, ChatTemplate, Messages
-from rlhf_ray.data.encoding import Piece, TurnEnds, encode_pieces
-from rlhf_ray.errors import ModelError, SampleError
+from rlhf_ray.data.answers import AnswerFormat, Prefills, TurnEnds
+from rlhf_ray.data.chat import ChatTemplate, Messages, PromptText
+from rlhf_ray.data.encoding import Piece, encode_pieces
+from rlhf_ray.errors import DataError, ModelError, SampleError
 from rlhf_ray.rewards.protocol import RewardRequest, sample_names
 
 if TYPE_CHECKING:
@@ -17,23 +18,28 @@ if TYPE_CHECKING:
     from rlhf_ray.models.classifier import Classifier, EncodedRow
 
 
-def encode_for(model: Classifier, request: RewardRequest, tokenizer: PreTrainedTokenizerBase) -> EncodedRow:
+def encode_for(model: Classifier, request: RewardRequest, tokenizer: PreTrainedTokenizerBase,
+               ends: TurnEnds | None = None) -> EncodedRow:
     """The request as a classifier with this tokenizer reads it: an encoder that classifies texts reads prompt and
     response as one text, without an end-of-sequence token; others as `encode_request` says, which raises."""
     from rlhf_ray.models.classifier import EncodedRow
 
     if model.reads_texts:
         return EncodedRow(_ids(tokenizer(request.prompt + request.response, verbose=False)["input_ids"]))
-    return encode_request(request, tokenizer, pair=model.reads_pairs)
+    return encode_request(request, tokenizer, pair=model.reads_pairs, ends=ends)
 
 
-def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, pair: bool) -> EncodedRow:
+def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, pair: bool,
+                   ends: TurnEnds | None = None) -> EncodedRow:
     """The request as a reward model of another tokenizer reads it.
 
     An encoder reads prompt and response as a pair of texts. A decoder reads a conversation through its own chat
-    template, if the prompt is chat messages and there is a template, up to the token that ends the assistant's turn;
-    else prompt and response one after the other, with an end-of-sequence token (if the tokenizer has one). A response
-    that is not finished has no such end. All this is as in the training of reward models by this package.
+    template, if the prompt is chat messages and there is a template, up to the first token that ends a response; else
+    prompt and response one after the other, with an end-of-sequence token (if the tokenizer has one). A response that
+    is not finished has no such end. All this is as in the training of reward models by this package.
+
+    Args:
+        ends: of this tokenizer, if there are many requests.
 
     Raises:
         RewardError: the chat template refuses the conversation.
@@ -44,29 +50,33 @@ def encode_request(request: RewardRequest, tokenizer: PreTrainedTokenizerBase, p
         both = tokenizer(request.prompt, request.response, verbose=False)
         types = both.get("token_type_ids")
         return EncodedRow(_ids(both["input_ids"]), None if types is None else _ids(types))
-    finished = request.finish_reason == "stop"
+    if request.finish_reason == "stop" and tokenizer.eos_token_id is not None:
+        ends = ends or TurnEnds(tokenizer)
+    else:
+        ends = None
     if request.messages is not None and tokenizer.chat_template:
-        return EncodedRow(_ids(_conversation(request.messages, request, finished, tokenizer)))
-    [(ids, _)] = encode_pieces(tokenizer, [[Piece(request.prompt, loss=False, leading=True),
-                                            Piece(request.response, loss=True)]])
-    if finished and tokenizer.eos_token_id is not None:
-        ids = [*ids, tokenizer.eos_token_id]
-    return EncodedRow(_ids(ids))
+        pieces = _conversation(request.messages, request, tokenizer, ends)
+    else:
+        pieces = [Piece(request.prompt, loss=False, leading=True), Piece(request.response, loss=True)]
+    [row] = encode_pieces(tokenizer, [pieces])
+    return EncodedRow(_ids(ends.close(row)[0] if ends else row[0]))
 
 
-def _conversation(
-    messages: Messages, request: RewardRequest, finished: bool, tokenizer: PreTrainedTokenizerBase
-) -> list[int]:
-    template, answer = ChatTemplate(tokenizer), {"role": ASSISTANT, "content": request.response}
+def _conversation(messages: Messages, request: RewardRequest, tokenizer: PreTrainedTokenizerBase,
+                  ends: TurnEnds | None) -> list[Piece]:
+    """Prompt and response as the model's own template writes them; without `ends` the response is not finished."""
+    template = ChatTemplate(tokenizer)
     place = f"{sample_names([request.key])}, for the reward model of {tokenizer.name_or_path!r}"
     try:
-        prompt = template.render(messages, place, ask=True)
-        text = template.render([*messages, answer], place, ask=False) if finished else prompt + request.response
-    except ModelError as error:
+        prompt = PromptText(template.render(messages, place, ask=True), messages)
+        # What both templates begin stays in the prompt; what the policy's alone begins belongs to the answer here.
+        sampled = bool(request.prefill and Prefills(tokenizer).of(prompt))
+        response = request.response if sampled else request.prefill + request.response
+        if ends is not None:
+            response = AnswerFormat(template, ends).of_text(prompt, response, place, sampled=sampled)
+    except (ModelError, DataError) as error:
         raise SampleError(str(error)) from error
-    border = len(prompt) if text.startswith(prompt) else 0
-    [row] = encode_pieces(tokenizer, [[Piece(text[:border], loss=False), Piece(text[border:], loss=True)]])
-    return TurnEnds(tokenizer).close(row)[0] if finished and tokenizer.eos_token_id is not None else row[0]
+    return [Piece(prompt.text, loss=False), Piece(response, loss=True)]
 
 
 def _ids(values: Any) -> np.ndarray:

@@ -59,8 +59,14 @@ class GuardedRuleSource:
     """A rule in a process of its own, named as `module:function`; it gets `settings`, `responses` and `answers`."""
 
     def __init__(self, name: str, config: VerifiableReward, function: str, settings: dict[str, Any],
-                 column: str | None, timeout_s: float, usable: Callable[[Any], bool]) -> None:
+                 column: str | None, timeout_s: float, usable: Callable[[Any], bool],
+                 read: Callable[[RewardRequest], str] = RewardRequest.text) -> None:
+        """
+        Args:
+            read: the text of a request that the rule judges.
+        """
         self._name, self._config, self._settings, self._column = name, config, settings, column
+        self._read = read
         self.usable = usable
         self._process = KillableFunction(f"rewards.{name} ({settings['what']})", function,
                                          ("settings", "responses", "answers"), timeout_s)
@@ -76,7 +82,7 @@ class GuardedRuleSource:
             RewardError: a prompt's row has no answer, or an unusable one, or the rule failed or took too long; names
                 the samples.
         """
-        given = {"settings": self._settings, "responses": [r.response for r in requests],
+        given = {"settings": self._settings, "responses": [self._read(r) for r in requests],
                  "answers": answers_of(requests, self._column, self._name, self.usable)}
         verdicts = await self._process.call(given, [sample_names([r.key]) for r in requests])
         return verdicts_as_answer(verdicts, self._config)

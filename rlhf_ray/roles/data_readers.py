@@ -73,7 +73,7 @@ class DataReader(Reader):
         """Demonstrations; the last rows of each data set are the held-out rows."""
         train, held_out, reports = [], [], []
         for part in config.parts():
-            rows, report = load_demonstrations(part, self._tokenizer)
+            rows, report = load_demonstrations(part, self._tokenizer, model=self._model)
             share = max(1, round(len(rows) * config.held_out)) if config.held_out else 0  # at least one to measure on
             numbers, cut = np.arange(len(rows)), max(1, len(rows) - share)
             train.append(rows.select(numbers[:cut]))
@@ -90,7 +90,7 @@ class DataReader(Reader):
 
     def preferences(self, config: PreferencesConfig) -> tuple[Pairs, Pairs, DataSummary]:
         """Preference pairs."""
-        loaded = [load_preferences(part, self._tokenizer) for part in config.parts()]
+        loaded = [load_preferences(part, self._tokenizer, model=self._model) for part in config.parts()]
         train, held_out, reports = split_held_out(loaded, config)
         return Pairs.concat(train), Pairs.concat(held_out), _summary(config, train, reports)
 

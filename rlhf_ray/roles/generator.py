@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.answers import stop_tokens
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.tokenizer import check_vocabulary
 from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer, parameter_shapes
 from rlhf_ray.models.lora import adapter_shapes
+from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.records import (
     Prompts,
     Rollout,
@@ -91,7 +93,7 @@ class Generator:
         tokenizer = load_tokenizer(self._model)
         check_vocabulary(tokenizer, config.vocab_size, self._model.path)
         self._vocabulary = config.vocab_size
-        self._stop_tokens = stop_tokens(tokenizer.eos_token_id, config.eos_token_id, self._model)
+        self._stop_tokens = stop_tokens(tokenizer, named_stop_tokens(tokenizer, self._model))
         shapes, adapters = parameter_shapes(config, self._model.trust_remote_code), None
         if self._lora:
             adapters = AdapterSettings(
@@ -294,21 +296,6 @@ def transfer_info(route: WeightRoute, offset: int) -> dict[str, Any]:
     if route.transport == "gloo":
         return {"address": route.address, "rank_offset": offset, "world_size": route.world}
     return {"nccl_unique_id_b64": route.nccl_id, "rank_offset": offset, "world_size": route.world, "packed": True}
-
-
-def stop_tokens(tokenizer_eos: int, config_eos: int | list[int] | None, model: ModelConfig) -> list[int]:
-    """Tokens that end a response: the tokenizer's, the model's, and those of its generation_config.json, where chat
-    models list their end of turn."""
-    from transformers import GenerationConfig as Defaults
-
-    try:
-        named = Defaults.from_pretrained(model.path, revision=model.revision).eos_token_id
-    except OSError:
-        named = None
-    tokens = {tokenizer_eos}
-    for ids in (config_eos, named):
-        tokens.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return sorted(tokens)
 
 
 def as_rollout(

@@ -53,7 +53,8 @@ class PairRanker:
             margin = float(scores[better] - scores[worse])
             pairs.append(None if margin < self._min_margin or not margin else {
                 "prompt": requests[i].messages or requests[i].prompt,
-                "chosen": requests[better].response, "rejected": requests[worse].response,
+                "chosen": requests[better].text(keep_special_tokens=True),
+                "rejected": requests[worse].text(keep_special_tokens=True),
                 "chosen_finished": bool(ended[better]), "rejected_finished": bool(ended[worse]), "margin": margin,
             })
         return pairs

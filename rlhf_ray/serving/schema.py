@@ -23,6 +23,8 @@ class Sample(_Message):
     """Whether the response is complete; an end-of-sequence token is then appended. Only with texts."""
     messages: list[dict[str, Any]] | None = None
     """The prompt as chat messages, in addition to `prompt`; a model with its own chat template uses these instead."""
+    prefill: str = ""
+    """What the prompt, which ends with it, begins of the answer, such as <think>; not a part of `response`."""
     tokens: list[TokenId] | None = Field(None, min_length=1)
     """Token ids of prompt and response together, in the service's own vocabulary, instead of texts."""
 

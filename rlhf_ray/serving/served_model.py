@@ -82,4 +82,5 @@ def _request(i: int, sample: Sample) -> RewardRequest:
         key=SampleKey(0, i, 0), prompt=sample.prompt or "", response=sample.response or "", tokens=NOTHING,
         response_mask=NOTHING.astype(bool), finish_reason="stop" if sample.finished else "length",
         metadata=sample.metadata or {}, messages=sample.messages,
+        prefill=sample.prefill,
     )

@@ -19,7 +19,7 @@ from rlhf_ray.observability.model_comparison import Comparison, Pair, comparison
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, read_prompt_inputs
-from rlhf_ray.stages.preflight import check_stop_tokens
+from rlhf_ray.stages.preflight import check_end_tokens, check_stop_tokens
 from rlhf_ray.stages.resolve_model import check_output, model_at
 from rlhf_ray.stages.scorers import check_answers, check_scorer, errors_name_option, scorer_of
 
@@ -81,6 +81,7 @@ def _model(name: str, argument: str, sampling: SamplingConfig) -> ModelConfig:
     model, notice = model_at(name, argument)
     if notice:
         print(notice, file=sys.stderr)
+    check_end_tokens(model, argument)
     check_family(model, argument, {Use.GENERATION})
     check_stop_tokens(model, sampling, "--stop-token-id")
     return model

@@ -25,7 +25,7 @@ from rlhf_ray.observability.tables import visible
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, prompt_inputs_of_lines, read_prompt_inputs
-from rlhf_ray.stages.preflight import check_stop_tokens
+from rlhf_ray.stages.preflight import check_end_tokens, check_stop_tokens
 from rlhf_ray.stages.resolve_model import check_output, model_at
 from rlhf_ray.stages.scorers import Scorer, check_answers, check_scorer, scorer_of
 
@@ -99,6 +99,7 @@ class _GenerateSession:
         self._model, notice = model_at(options.model, "MODEL")
         if notice:
             print(notice, file=sys.stderr)
+        check_end_tokens(self._model, "MODEL")
         check_family(self._model, "MODEL", {Use.GENERATION})
         check_stop_tokens(self._model, options.sampling, "--stop-token-id")
         if options.reward:

@@ -33,7 +33,8 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages.preflight import check_data, check_row_length
-from rlhf_ray.stages.runtime import Runtime, probe_note, sizes_note, start_learners
+from rlhf_ray.stages.reward_preflight import ending_warnings
+from rlhf_ray.stages.runtime import Runtime, ending_note, probe_note, sizes_note, start_learners
 
 
 def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | None = None) -> RoleGroups:
@@ -123,6 +124,10 @@ async def start_roles(
         progress.note(f"publications contain weights with the adapters merged in, because {reason}" if reason else
                       "publications contain the adapters alone")
     progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in roles.groups()))
+    if note := ending_note(config.model):
+        progress.note(note)
+    for warning in ending_warnings(config):
+        progress.warn(warning)
     limit = config.cluster.start_timeout_s
     learners = roles.learners()
     frozen = [group for group in roles.groups() if group not in learners]

@@ -21,6 +21,7 @@ from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlhf_ray.models.config_json import context_of, local_configuration, pretrained_config
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
+from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.planning.local_machine import CPU_ENGINE, GPU_ENGINE, installed_engines, this_machine
 from rlhf_ray.planning.model_lookup import shape_of
@@ -62,7 +63,7 @@ def check_first_rows(
         if is_local(part.location):
             limit = min(part.limit or FIRST_ROWS, FIRST_ROWS)
             first = part.model_copy(update={"limit": limit})
-            found = inspect(first, tokenizer, 0, steps)
+            found = inspect(first, tokenizer, 0, steps, model)
             found.row_errors.check()
             if found.report.rows < limit or part.limit == limit:
                 found.report.require_rows()
@@ -86,7 +87,8 @@ def check_data_file(path: str, field: str, revision: str | None = None) -> None:
 
 
 def check_model(config: ModelConfig | NewModelConfig, field: str, require_eos: bool = True) -> None:
-    """Refuse a model that does not exist, or that lacks ids of its tokenizer.
+    """Refuse a model that does not exist, that lacks ids of its tokenizer, or whose files name something other than its
+    tokens as ends of a response.
 
     Args:
         require_eos: see `load_tokenizer`.
@@ -96,15 +98,29 @@ def check_model(config: ModelConfig | NewModelConfig, field: str, require_eos: b
         ConfigError: a revision of a local directory.
     """
     if isinstance(config, NewModelConfig):
-        load_tokenizer(config)
+        named_stop_tokens(load_tokenizer(config))
         return
     check_model_directory(config, field)
+    if require_eos:
+        check_end_tokens(config, field)
     if config.revision is not None and not config.trust_remote_code and Path(config.path).is_dir():
         raise ConfigError(f"{field}.revision={config.revision!r} has no effect: {config.path} is a directory, not "
                           "model of the Hub; leave it out")
     size = local_configuration(config).get("vocab_size")
     if size is not None:
         check_vocabulary(load_tokenizer(config, require_eos), size, config.path)
+
+
+def check_end_tokens(config: ModelConfig, field: str) -> None:
+    """Refuse a model whose files name something other than its tokens as ends of a response, or cannot be read.
+
+    Raises:
+        ModelError: naming the field, the file and the value.
+    """
+    try:
+        named_stop_tokens(load_tokenizer(config), config)
+    except ModelError as error:
+        raise ModelError(f"{field}.path={config.path!r}: {error}") from None
 
 
 def check_same_tokens(first: ModelConfig, second: ModelConfig, fields: tuple[str, str],

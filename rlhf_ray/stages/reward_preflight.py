@@ -7,12 +7,14 @@ from rlhf_ray.config.derived import derive, judge_rewards, reward_sections
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import LOCAL_MODELS, ModelReward, RewardConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.data.answers import TurnEnds
 from rlhf_ray.data.row_readers import is_local, read_rows
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, ModelError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.model_families import is_decoder
+from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_same_tokens
 from rlhf_ray.stages.scorers import AnswerCheck, check_reward, check_scorer
 
@@ -41,6 +43,33 @@ def check_rewards(config: PPOConfig) -> None:
         _refuse_labelled_critic(config)
         check_same_tokens(config.model, derived.critic_model,
                           ("model", "rewards, from which critic.init=reward starts"))
+
+
+def ending_warnings(config: PPOConfig) -> list[str]:
+    """Warnings of reward models that read the policy's tokens, and whose training rows end otherwise than the policy's
+    responses: they would score a token that they were not trained to score at."""
+    warnings = []
+    policy, own = load_tokenizer(config.model), _answer_end(config.model)
+    for field, reward in reward_sections(config).items():
+        if not isinstance(reward, ModelReward) or not is_decoder(pretrained_config(reward)):
+            continue
+        tokenizer = load_tokenizer(reward, require_eos=False)
+        if tokenizer.eos_token_id is None or tokenizer_digest(tokenizer) != tokenizer_digest(policy):
+            continue
+        if (theirs := _answer_end(reward)) != own:
+            texts = [repr(policy.convert_ids_to_tokens(end)) for end in (theirs, own)]
+            warnings.append(f"answers to chat messages end with {texts[0]} where {field}.path={reward.path!r} is "
+                            f"trained, and with {texts[1]} where the policy samples them: scores are read at a token "
+                            "that the reward model may not know; give both models the same chat template and "
+                            "generation_config.json, and train the reward model again")
+    return warnings
+
+
+def _answer_end(model: ModelConfig) -> int:
+    """The token that ends an answer to chat messages, or a text if there is no template."""
+    tokenizer = load_tokenizer(model)
+    ends = TurnEnds(tokenizer, named_stop_tokens(tokenizer, model))
+    return ends.end if ends.closing[0] is None else ends.closing[0]
 
 
 def _refuse_labelled_critic(config: PPOConfig) -> None:

@@ -18,13 +18,17 @@ from rlhf_ray.cluster.shared_files import require_shared_files
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.derived import model_paths, placements_of
 from rlhf_ray.config.load import as_yaml
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.config.training_loop import CheckpointConfig
+from rlhf_ray.data.answers import TurnEnds
 from rlhf_ray.data.load_report import LeftOutRows, left_out_lines
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import DataError, DiskStalled, RLHFError, StoppedEarly, SupersededError, UploadError
 from rlhf_ray.files.writer_thread import HURRY_S, FileThread, RunFiles
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.observability.metrics import metric_rows_from_end
 from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
@@ -162,6 +166,13 @@ def probe_note(role: str, started: Mapping[str, float]) -> str:
     """A sentence about the comparison with transformers in a worker's `start` result."""
     return (f"{role}: packed rows give what transformers gives, to {started['probe_difference']:.2g}; compared in "
             f"{started['probe_seconds']:.1f} s")
+
+
+def ending_note(model: ModelConfig | NewModelConfig) -> str | None:
+    """A sentence about the token that ends the chat template's answers, if the model's files do not name it."""
+    tokenizer = load_tokenizer(model)
+    named = model.path if isinstance(model, ModelConfig) else model.tokenizer
+    return TurnEnds(tokenizer, named_stop_tokens(tokenizer, model)).note(named)
 
 
 def run_stage(

@@ -47,6 +47,7 @@ from rlhf_ray.stages.preflight import (
 from rlhf_ray.stages.runtime import (
     Runtime,
     checkpoint_store,
+    ending_note,
     fetch_uploaded,
     newest_checkpoint,
     open_runtime,
@@ -176,6 +177,8 @@ async def _prepare(
         shutdown_method="leave",
     )
     progress.note(f"starting {len(learners)} learner(s) and reading {config.data.title}")
+    if note := ending_note(config.model):
+        progress.note(note)
 
     async def read() -> tuple[Any, DataSummary]:
         await reader.start()

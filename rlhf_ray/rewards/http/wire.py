@@ -35,6 +35,8 @@ def _sample(request: RewardRequest, send: Literal["text", "tokens"], columns: Se
                   "finished": request.finish_reason == "stop"}
         if request.messages is not None:
             sample["messages"] = request.messages
+        if request.prefill:
+            sample["prefill"] = request.prefill
     if columns:
         sample["metadata"] = {column: request.metadata[column] for column in columns if column in request.metadata}
     return sample

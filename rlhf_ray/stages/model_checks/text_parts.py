@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.chat import ChatTemplate, Messages
+from rlhf_ray.data.answers import AnswerFormat, Prefills, TurnEnds
+from rlhf_ray.data.chat import ChatTemplate, Messages, PromptText
 from rlhf_ray.data.tokenizer import check_vocabulary
 from rlhf_ray.errors import DataError, ModelError, first_line
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.roles.generator import stop_tokens
+from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.stages.model_checks.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -53,30 +54,19 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def check_stop_tokens(model: ModelConfig) -> list[Outcome]:
-    """Which tokens end a response, and whether the one that ends a turn of the chat template is among them."""
+    """Which tokens end a response, and whether the model names the one that ends a turn of the chat template.
+
+    Raises:
+        ModelError: the model names something other than its tokens as ends.
+    """
     tokenizer = load_tokenizer(model)
-    ids = stop_tokens(tokenizer.eos_token_id, pretrained_config(model).eos_token_id, model)
-    shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in ids)
-    numbers = {"stop_tokens": len(ids)}
-    ending = _end_of_turn(tokenizer)
-    if ending is None or ending in ids:
+    ends = TurnEnds(tokenizer, named_stop_tokens(tokenizer, model))
+    shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(ends.stops))
+    numbers = {"stop_tokens": len(ends.stops)}
+    if not (note := ends.note(model.path)):
         return [Outcome(STOP_TOKENS, "works", shown, "", numbers)]
-    token = tokenizer.convert_ids_to_tokens(ending)
-    return [Outcome(STOP_TOKENS, "warning", f"{shown}; the chat template ends a turn with {token!r} ({ending}), which "
-                    "does not end a response", f"if the model answers chats, add {ending} to `eos_token_id` in its "
-                    "generation_config.json; a base model may not know the token", numbers)]
-
-
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The first special token that the chat template writes after the assistant's text; None if there is none."""
-    if not tokenizer.chat_template:
-        return None
-    try:
-        text = ChatTemplate(tokenizer).render(CONVERSATION, PLACE, ask=False)
-    except ModelError:
-        return None  # `check_chat_template` reports it
-    ids = tokenizer.encode(text.rpartition(ANSWER)[2], add_special_tokens=False)
-    return next((i for i in ids if i in tokenizer.all_special_ids or i in tokenizer.added_tokens_decoder), None)
+    return [Outcome(STOP_TOKENS, "warning", f"{shown}; {note}", "train on the template first: a base model may not "
+                    "know the token", numbers)]
 
 
 def check_chat_template(model: ModelConfig) -> list[Outcome]:
@@ -96,6 +86,8 @@ def check_chat_template(model: ModelConfig) -> list[Outcome]:
         raise ModelError("the chat template leaves out the user's message")
     begins = asked.removeprefix(question)
     findings = [f"the assistant's turn begins with {begins!r}" if begins else "nothing marks the assistant's turn"]
+    if prefill := Prefills(tokenizer).of(PromptText(asked, CONVERSATION[:1])):
+        findings.append(f"a prompt begins the answer with {prefill!r}")
     advice = []
     system = _system(template)
     findings.append(f"system message {system}")
@@ -103,10 +95,12 @@ def check_chat_template(model: ModelConfig) -> list[Outcome]:
         advice.append("leave prompts.system and data.system empty, and drop system messages from the data")
     try:
         if not template.marks_generation:
-            template.turns(LONGER, PLACE)
+            answers = AnswerFormat(template, TurnEnds(tokenizer, named_stop_tokens(tokenizer, model)))
+            answers.turns(LONGER, PLACE, "messages")
     except DataError as error:
         findings.append(first_line(error))
-        advice.append("for SFT on chats, mark the assistant's text by {% generation %} in the template")
+        advice.append("for SFT on chats, mark the assistant's text by {% generation %} in the template, or give "
+                      "answers as they continue a prompt")
     return [Outcome(name, "warning" if advice else "works", "; ".join(findings), "; ".join(advice))]
 
 

@@ -436,6 +436,8 @@ ROWS: list[Row] = [
     Shown(("rewards.NAME.ca_file",),
           "tests/unit/rewards/http/test_security.py::TestCertificates::test_a_trusted_one_for_the_name"),
     Shown(("rewards.NAME.function",), "tests/unit/rewards/test_function_source.py::test_what_a_function_may_look_like"),
+    Shown(("rewards.NAME.keep_special_tokens",),
+          "tests/unit/rewards/test_response_texts.py::test_special_tokens_reach_a_pattern_and_a_function_on_request"),
     Shown(("rewards.NAME.right", "rewards.NAME.wrong"),
           "tests/unit/rewards/test_rules.py::test_scores_and_failures_of_a_chunk"),
     Shown(("rewards.NAME.answer",),

@@ -86,7 +86,7 @@ def test_a_template_without_ends_gets_one_at_the_last_turn(chat, write_jsonl):
 
 def test_a_conversation_may_begin_with_the_assistant(chat, write_jsonl):
     text, pieces = conversation(chat(CLOSED), write_jsonl({"messages": TALK[1:]}))
-    assert pieces == ["[assistant]We saw<|eos|>", "I read<|eos|>"] and text.startswith("[assistant]We saw")
+    assert pieces == ["We saw<|eos|>", "I read<|eos|>"] and text.startswith("[assistant]We saw")
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_by_line(chat, write_jsonl):

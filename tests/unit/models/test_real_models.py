@@ -11,6 +11,7 @@ import transformers
 from rlhf_ray.checkpoint.export import export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.answers import stop_tokens
 from rlhf_ray.models.loading import (
     load_causal_lm,
     load_scalar_model,
@@ -21,7 +22,7 @@ from rlhf_ray.models.loading import (
 from rlhf_ray.models.model_families import POLICY, Use, check_family
 from rlhf_ray.models.packed_model import PackedLanguageModel, PackedScalarModel
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.roles.generator import stop_tokens
+from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.stages.preflight import check_model
 from rlhf_ray.weights.manifest import plan_buckets
 from tests.real_models import KINDS, PADDED, make_real_model, stop_ids
@@ -101,12 +102,13 @@ def test_an_export_keeps_what_the_model_came_with(real, tmp_path):
     tokenizer = load_tokenizer(again)
     assert tokenizer.chat_template == KINDS[kind]["template"]
     assert tokenizer("w1 w2").input_ids == load_tokenizer(config)("w1 w2").input_ids
-    assert stop_tokens(tokenizer.eos_token_id, reloaded.config.eos_token_id, again) == stop_ids(kind)
+    assert stop_tokens(tokenizer, named_stop_tokens(tokenizer, again)) == stop_ids(kind)
 
 
 def test_every_stop_id_of_the_generation_config_ends_a_response(real):
     kind, config = real
-    assert stop_tokens(load_tokenizer(config).eos_token_id, stop_ids(kind)[0], config) == stop_ids(kind)
+    tokenizer = load_tokenizer(config)
+    assert stop_tokens(tokenizer, named_stop_tokens(tokenizer, config)) == stop_ids(kind)
 
 
 def test_a_publication_brings_all_embeddings_and_tied_weights_once(real):

@@ -83,7 +83,7 @@ def scores(source, requests, times=1):
      "            for p, r, l, f in zip(prompts, responses, labels, finish_reasons)]", [3.0, 114.0, 25.0]),
     ("def score(responses): return [len(r.split()) for r in responses]", [1.0, 2.0, 3.0]),
     ("def score(*, labels, scale=2): return (scale * l['answer'] for l in labels)", [0.0, 2.0, 4.0]),
-    ("def score(**given): return [len(given)] * len(given['prompts'])", [4.0] * 3),
+    ("def score(**given): return [len(given)] * len(given['prompts'])", [5.0] * 3),
     ("async def score(responses):\n    import asyncio\n    await asyncio.sleep(0)\n    return [True, 0, 0.5]",
      [1.0, 0.0, 0.5]),
     ("import numpy\ndef score(responses): return numpy.arange(3, dtype='float32')", [0.0, 1.0, 2.0]),

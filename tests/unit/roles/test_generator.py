@@ -19,7 +19,7 @@ from rlhf_ray.roles import generator as module
 from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
 from rlhf_ray.roles.engines.interface import Completion
 from rlhf_ray.roles.engines.partial_rollouts import PartialRolloutEngine
-from rlhf_ray.roles.generator import Generator, build_engine, stop_tokens, transfer_info
+from rlhf_ray.roles.generator import Generator, build_engine, transfer_info
 from rlhf_ray.roles.local_generator import LocalGenerator, local_generation_config
 from rlhf_ray.roles.prompt_input import PromptInput
 from rlhf_ray.weights.manifest import fused_groups
@@ -290,15 +290,6 @@ def test_what_vllms_transports_are_given():
     assert transfer_info(WeightRoute("ipc"), 1) == {"packed": False}
     assert transfer_info(WeightRoute("gloo", world=2, address="tcp://here:5"), 1) == {
         "address": "tcp://here:5", "rank_offset": 1, "world_size": 2}
-
-
-def test_stop_tokens_are_the_tokenizers_the_models_and_the_generation_configs(policy_model, tmp_path):
-    assert stop_tokens(1, None, policy_model) == [1]
-    assert stop_tokens(7, [5, 6], policy_model) == [1, 5, 6, 7]
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 3]}')
-    assert stop_tokens(7, 5, ModelConfig(path=str(tmp_path))) == [3, 5, 7, 9]
-    (tmp_path / "empty").mkdir()
-    assert stop_tokens(7, 5, ModelConfig(path=str(tmp_path / "empty"))) == [5, 7]
 
 
 def test_the_engine_is_the_configured_one(generator, engine, monkeypatch):

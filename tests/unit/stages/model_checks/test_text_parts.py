@@ -65,8 +65,8 @@ def test_a_template_whose_turns_end_with_a_token_that_ends_no_response(models, t
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|endoftext|>"}))
     (outcome,) = check_stop_tokens(of(model))
-    assert outcome.verdict == "warning" and "'<|im_end|>' (1), which does not end a response" in outcome.detail
-    assert "add 1 to `eos_token_id`" in outcome.advice
+    assert outcome.verdict == "warning" and "the chat template ends an answer with '<|im_end|>' (1)" in outcome.detail
+    assert "name only '<|endoftext|>'" in outcome.detail and outcome.numbers["stop_tokens"] == 2
 
 
 @pytest.mark.parametrize(("kind", "verdict", "system", "begins"), [
