@@ -78,14 +78,17 @@ class TurnEnds:
         Raises:
             DataError: an end is inside the text; nothing after it could be sampled.
         """
-        for end in self._texts:
-            if text.endswith(end):
-                self.already[end] += 1
-                text = text.removesuffix(end)
+        for end in self.at_end(text):
+            self.already[end] += 1
+            text = text.removesuffix(end)
         if inside := [end for end in self._texts if end in text]:
             raise DataError(f"{place}: column {column!r} contains {inside[0]!r}, a token that ends a response, and "
                             "text after it; nothing after it could be sampled, so remove it or divide the row")
         return text
+
+    def at_end(self, text: str) -> list[str]:
+        """The end that a text has already, if it has one."""
+        return [end for end in self._texts if text.endswith(end)]
 
     def close(self, row: Encoded) -> Encoded:
         """A row that ends with an end of responses: the end-of-sequence token is added to one without."""
@@ -154,7 +157,7 @@ class AnswerFormat:
         Args:
             text: without an end. It is rendered by the template like the content of a message, unless it continues the
                 prompt by itself: it begins with what the template opens an answer with, or it closes the tag that the
-                prompt opens.
+                prompt opens, which it may repeat.
             sampled: it is a response as it was sampled, and continues the prompt in any case.
 
         Raises:
@@ -165,6 +168,9 @@ class AnswerFormat:
         head, closing = self.around(self._template, messages, place, prompt.options)
         opening = head.removeprefix(prompt.text).strip() if head.startswith(prompt.text) else ""
         opened = bool(opening) and text.lstrip().startswith(opening)
+        begun = OPEN_TAGS.search(prompt.text)
+        if not sampled and begun and text.startswith(begun[0]):
+            text = text.removeprefix(begun[0])
         if sampled or opened or _closes(prompt.text, text):
             return text + self._ends.ending(closing)[1]
         return self.of_message(prompt.text, messages, {"role": ASSISTANT, "content": text}, place, prompt.options)

@@ -102,6 +102,8 @@ class DemonstrationFormat:
         for value in values:
             if isinstance(value, list) and value and value[0].leading:
                 self.already.update(begins_already(self._tokenizer, value[0].text))
+                if len(value) == 1:  # responses were read without their end
+                    self.already.update(self._ends.at_end(value[0].text))
         texts = iter(encode_pieces(self._tokenizer, [v for v in values if isinstance(v, list)]))
         return [self._ends.close_marked(value) if isinstance(value, tuple) else self._closed(next(texts))
                 for value in values]

@@ -40,9 +40,9 @@ def named_stop_tokens(
     for file in FILES:
         values = _values(model, file)
         inner = values.get("text_config")
-        settings = {**inner, **values} if isinstance(inner, dict) else values
-        vocabulary = vocabulary or settings.get("vocab_size")
-        tokens.update(_tokens(settings.get(FIELD), f"{Path(model.path) / file}", vocabulary))
+        for settings in (values, inner if isinstance(inner, dict) else {}):
+            vocabulary = vocabulary or settings.get("vocab_size")
+            tokens.update(_tokens(settings.get(FIELD), f"{Path(model.path) / file}", vocabulary))
     return sorted(tokens)
 
 
