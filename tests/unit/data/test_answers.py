@@ -263,7 +263,7 @@ def test_a_key_that_the_template_leaves_out_is_refused(key, layout, write_jsonl)
     with pytest.raises(DataError, match=f"a message has {key}, which .* leaves out"):
         demonstrations_of(write_jsonl({"messages": [USER, message]}), layout("chatml"), messages="messages")
     tokenizer = layout("chatml")
-    written = "{{ m.%s or '' }}{{ m.content }}" % key
+    written = "{{ m." + key + " or '' }}{{ m.content }}"
     tokenizer.chat_template = TEMPLATES["chatml"].replace("{{ m.content }}", written)
     rows, _ = demonstrations_of(write_jsonl({"messages": [USER, message]}), tokenizer, messages="messages")
     assert tokenizer.decode(split(rows)[1]) != "The film was good<|im_end|>"
