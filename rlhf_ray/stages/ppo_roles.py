@@ -11,7 +11,7 @@ from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.adapter_publication import publishes_adapters, why_merged
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.combination_checks import check_pools, check_transport
-from rlhf_ray.config.derived import derive, judge_rewards, placements_of
+from rlhf_ray.config.derived import derive, judge_rewards, placements_of, reward_sections
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig, ScorerConfig
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
@@ -116,7 +116,8 @@ async def start_roles(
         training prompts, and evaluation prompts if configured.
     """
     reader = runtime.spawn("prompt_reader", PromptReader, PlacementConfig(pool=config.assembler.pool, cpus=0),
-                         lambda _: {"model": config.model, "directory": Path(config.run.dir).absolute()})
+                         lambda _: {"model": config.model, "directory": Path(config.run.dir).absolute(),
+                                    "rewards": reward_sections(config)})
     workers = sum(map(len, roles.groups()))
     if config.policy.lora:
         reason = why_merged(config, model_family(config.model))

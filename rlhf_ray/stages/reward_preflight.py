@@ -7,14 +7,16 @@ from rlhf_ray.config.derived import derive, judge_rewards, reward_sections
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import LOCAL_MODELS, ModelReward, RewardConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.data.load_report import RowErrors
 from rlhf_ray.data.row_readers import is_local, read_rows
+from rlhf_ray.data.rows import Rows
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, ModelError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.model_families import is_decoder
 from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_same_tokens
-from rlhf_ray.stages.scorers import AnswerCheck, check_reward, check_scorer
+from rlhf_ray.stages.scorers import check_reward, check_scorer
 
 
 def check_rewards(config: PPOConfig) -> None:
@@ -76,19 +78,26 @@ def _check_decoder(reward: ModelReward, field: str, shards: int) -> None:
 def check_prompt_answers(sections: Iterable[PromptsConfig | None], model: ModelConfig, section: str, name: str,
                          reward: RewardConfig) -> None:
     """Check the first rows of local data sets of prompts for the columns that a reward reads, and for answers that a
-    response can be compared with.
+    response can be compared with. The other rows are checked when the prompt reader loads them.
 
     Args:
         section: names the reward in messages.
 
     Raises:
-        DataError: names the row.
+        DataError: names the rows.
     """
+    from rlhf_ray.rewards.answer_check import AnswerCheck
+
     check = AnswerCheck(section, name, reward, model)
     for field, part in (named for prompts in sections if prompts for named in prompts.named_parts()):
         if not check.columns or not is_local(part.location):
             continue
         rows = read_rows(part.location, part.split, min(part.limit or FIRST_ROWS, FIRST_ROWS), part.subset,
                          part.revision)
-        for i in range(len(rows)):
-            check.row(rows.others(i, part.column), f"{rows.place(i)} ({field})")
+
+        def read(rows: Rows, i: int, column: str = part.column, field: str = field) -> None:
+            check.row(rows.others(i, column), f"{rows.place(i)} ({field})")
+
+        row_errors = RowErrors()
+        row_errors.values(rows, read)
+        row_errors.check()

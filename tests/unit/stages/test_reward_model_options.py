@@ -58,8 +58,8 @@ def test_a_classifier_with_two_labels_is_refused_unless_its_head_is_replaced(sta
     path = make_tiny_reward_model(tmp_path / "r", 64)
     AutoModelForSequenceClassification.from_pretrained(
         path, num_labels=2, id2label={0: "bad", 1: "good"}, ignore_mismatched_sizes=True).save_pretrained(path)
-    said = (r"^model\.path='.*r' is a classifier with 2 labels, and a reward model has one score: name a classifier with "
-            r"one label, .*, or set training\.new_head=true to replace its head$")
+    said = (r"^model\.path='.*r' is a classifier with 2 labels, and a reward model has one score: name a classifier "
+            r"with one label, .*, or set training\.new_head=true to replace its head$")
     with pytest.raises(ModelError, match=said):
         started(path)
     _, module = started(path, new_head=True)
