@@ -13,7 +13,7 @@ from rlhf_ray.data.rows import Rows
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, ModelError
 from rlhf_ray.models.config_json import pretrained_config
-from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.loading import load_tokenizer, pads_with_end
 from rlhf_ray.models.model_families import is_decoder
 from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_same_tokens
 from rlhf_ray.stages.scorers import check_reward, check_scorer
@@ -73,6 +73,15 @@ def _check_decoder(reward: ModelReward, field: str, shards: int) -> None:
     if not is_decoder(shape := pretrained_config(reward)):
         raise ModelError(f"{field}.path={reward.path!r} is of the family {shape.model_type!r}, which is no decoder, "
                          f"and reward.shards={shards} divides decoders only: set reward.shards to 1, or use a decoder")
+
+
+def scored_elsewhere(config: PPOConfig) -> list[str]:
+    """A warning about each reward model that transformers scores at another token than this package."""
+    return [f"{field}.path={reward.path!r} has its end-of-sequence token as padding token: transformers scores such a "
+            "model at the token before the end, and here it is scored at the end. If it was trained with transformers' "
+            "own scores, they differ; give it a padding token of its own and train it further"
+            for field, reward in reward_sections(config).items()
+            if isinstance(reward, ModelReward) and is_decoder(pretrained_config(reward)) and pads_with_end(reward)]
 
 
 def check_prompt_answers(sections: Iterable[PromptsConfig | None], model: ModelConfig, section: str, name: str,
