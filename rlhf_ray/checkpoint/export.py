@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,15 @@ from rlhf_ray.checkpoint.atomic_directory import clear_leftovers, replace_direct
 from rlhf_ray.checkpoint.disk_space import disk_full_error, is_disk_full, require_space
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
 from rlhf_ray.data.answers import stop_tokens
+from rlhf_ray.data.tokenizer import ADDED_PAD
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.files.fsync import fsync_tree
+from rlhf_ray.models.config_json import is_classifier
 from rlhf_ray.observability.owner_record import Term
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_SHARD_SIZE = "5GB"
 """Weights beyond this size go into several files, with an index."""
@@ -38,6 +40,9 @@ def export_model(
 ) -> None:
     """Write a model that `from_pretrained` loads, replacing an older export atomically.
 
+    A sequence classifier gets a padding token that no row ends with, so that transformers, which scores the last token
+    that is not padding, scores the last token as we do.
+
     Args:
         model: provides class and configuration; its own weights are not read and may be on the meta device.
         state_dict: the weights, by the model's parameter names, in CPU memory. Tied weights may occur once or twice
@@ -48,8 +53,12 @@ def export_model(
             `directory` holds something other than an export. `directory` is unchanged then.
     """
     weights = _checked_weights(model, dict(state_dict))
+    entries: dict[str, Any] = {}
+    if is_classifier([type(model).__name__]):
+        tokenizer = _with_padding(tokenizer, model.config.get_text_config())
+        entries = _make_room(model, weights, tokenizer.pad_token_id)
     with replacing_export(directory, sum(weight.nbytes for weight in weights.values()), "config.json", term) as new:
-        _save(model, weights, tokenizer, new)
+        _save(model, weights, tokenizer, new, entries)
         tokenizer.save_pretrained(new)
         model_card(card, Path(directory).name).save(new / "README.md")
 
@@ -85,10 +94,37 @@ def replacing_export(directory: Path, size: int, mark: str, term: Term | None = 
         raise
 
 
-def _save(
-    model: PreTrainedModel, weights: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, new: Path
-) -> None:
-    """Write weights and configuration with transformers; the configuration names the dtype that was written.
+def _with_padding(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> PreTrainedTokenizerBase:
+    """A copy of a classifier's tokenizer that pads on the right (positions may be counted from the first column), with
+    a token that has no other use: its own, or an added one."""
+    copied = deepcopy(tokenizer)
+    copied.padding_side = copied.init_kwargs["padding_side"] = "right"  # written only if in both
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    for name in ("bos_token_id", "eos_token_id"):
+        value = getattr(config, name, None)
+        used.update(value if isinstance(value, list) else [value])
+    pad = tokenizer.pad_token
+    if pad is None or tokenizer.pad_token_id in used or pad in str(tokenizer.chat_template):
+        copied.add_special_tokens({"pad_token": ADDED_PAD})
+    return copied
+
+
+def _make_room(model: PreTrainedModel, weights: dict[str, torch.Tensor], pad: int) -> dict[str, int]:
+    """Extend the embedding in `weights` by rows of zeros up to the padding token, which no row of tokens contains.
+    Returns the entries of the configuration that change."""
+    embedding = model.get_input_embeddings().weight
+    name = next(n for n, p in model.named_parameters(remove_duplicate=False) if p is embedding and n in weights)
+    rows, width = weights[name].shape
+    if pad < rows:
+        return {"pad_token_id": pad}
+    weights[name] = torch.cat([weights[name], weights[name].new_zeros(pad + 1 - rows, width)])
+    return {"pad_token_id": pad, "vocab_size": pad + 1}
+
+
+def _save(model: PreTrainedModel, weights: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerBase, new: Path,
+          entries: Mapping[str, Any]) -> None:
+    """Write weights and configuration with transformers; the configuration names the dtype that was written, and has
+    these `entries` instead of the model's.
 
     generation_config.json is written as it was loaded, but for its end tokens. transformers would refuse to save the
     one of many published models, for example because of a temperature without do_sample.
@@ -104,9 +140,11 @@ def _save(
             model.generation_config = generation
     if generation is not None:
         _with_ends(generation, tokenizer).to_json_file(new / "generation_config.json")
-    if model.dtype != dtype:
+    if model.dtype != dtype or entries:
         config = type(model.config).from_pretrained(new)
         config.dtype = dtype
+        for name, value in entries.items():
+            setattr(config.get_text_config(), name, value)
         config.save_pretrained(new)
 
 

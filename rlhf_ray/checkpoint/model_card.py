@@ -56,10 +56,29 @@ def model_card(info: ModelCardInfo, name: str, adapters: bool = False) -> ModelC
         tags=[*(["lora"] if adapters else []), "rlhf", "rlhf-ray", info.stage.replace("_", "-")],
     )
     loading = _adapter_loading(info) if adapters else _loading(info)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name, loading)}")
+    scoring = ""
+    if info.stage == "reward_model":
+        scoring = _SCORING + (_ONE_ROW if adapters else _PADDED)
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name, loading, scoring)}")
 
 
-def _text(info: ModelCardInfo, name: str, loading: str) -> str:
+_SCORING = """
+The score is that of a row's last token. The row of a finished response ends with its end token (the one that the chat
+template writes after the assistant's text if the prompt was chat messages, else the end-of-sequence token) and nothing
+after it, such as a template's line break. A response that was cut at a length limit has no end token.
+"""
+_PADDED = """
+Rows of one batch are padded by this directory's tokenizer, on the right, with a token that no row ends with: only then
+does transformers score the last token. Padding on the left gives the same scores, except for models that count
+positions from the first column of a batch, padding included (GPT-2's kind).
+"""
+_ONE_ROW = """
+Score one row at a time: transformers scores the last token that is not padding, and the base model's padding token may
+be its end token. The merged model, which was exported beside these adapters, has a padding token of its own.
+"""
+
+
+def _text(info: ModelCardInfo, name: str, loading: str, scoring: str) -> str:
     reward = f"\n- Rewarded for: {info.rewards}" if info.rewards else ""
     others = "".join(f"\n- {part}: {model}" for part, model in info.other_models.items())
     weights = f"\n- Weights: {info.weights}" if info.weights else ""
@@ -75,7 +94,7 @@ Trained by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {datet
 ```python
 {loading}
 ```
-
+{scoring}
 ## Numbers at the end of training
 
 {_table(info.metrics)}
@@ -85,7 +104,8 @@ Trained by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {datet
 def _loading(info: ModelCardInfo) -> str:
     head = "AutoModelForSequenceClassification" if info.stage == "reward_model" else "AutoModelForCausalLM"
     if info.stage == "reward_model":
-        use = 'score = model(**tokenizer("a prompt and its response", return_tensors="pt")).logits[0, 0]'
+        use = """row = "a prompt and its response" + tokenizer.eos_token
+score = model(**tokenizer(row, return_tensors="pt")).logits[0, 0]"""
     elif info.stage == "process_reward":
         use = """# A step's judgement is the softmax over the good and the bad token, at the placeholder after the step;
 # process_reward.json, beside the weights, names the three."""
@@ -99,12 +119,14 @@ model = {head}.from_pretrained("path/to/this/directory")
 
 
 def _adapter_loading(info: ModelCardInfo) -> str:
-    head, options = ("AutoModelForSequenceClassification", ", num_labels=1") if info.stage == "reward_model" else (
-        "AutoModelForCausalLM", "")
+    head, options, setting = "AutoModelForCausalLM", "", ""
+    if info.stage == "reward_model":
+        head, options = "AutoModelForSequenceClassification", ", num_labels=1"
+        setting = "\nbase.config.get_text_config().pad_token_id = None  # the score is that of the last token"
     return f"""from peft import PeftModel
 from transformers import {head}
 
-base = {head}.from_pretrained("{info.base_model}"{options})
+base = {head}.from_pretrained("{info.base_model}"{options}){setting}
 model = PeftModel.from_pretrained(base, "path/to/this/directory")  # model.merge_and_unload() gives it as one model"""
 
 

@@ -100,8 +100,8 @@ class NumberReward(VerifiableReward):
     type: Literal["number"]
     """The last number of the response must equal the answer."""
     answer: str = "answer"
-    """Column of the prompts with the answer: a number, or a text whose last number counts (after `after`, if
-    present)."""
+    """Column of the prompts with the answer: a number, or a text with one number (after `after`, if present; else in
+    its last `\\boxed{}`, or in its last line)."""
     after: str | None = Field(None, min_length=1)
     """Use the first number after the last occurrence of this text, such as "####"; otherwise the last number."""
     tolerance: float = Field(1e-6, ge=0)

@@ -81,13 +81,16 @@ class RewardModelTrainingConfig(SupervisedTrainingConfig):
     head_dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the hidden states before the scalar head, in training only (Srivastava et al. 2014); held-out pairs
     are scored without it."""
+    new_head: bool = False
+    """Start with a new scalar head also where `model` is a reward model, which keeps its own otherwise."""
 
 
 class RewardModelConfig(StageConfig):
     """`rlhf-ray reward-model`: a scalar head trained on preference pairs (Stiennon et al. 2020)."""
 
     model: ModelConfig
-    """Model to start from, usually the SFT model; a scalar head is added."""
+    """Model to start from: usually the SFT model, which gets a new scalar head, or a reward model, which keeps its
+    head."""
     data: PreferencesConfig
     """Preference pairs."""
     training: RewardModelTrainingConfig = Field(default_factory=RewardModelTrainingConfig)

@@ -24,7 +24,7 @@ from rlhf_ray.data.chat import identity
 from rlhf_ray.data.encoding import flat_tokens
 from rlhf_ray.data.held_out import group_digest, held_out_parts
 from rlhf_ray.data.load_report import LoadReport
-from rlhf_ray.data.prompts import stream_prompts
+from rlhf_ray.data.prompts import RowCheck, stream_prompts
 from rlhf_ray.errors import DataError
 from rlhf_ray.records import Prompts, offsets_of
 
@@ -120,13 +120,14 @@ class OpenPrompts:
     """Report of each data set."""
 
 
-def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase,
-                 directory: Path | None = None) -> OpenPrompts:
+def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, directory: Path | None = None,
+                 checks: Sequence[RowCheck] = ()) -> OpenPrompts:
     """Tokenise the data sets of a section into one table, block by block.
 
     Args:
         directory: where the table's bytes lie, for as long as it is open; the system's place for temporary files when
             None (which on some machines is memory).
+        checks: of every row.
 
     Raises:
         DataError: a file or rows that cannot be used (named), no prompt left, or the disk is full.
@@ -136,7 +137,7 @@ def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase,
     digests = array("Q")
     with tempfile.TemporaryFile(dir=directory) as file:
         try:
-            write_blocks(file, _blocks(config, tokenizer, reports, digests))
+            write_blocks(file, _blocks(config, tokenizer, reports, digests, checks))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -150,10 +151,10 @@ def open_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase,
 
 
 def _blocks(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, reports: list[LoadReport],
-            digests: array[int]) -> Iterator[Prompts]:
+            digests: array[int], checks: Sequence[RowCheck]) -> Iterator[Prompts]:
     """The blocks of all data sets; `digests` receives those of the prompts, if some will be held out."""
     for part, report in zip(config.parts(), reports, strict=True):
-        for block in stream_prompts(part, tokenizer, report):
+        for block in stream_prompts(part, tokenizer, report, checks=checks):
             if config.held_out:
                 chats = block.messages or [None] * len(block)
                 digests.extend(group_digest(identity(text, messages, part.system))

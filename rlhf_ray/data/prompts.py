@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlhf_ray.config.data import PromptsConfig
-from rlhf_ray.data.chat import PromptFormat
+from rlhf_ray.data.chat import PromptFormat, PromptText
 from rlhf_ray.data.encoding import begins_already, encode_prompts, flat_tokens
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.row_readers import usable_blocks
+from rlhf_ray.data.rows import Rows
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+RowCheck = Callable[[Mapping[str, Any], str], None]
+"""(a row's columns other than the prompt, its place); raises DataError if it cannot be used."""
+
+
 def stream_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, report: LoadReport,
-                   row_errors: RowErrors | None = None) -> Iterator[Prompts]:
+                   row_errors: RowErrors | None = None, checks: Sequence[RowCheck] = ()) -> Iterator[Prompts]:
     """Blocks of tokenised prompts of one data set in file order, numbered from 0; `report` counts those left out
     (prompts of more than `max_tokens` tokens).
 
     Args:
         config: a section that is not a mix.
         row_errors: collects malformed rows; None raises an error instead.
+        checks: of every row.
 
     Raises:
         DataError: a file or rows that cannot be used (named), or no prompt left.
@@ -34,7 +40,13 @@ def stream_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, re
     """
     row_errors = row_errors or RowErrors()
     form, shortest = prompt_format(config, tokenizer), np.inf
-    for rows, values in usable_blocks(config, row_errors, form.read):
+
+    def read(rows: Rows, i: int) -> PromptText:
+        for check in checks:
+            check(rows.others(i, config.column), rows.place(i))
+        return form.read(rows, i)
+
+    for rows, values in usable_blocks(config, row_errors, read):
         tokens = encode_prompts(tokenizer, values)
         lengths = np.array([len(t) for t in tokens], dtype=np.int64)
         shortest, first = min(shortest, lengths.min()), report.kept

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, EOS = "<|pad|>", "<|eos|>"
+ADDED_PAD = "<|added_pad|>"
+"""A token that an export of a reward model adds for padding alone; no text becomes it."""
 SMALLEST_VOCABULARY = 256 + len((PAD, EOS))
 """All bytes and the special tokens: enough to encode any text."""
 
@@ -49,10 +51,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hex digest of the vocabulary (token to id) and the ids of the special tokens.
 
     Equal digests mean that token ids have the same meaning for both models. The rules that split text into tokens are
-    not part of it: the models exchange ids, not text.
+    not part of it: the models exchange ids, not text. Nor is padding, which no row contains.
     """
-    specials = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
-    content = json.dumps([sorted(tokenizer.get_vocab().items()), specials], sort_keys=True)
+    specials = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk")}
+    vocabulary = sorted((token, number) for token, number in tokenizer.get_vocab().items() if token != ADDED_PAD)
+    content = json.dumps([vocabulary, specials], sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 

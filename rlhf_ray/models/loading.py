@@ -197,12 +197,15 @@ def label_names(config: ModelConfig) -> list[str]:
     return _heads_and_labels(config, repr(config.path))[1]
 
 
-def has_scalar_head(config: ModelConfig, field: str = "") -> bool:
+def has_scalar_head(config: ModelConfig, field: str = "", need: str = "a critic has one value for each state",
+                    remedy: str = "") -> bool:
     """Whether a model has a head with one output (a sequence classifier with one label) rather than none (a language
     model), from its configuration alone.
 
     Args:
         field: the section of the configuration that names the model, for the message.
+        need: why one output is needed, for the message.
+        remedy: a further way out, for the message.
 
     Raises:
         ModelError: the configuration cannot be read, or the model is a classifier with several labels.
@@ -210,9 +213,16 @@ def has_scalar_head(config: ModelConfig, field: str = "") -> bool:
     named = f"{field}.path={config.path!r}" if field else repr(config.path)
     heads, names = _heads_and_labels(config, named)
     if is_classifier(heads) and len(names) > 1:
-        raise ModelError(f"{named} is a classifier with {len(names)} labels, and a critic has one value for each "
-                         "state: name a classifier with one label, or a language model, which gets a new head")
+        raise ModelError(f"{named} is a classifier with {len(names)} labels, and {need}: name a classifier with one "
+                         f"label, or a language model, which gets a new head{remedy}")
     return is_classifier(heads)
+
+
+def pads_with_end(config: ModelConfig) -> bool:
+    """Whether a model pads with its end-of-sequence token. transformers scores a sequence classifier at a row's
+    last token that is not padding, so at the token before the end; this package scores the end."""
+    pad = pretrained_config(config).get_text_config().pad_token_id
+    return pad is not None and pad == load_tokenizer(config, require_eos=False).eos_token_id
 
 
 def meta_model(config: PretrainedConfig, trust_remote_code: bool = False, scalar: bool = False) -> PreTrainedModel:
@@ -309,7 +319,7 @@ def _load(auto: Any, config: ModelConfig, dtype: Literal["auto"] | None = None, 
 
     Args:
         dtype: "auto" keeps the files' precision, None uses the configured one.
-        new_head: the files may lack the scalar head.
+        new_head: the files may lack the scalar head, or have one with another number of outputs.
 
     Raises:
         ModelError: the files cannot be read or lack weights, which transformers would make random.
@@ -323,10 +333,14 @@ def _load(auto: Any, config: ModelConfig, dtype: Literal["auto"] | None = None, 
     try:
         model, report = auto.from_pretrained(
             config.path, dtype=dtype or getattr(torch, config.dtype), use_safetensors=True, output_loading_info=True,
-            **config.trust, **attention, **more,
+            ignore_mismatched_sizes=new_head, **config.trust, **attention, **more,
         )
     except Exception as error:  # a damaged file, pickled weights, weights of another shape
         raise ModelError(f"no model could be loaded from {config.path!r}: {first_line(error)}") from error
+    for name, stored, expected in report["mismatched_keys"]:  # others than the head's raise an error without a new head
+        if not name.startswith("score."):
+            raise ModelError(f"no model could be loaded from {config.path!r}: its weight {name} has the shape "
+                             f"{tuple(stored)}, and by its config.json {tuple(expected)}; download the model again")
     missing = sorted(name for name in report["missing_keys"] if not (new_head and name.startswith("score.")))
     if missing:
         raise ModelError(f"{config.path!r} has no weights for {', '.join(missing[:3])}"

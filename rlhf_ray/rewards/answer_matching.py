@@ -3,24 +3,14 @@ evaluated)."""
 
 from __future__ import annotations
 
-import re
 import unicodedata
 from collections.abc import Collection
-from decimal import Context, Decimal
+from decimal import Decimal
 from typing import Any
 
 from rlhf_ray.config.rewards import ExactMatchReward, NumberReward
+from rlhf_ray.rewards.number_reading import exact_context, number_in, only_number
 from rlhf_ray.rewards.rules import RuleSource, Verdict, after_marker, answer_text
-
-# A sign only where it is no subtraction or range; 1,000 with groups of three; .5 without a leading zero; 3/4; 1.5e3.
-_PLAIN = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
-_NUMBER = re.compile(
-    rf"(?P<sign>(?<![\w.,)\]}}])[-+])?\$?(?:\\[dt]?frac\s*{{\s*(?P<top>-?[0-9]+)\s*}}\s*{{\s*(?P<below>-?[0-9]+)\s*}}"
-    rf"|(?P<value>{_PLAIN})(?:[eE](?P<power>[-+]?[0-9]{{1,4}})(?![\w])|/(?P<under>[0-9]+(?:\.[0-9]+)?))?)",
-    re.ASCII,
-)
-_DIGITS = 60
-"""Of a quotient, at least."""
 
 
 def number_source(name: str, config: NumberReward) -> RuleSource:
@@ -33,30 +23,20 @@ def number_source(name: str, config: NumberReward) -> RuleSource:
 
 
 def number_match(response: str, answer: Any, after: str | None, tolerance: float) -> Verdict:
-    """Compare the response's number with the answer's. The source refuses an answer without a number."""
+    """Compare the response's number with the answer's. The source refuses an answer that is not one number."""
     given, wanted = number_in(response, after), _wanted(answer, after)
     if given is None:
         return Verdict.UNREADABLE
-    if wanted is None:
+    if wanted is None or given.is_nan():
         return Verdict.WRONG
-    exact = _context(given, wanted)
+    exact = exact_context(given, wanted)
     difference = exact.abs(exact.subtract(given, wanted))
     near = not difference.is_nan() and difference <= Decimal(repr(tolerance))
     return Verdict.RIGHT if near else Verdict.WRONG
 
 
-def number_in(text: str, after: str | None = None) -> Decimal | None:
-    """The number of a text: the first one after the marker, or the last one without a marker; None for none."""
-    text = text.replace("\N{MINUS SIGN}", "-")
-    part = after_marker(text, after)
-    if part is None:
-        return None
-    numbers = [value for match in _NUMBER.finditer(part) if (value := _value(match)) is not None]
-    return numbers[0 if after else -1] if numbers else None
-
-
 def has_number(answer: Any, after: str | None) -> bool:
-    """Whether a row's answer contains a number."""
+    """Whether a row's answer is one number, or a text with one (after the marker, if it is there)."""
     return _wanted(answer, after) is not None
 
 
@@ -64,27 +44,9 @@ def _wanted(answer: Any, after: str | None) -> Decimal | None:
     text = answer_text(answer)
     if text is None:
         return None
-    marked = after is not None and after in text
-    return number_in(text, after if marked else None)
-
-
-def _value(match: re.Match[str]) -> Decimal | None:
-    """The matched number; None after a division by zero, or out of range."""
-    top, below = match["top"] or match["value"], match["below"] or match["under"]
-    number = Decimal(top.replace(",", "") + (f"e{match['power']}" if match["power"] else ""))
-    if below is not None:
-        number = _context(number).divide(number, Decimal(below))
-    if match["sign"] == "-":
-        number = number.copy_negate()
-    return number if number.is_finite() else None
-
-
-def _context(*numbers: Decimal) -> Context:
-    """Arithmetic in which sums and differences of these numbers are exact. What is out of range becomes infinity or
-    NaN, which equal no number."""
-    digits = [number.as_tuple() for number in numbers]
-    highest = max(len(n.digits) + int(n.exponent) for n in digits)
-    return Context(prec=max(_DIGITS, highest - min(int(n.exponent) for n in digits) + 1), traps=[])
+    marked = after_marker(text, after)
+    number = only_number(text if marked is None else marked)
+    return None if number is None or number.is_nan() else number
 
 
 def exact_match_source(name: str, config: ExactMatchReward) -> RuleSource:

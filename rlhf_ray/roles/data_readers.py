@@ -1,7 +1,7 @@
 """Reads prompts and training rows in a worker process, so that the driver holds no data set (it reads one only to count
 its rows for `run.epochs`, before the run)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rlhf_ray.config.data import (
     StepsConfig,
 )
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.demonstrations import load_demonstrations, load_pretraining_text
 from rlhf_ray.data.held_out import split_held_out
@@ -29,6 +30,7 @@ from rlhf_ray.data.stepwise_supervision import StepRows, join_step_rows, load_pr
 from rlhf_ray.data.supervised_records import Pairs, Sequences
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import Prompts
+from rlhf_ray.rewards.answer_check import AnswerCheck
 
 HELD_OUT = "held_out"
 """Name of the table with the rows held out of training."""
@@ -113,21 +115,27 @@ class PromptReader(Reader):
 
     Args:
         directory: where the tables' files are stored; they disappear with the process, see `data.prompt_table`.
+        rewards: by their names in messages; rows need what they read.
     """
 
-    def __init__(self, model: ModelConfig, directory: Path | None = None) -> None:
+    def __init__(self, model: ModelConfig, directory: Path | None = None,
+                 rewards: Mapping[str, RewardConfig] | None = None) -> None:
         super().__init__(model)
         self._directory = directory
+        self._checks = [AnswerCheck(name, name, reward, model).row for name, reward in (rewards or {}).items()]
         self._tables: dict[str, PromptRows] = {}
 
     def open(self, table: str, config: PromptsConfig) -> dict[str, Any]:
         """Tokenise a section's data and keep it as the table `table`, and its held-out rows as "held_out".
 
+        Raises:
+            DataError, ModelError: as `open_prompts`; also for rows without what a reward reads.
+
         Returns:
             sizes (rows of each data set), held_out (held-out rows of each), reports (load report of each data set),
             contents (their digests), left_out (all rows that were left out) and bytes (on disk).
         """
-        opened = open_prompts(config, self._tokenizer, self._directory)
+        opened = open_prompts(config, self._tokenizer, self._directory, self._checks)
         self._tables[table] = opened.training
         if len(opened.held_out):
             self._tables[HELD_OUT] = opened.held_out

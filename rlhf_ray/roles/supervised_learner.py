@@ -19,7 +19,7 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.stepwise_format import StepTokens, save_steps
 from rlhf_ray.data.stepwise_supervision import StepRows
 from rlhf_ray.data.supervised_records import Pairs, Sequences
-from rlhf_ray.models.loading import load_causal_lm, load_scalar_model, load_tokenizer
+from rlhf_ray.models.loading import has_scalar_head, load_causal_lm, load_scalar_model, load_tokenizer
 from rlhf_ray.models.packed_model import (
     PackedLanguageModel,
     PackedScalarModel,
@@ -122,14 +122,20 @@ class RewardModelLearner(SupervisedLearner):
     model_config: ModelConfig
 
     def __init__(self, config: LearnerConfig, model: ModelConfig, rank: int, world: int, seed: int, total_steps: int,
-                 batch_size: int, longest: int | None = None, head_dropout: float = 0.0) -> None:
-        """`head_dropout` is that of `PackedScalarModel`."""
+                 batch_size: int, longest: int | None = None, head_dropout: float = 0.0,
+                 new_head: bool = False) -> None:
+        """
+        Args:
+            head_dropout: that of `PackedScalarModel`.
+            new_head: do not use the head of a reward model to start from.
+        """
         super().__init__(config, model, rank, world, seed, total_steps, batch_size, longest)
-        self.head_dropout = head_dropout
+        self.head_dropout, self.new_head = head_dropout, new_head
 
     def build(self) -> PackedScalarModel:
-        """The backbone with a new scalar head."""
-        model = load_scalar_model(self.model_config, new_head=True, mapped=self.mapped)
+        """A reward model with its own head, or the backbone of another model with a new one."""
+        new_head = self.new_head or not has_scalar_head(self.model_config)
+        model = load_scalar_model(self.model_config, new_head=new_head, mapped=self.mapped)
         return PackedScalarModel(model, self.head_dropout)
 
     def loss(self, part: Pairs) -> tuple[Tensor, dict[str, Tensor]]:

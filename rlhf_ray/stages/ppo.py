@@ -45,6 +45,7 @@ from rlhf_ray.stages.ppo_roles import (
     with_generators,
 )
 from rlhf_ray.stages.preflight import check_resume
+from rlhf_ray.stages.reward_preflight import scored_elsewhere, trained_on_other_ends
 from rlhf_ray.stages.runtime import (
     checkpoint_store,
     fetch_uploaded,
@@ -102,6 +103,8 @@ async def _run(
         left_out = [*prompts.left_out, *(held_out.left_out if held_out else [])]
         await write_left_out(directory, left_out)
         _warn_of_repeats(config, sum(prompts.sizes), progress)
+        for warning in [*trained_on_other_ends(config), *scored_elsewhere(config)]:
+            progress.warn(warning)
         timeout_s = config.cluster.heartbeat_timeout_s
         phases = Phases(config.generator, config.policy, config.critic, roles)
         weights = WeightSync(config.weights, roles, timeout_s, phases)

@@ -11,7 +11,7 @@ from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.adapter_publication import publishes_adapters, why_merged
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.combination_checks import check_pools, check_transport
-from rlhf_ray.config.derived import derive, judge_rewards, placements_of
+from rlhf_ray.config.derived import derive, judge_rewards, placements_of, reward_sections
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig, ScorerConfig
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
@@ -33,7 +33,6 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages.preflight import check_data, check_row_length
-from rlhf_ray.stages.reward_preflight import ending_warnings
 from rlhf_ray.stages.runtime import Runtime, ending_note, probe_note, sizes_note, start_learners
 
 
@@ -117,7 +116,8 @@ async def start_roles(
         training prompts, and evaluation prompts if configured.
     """
     reader = runtime.spawn("prompt_reader", PromptReader, PlacementConfig(pool=config.assembler.pool, cpus=0),
-                         lambda _: {"model": config.model, "directory": Path(config.run.dir).absolute()})
+                         lambda _: {"model": config.model, "directory": Path(config.run.dir).absolute(),
+                                    "rewards": reward_sections(config)})
     workers = sum(map(len, roles.groups()))
     if config.policy.lora:
         reason = why_merged(config, model_family(config.model))
@@ -126,8 +126,6 @@ async def start_roles(
     progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in roles.groups()))
     if note := ending_note(config.model):
         progress.note(note)
-    for warning in ending_warnings(config):
-        progress.warn(warning)
     limit = config.cluster.start_timeout_s
     learners = roles.learners()
     frozen = [group for group in roles.groups() if group not in learners]

@@ -119,7 +119,8 @@ class _Sampler:
                                           "longest": config.longest_sample}, shutdown_method="stop")
         self._ranker = WorkerDispatcher(ranker, health)
         reader = runtime.spawn("prompt_reader", PromptReader, pool,
-                                   lambda _: {"model": model, "directory": Path(config.run.dir).absolute()})
+                                   lambda _: {"model": model, "directory": Path(config.run.dir).absolute(),
+                                              "rewards": {f"pairs.judge ({n})": reward for n, reward in judge.items()}})
         self._reader = WorkerDispatcher(reader, health)
         self.prompts: PromptSource
 

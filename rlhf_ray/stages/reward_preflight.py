@@ -8,15 +8,17 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import LOCAL_MODELS, ModelReward, RewardConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.answers import TurnEnds
+from rlhf_ray.data.load_report import RowErrors
 from rlhf_ray.data.row_readers import is_local, read_rows
+from rlhf_ray.data.rows import Rows
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, ModelError
 from rlhf_ray.models.config_json import pretrained_config
-from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.loading import load_tokenizer, pads_with_end
 from rlhf_ray.models.model_families import is_decoder
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_same_tokens
-from rlhf_ray.stages.scorers import AnswerCheck, check_reward, check_scorer
+from rlhf_ray.stages.scorers import check_reward, check_scorer
 
 
 def check_rewards(config: PPOConfig) -> None:
@@ -45,9 +47,9 @@ def check_rewards(config: PPOConfig) -> None:
                           ("model", "rewards, from which critic.init=reward starts"))
 
 
-def ending_warnings(config: PPOConfig) -> list[str]:
-    """Warnings of reward models that read the policy's tokens, and whose training rows end otherwise than the policy's
-    responses: they would score a token that they were not trained to score at."""
+def trained_on_other_ends(config: PPOConfig) -> list[str]:
+    """A warning about each reward model that reads the policy's tokens and was trained on rows that end otherwise than
+    the policy's responses: it would score a token that it was not trained to score at."""
     warnings = []
     policy, own = load_tokenizer(config.model), _answer_end(config.model)
     for field, reward in reward_sections(config).items():
@@ -102,22 +104,38 @@ def _check_decoder(reward: ModelReward, field: str, shards: int) -> None:
                          f"and reward.shards={shards} divides decoders only: set reward.shards to 1, or use a decoder")
 
 
+def scored_elsewhere(config: PPOConfig) -> list[str]:
+    """A warning about each reward model that transformers scores at another token than this package."""
+    return [f"{field}.path={reward.path!r} has its end-of-sequence token as padding token: transformers scores such a "
+            "model at the token before the end, and here it is scored at the end. If it was trained with transformers' "
+            "own scores, they differ; give it a padding token of its own and train it further"
+            for field, reward in reward_sections(config).items()
+            if isinstance(reward, ModelReward) and is_decoder(pretrained_config(reward)) and pads_with_end(reward)]
+
+
 def check_prompt_answers(sections: Iterable[PromptsConfig | None], model: ModelConfig, section: str, name: str,
                          reward: RewardConfig) -> None:
     """Check the first rows of local data sets of prompts for the columns that a reward reads, and for answers that a
-    response can be compared with.
+    response can be compared with. The other rows are checked when the prompt reader loads them.
 
     Args:
         section: names the reward in messages.
 
     Raises:
-        DataError: names the row.
+        DataError: names the rows.
     """
+    from rlhf_ray.rewards.answer_check import AnswerCheck
+
     check = AnswerCheck(section, name, reward, model)
     for field, part in (named for prompts in sections if prompts for named in prompts.named_parts()):
         if not check.columns or not is_local(part.location):
             continue
         rows = read_rows(part.location, part.split, min(part.limit or FIRST_ROWS, FIRST_ROWS), part.subset,
                          part.revision)
-        for i in range(len(rows)):
-            check.row(rows.others(i, part.column), f"{rows.place(i)} ({field})")
+
+        def read(rows: Rows, i: int, column: str = part.column, field: str = field) -> None:
+            check.row(rows.others(i, column), f"{rows.place(i)} ({field})")
+
+        row_errors = RowErrors()
+        row_errors.values(rows, read)
+        row_errors.check()

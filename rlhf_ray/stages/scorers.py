@@ -6,15 +6,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import HTTPReward, ModelReward, ProcessReward, RegexReward, RewardConfig
+from rlhf_ray.config.rewards import HTTPReward, ModelReward, ProcessReward, RewardConfig
 from rlhf_ray.config.scorer_names import KNOWN, YAML, scorer_rewards
-from rlhf_ray.data.rows import brief
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
-from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
+from rlhf_ray.errors import ConfigError, ModelError, RewardError
 from rlhf_ray.models.loading import check_model_directory, check_scalar_head, load_tokenizer
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.records import RewardScores
@@ -123,47 +122,12 @@ def check_answers(name: str, questions: Sequence[PromptInput], model: ModelConfi
     Raises:
         DataError: names the first such prompt.
     """
+    from rlhf_ray.rewards.answer_check import AnswerCheck
+
     for component, reward in rewards_of(name, option).items():
         check = AnswerCheck(f"{option} {name}", component, reward, model)
         for question in questions:
             check.row(question.metadata, question.location)
-
-
-class AnswerCheck:
-    """Whether rows have what a reward compares responses with."""
-
-    def __init__(self, section: str, name: str, reward: RewardConfig, model: ModelConfig) -> None:
-        """`section`: names the reward in messages."""
-        from rlhf_ray.rewards.rules import GuardedRuleSource, RuleSource
-        from rlhf_ray.rewards.sources import make_source
-
-        self._section, self._type, self.columns = section, reward.type, _columns(reward)
-        source = make_source(name, reward, model) if self.columns else None
-        self._usable = source.usable if isinstance(source, RuleSource | GuardedRuleSource) else lambda _: True
-
-    def row(self, row: Mapping[str, Any], place: str) -> None:
-        """Check a row's columns other than the prompt.
-
-        Raises:
-            DataError: names the place, the column and the value.
-        """
-        for key, column in self.columns:
-            where = f"{self._section}.{key}={column!r}: {place}"
-            if column not in row:
-                raise DataError(f"{where} has no such column; other columns: {', '.join(sorted(row)) or 'none'}")
-            if not self._usable(row[column]):
-                raise DataError(f"{where} is {brief(row[column])}, which a reward of type {self._type} cannot "
-                                "compare with a response; name the column with the answer, or fix the row")
-
-
-def _columns(reward: RewardConfig) -> list[tuple[str, str]]:
-    """Fields of a reward that name columns, with the columns."""
-    if isinstance(reward, HTTPReward):
-        return [("columns", column) for column in reward.columns]
-    column = getattr(reward, "answer", None)
-    if column is None or (isinstance(reward, RegexReward) and reward.group is None):
-        return []
-    return [("answer", column)]
 
 
 def rewards_of(name: str, option: str = "--scorer") -> dict[str, RewardConfig]:

@@ -47,6 +47,8 @@ class SupervisedRun:
     """Digest of each data set."""
     geometry: Geometry
     """Saved for `check_resume`."""
+    measured_first: bool = False
+    """Measure the model before training, because it was trained for this already."""
     step: int = 0
     best: BestSoFar = field(default_factory=BestSoFar)
     evaluation: dict[str, float] = field(default_factory=dict)
@@ -58,15 +60,15 @@ class SupervisedRun:
         return BestKeeper(self.config.checkpoint, self.directory, self.store, self.best, self._export_model)
 
     async def train(self) -> dict[str, float]:
-        """Make the remaining updates; returns the last evaluation. With `checkpoint.best_metric` the model is also
-        measured before training, as the value to beat.
+        """Make the remaining updates; returns the last evaluation. The model is also measured before training with
+        `checkpoint.best_metric`, as the value to beat, and with `measured_first`.
 
         Raises:
             RunInterrupted: a stop was requested; a checkpoint of the last finished step exists.
             DiskStalled: the disk of the run hangs.
         """
         self.stop.can_save = True
-        if self.step == 0 and self.config.checkpoint.best_metric:
+        if self.step == 0 and (self.config.checkpoint.best_metric or self.measured_first):
             await self._evaluate()
         while self.step < self.config.run.steps:
             until = self._next_pause()
@@ -107,7 +109,8 @@ class SupervisedRun:
         if metrics:
             await self.directory.files.records.run(self.metrics.write, self.step,
                                          {f"eval/{key}": value for key, value in metrics.items()})
-            self.progress.note("held-out " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
+            when = "" if self.step else " before training:"
+            self.progress.note(f"held-out{when} " + ", ".join(f"{key} {value:.4g}" for key, value in metrics.items()))
         self.evaluation = metrics
         return self.keeper.consider(self.step, metrics)
 

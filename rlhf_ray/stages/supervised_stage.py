@@ -79,6 +79,10 @@ class SupervisedStage:
     """Arguments of the reader's method besides the section `data`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of this stage's learner besides the common ones."""
+    start: str = ""
+    """A sentence about the model that training starts from."""
+    measured_first: bool = False
+    """See `SupervisedRun`."""
 
 
 def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
@@ -107,6 +111,8 @@ async def _run(
         log = FaultLog(directory.faults, progress.warn, progress.note, directory.term, files.records)
         try:
             with stop.listening():
+                if stage.start and start is None:
+                    progress.note(stage.start)
                 async with open_runtime(config, progress.note) as runtime:
                     learners, data, probe_seconds = await _prepare(stage, runtime, progress)
                     await write_left_out(directory, data.summary.left_out)
@@ -119,7 +125,7 @@ async def _run(
 
                     async def attempt(metrics: MetricsWriter, start: Checkpoint | None, *_: Any) -> SupervisedRun:
                         run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
-                                            stage.card, data.summary.contents, geometry)
+                                            stage.card, data.summary.contents, geometry, stage.measured_first)
                         if start is not None:
                             await run.restore(start.path)
                             await files.records.run(note_restart, directory.faults, start.step, directory.term)

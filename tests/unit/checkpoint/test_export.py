@@ -4,6 +4,7 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -11,8 +12,12 @@ from safetensors import safe_open
 from rlhf_ray.checkpoint import export
 from rlhf_ray.checkpoint.export import export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, model_card
+from rlhf_ray.data.tokenizer import ADDED_PAD, tokenizer_digest
 from rlhf_ray.errors import CheckpointError
+from rlhf_ray.models.packed_model import PackedScalarModel, last_token_scores
+from rlhf_ray.models.packing import Packing
 from tests.models import make_tiny_llama
+from tests.tiny_families import DECODERS, config_of
 
 TOKENS = torch.tensor([[5, 9, 7, 3, 11]])
 
@@ -78,6 +83,123 @@ def test_an_export_computes_the_same_logits(trained, tmp_path, gathered):
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     assert expected.abs().max() > 0.01
     assert type(loaded) is type(model)
+
+
+ROWS = ["w5 w6 w7 </s>", "w9 </s>", "w3 w4 w5 w6 w8"]
+"""Two finished responses, and one that was cut."""
+
+
+def classifier(tmp_path, pad, rows=64, family="llama"):
+    """A reward model with random weights and a tokenizer of 64 tokens, with this padding token."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(make_tiny_llama(tmp_path / "words", vocab=64, hidden=32, heads=1))
+    tokenizer.pad_token, tokenizer.padding_side, tokenizer.init_kwargs["padding_side"] = pad, "left", "left"
+    torch.manual_seed(0)
+    shape = {**DECODERS[family], "pad_token_id": tokenizer.pad_token_id, "vocab_size": rows}
+    return AutoModelForSequenceClassification.from_config(config_of(family, **shape)).eval(), tokenizer
+
+
+def scores_of_last_tokens(model, tokenizer):
+    ids = [tokenizer(row)["input_ids"] for row in ROWS]
+    packing = Packing.of(np.array([len(row) for row in ids]), "cpu")
+    with torch.no_grad():
+        return last_token_scores(PackedScalarModel(model)(torch.tensor([i for row in ids for i in row]), packing),
+                                 packing)
+
+
+@pytest.mark.parametrize("pad, rows, named", [
+    ("</s>", 64, ADDED_PAD), (None, 64, ADDED_PAD), ("</s>", 96, ADDED_PAD), ("<pad>", 64, "<pad>"),
+])
+def test_transformers_scores_an_exported_reward_model_at_the_last_token(tmp_path, pad, rows, named):
+    """Plain transformers, one row at a time and together, whatever the base model pads with."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model, tokenizer = classifier(tmp_path, pad, rows)
+    before = (tokenizer.pad_token, len(tokenizer), model.config.pad_token_id, model.config.vocab_size)
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "model", card("reward_model"))
+    assert (tokenizer.pad_token, len(tokenizer), model.config.pad_token_id, model.config.vocab_size) == before
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(directory, output_loading_info=True)
+    words = AutoTokenizer.from_pretrained(directory)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert (words.pad_token, words.padding_side) == (named, "right")
+    assert words.pad_token_id == loaded.config.pad_token_id < loaded.config.vocab_size
+    assert loaded.config.vocab_size == max(rows, words.pad_token_id + 1)
+    expected = scores_of_last_tokens(model, tokenizer)
+    with torch.no_grad():
+        apart = torch.cat([loaded(**words(row, return_tensors="pt")).logits[:, 0] for row in ROWS])
+        together = loaded(**words(ROWS, padding=True, return_tensors="pt")).logits[:, 0]
+        left = loaded(**words(ROWS, padding=True, padding_side="left", return_tensors="pt")).logits[:, 0]
+    for scores in (apart, together, left):
+        torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
+    if pad is not None:
+        with torch.no_grad():
+            plain = model(**tokenizer(ROWS, padding=True, return_tensors="pt")).logits[:, 0]
+        assert (pad == "</s>") == bool((plain - expected).abs()[:2].min() > 1e-2), "that is what the base would give"
+
+
+def test_a_padding_token_that_ends_or_begins_rows_or_stands_in_the_template_is_replaced(tmp_path):
+    from transformers import AutoTokenizer
+
+    model, tokenizer = classifier(tmp_path, "w7")
+
+    def pads_with(**settings):
+        for name, value in settings.items():
+            setattr(model.config if name.endswith("_id") else tokenizer, name, value)
+        directory = exported(model, cloned(model), tokenizer, tmp_path / "model", card("reward_model"))
+        return AutoTokenizer.from_pretrained(directory).pad_token
+
+    assert pads_with() == "w7"
+    assert pads_with(eos_token_id=[1, 7]) == ADDED_PAD
+    assert pads_with(eos_token_id=1, bos_token_id=7) == ADDED_PAD
+    assert pads_with(bos_token_id=None, unk_token="w7") == ADDED_PAD
+    assert pads_with(unk_token=None, chat_template="{{ messages[0].content }}w7") == ADDED_PAD
+    assert pads_with(chat_template=None) == "w7"
+
+
+def test_a_family_that_counts_positions_from_the_first_column_scores_alike_with_the_padding_of_its_export(tmp_path):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model, tokenizer = classifier(tmp_path, "</s>", family="gpt2")
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "model", card("reward_model"))
+    loaded = AutoModelForSequenceClassification.from_pretrained(directory)
+    words = AutoTokenizer.from_pretrained(directory)
+    with torch.no_grad():
+        together = loaded(**words(ROWS, padding=True, return_tensors="pt")).logits[:, 0]
+        expected = [loaded.score(loaded.base_model(**words(row, return_tensors="pt")).last_hidden_state)[0, -1, 0]
+                    for row in ROWS]
+    torch.testing.assert_close(together, torch.stack(expected), rtol=1e-4, atol=1e-5)
+    assert "padded by this directory's tokenizer, on the right" in (directory / "README.md").read_text().replace(
+        "\n", " ")
+
+
+def test_an_added_padding_token_changes_no_id(tmp_path):
+    """PPO reads the policy's ids with the exported reward model."""
+    from transformers import AutoTokenizer
+
+    model, tokenizer = classifier(tmp_path, "</s>")
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "model", card("reward_model"))
+    words = AutoTokenizer.from_pretrained(directory)
+    assert words(ROWS)["input_ids"] == tokenizer(ROWS)["input_ids"]
+    assert tokenizer_digest(words) == tokenizer_digest(tokenizer)
+    again = exported(*reloaded(directory), tmp_path / "again", card("reward_model"))
+    assert AutoTokenizer.from_pretrained(again).get_vocab() == words.get_vocab(), "it is added once"
+
+
+def reloaded(directory):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model = AutoModelForSequenceClassification.from_pretrained(directory)
+    return model, cloned(model), AutoTokenizer.from_pretrained(directory)
+
+
+def test_the_padding_of_a_language_model_stays(tmp_path):
+    from transformers import AutoTokenizer
+
+    model, tokenizer = tiny(tmp_path)
+    tokenizer.pad_token, tokenizer.padding_side, tokenizer.init_kwargs["padding_side"] = "</s>", "left", "left"
+    words = AutoTokenizer.from_pretrained(exported(model, cloned(model), tokenizer, tmp_path / "model", card()))
+    assert (words.pad_token, words.padding_side, len(words)) == ("</s>", "left", 64)
 
 
 def test_an_export_generates_and_tokenises_like_the_original(tmp_path):
@@ -248,3 +370,6 @@ def test_cards_of_models_and_adapters_say_the_stage_and_how_to_load_them(stage, 
     assert ("num_labels=1)" in adapters.text) is (stage == "reward_model")
     assert "lora" in adapters.data.tags and adapters.data.library_name == "peft"
     assert info.weights is None and info.rewards is None
+    for text in (made.text for made in (model_card(info, "model"), adapters)):
+        assert ("The score is that of a row's last token" in text) is (stage == "reward_model")
+    assert ("pad_token_id = None" in adapters.text) is (stage == "reward_model")

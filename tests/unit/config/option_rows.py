@@ -331,6 +331,8 @@ ROWS: list[Row] = [
           "tests/unit/models/test_packed_model.py::test_dropout_before_the_head_acts_in_training_only"),
     Shown(("training.head_dropout",), "tests/unit/stages/test_reward_model_options.py::"
           "test_the_learner_gets_the_options_of_training"),
+    Shown(("training.new_head",), "tests/unit/stages/test_reward_model_options.py::"
+          "test_a_reward_model_keeps_its_head_unless_asked_otherwise"),
     # Learners
     Differs(of_roles("zero_stage"), (1, 3), plan, given={**CPUS, **dict.fromkeys(of_roles("workers"), 2)}),
     Refused(of_roles("zero_stage"), 2, "nothing to divide on one rank"),

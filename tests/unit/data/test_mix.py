@@ -11,6 +11,7 @@ from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, ProcessRowsConfig, PromptsConfig, StepsConfig
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.rewards import NumberReward
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.data.load_report import left_out_lines
@@ -85,6 +86,25 @@ def test_the_prompt_reader_keeps_both_tables(two, tokenizer_directory):
     assert [report.split(": ")[1] for report in found["reports"]] == [
         "8 of 8 rows used, 1 of them held out", "3 of 3 rows used, 1 of them held out"]
     assert [source for source, _ in found["contents"]] == [part["path"] for part in two]
+
+
+def test_the_prompt_reader_refuses_every_row_whose_answer_a_reward_cannot_use(write_jsonl, tokenizer_directory):
+    """Beyond the rows that are checked before a run, in each data set of a mix, training and held-out ones."""
+    reward = NumberReward(type="number")
+    reader = PromptReader(ModelConfig(path=str(tokenizer_directory)), rewards={"rewards.sum": reward})
+    reader.start()
+    answers = [*range(1500), "\\sqrt{2}", "(3,4)", "1{,}000"]
+    rows = [{"prompt": f"We {n}", "answer": answer} for n, answer in enumerate(answers)]
+    good = write_jsonl(*rows[:5], name="good.jsonl")
+    bad = write_jsonl(*({**row, "answer": str(row["answer"])} for row in rows), name="bad.jsonl")
+    for config in (PromptsConfig(path=bad), PromptsConfig(mix=[{"path": good}, {"path": bad}], held_out=0.5)):
+        with pytest.raises(DataError) as caught:
+            reader.open("training", config)
+        told = str(caught.value)
+        assert told.startswith("2 rows cannot be used:"), told
+        for line, value in ((1501, "sqrt{2}"), (1502, "(3,4)")):
+            assert f"rewards.sum.answer='answer': {bad}, line {line} is " in told and value in told
+    assert reader.open("training", PromptsConfig(path=good))["sizes"] == [5]
 
 
 def test_a_limited_evaluation_has_the_first_held_out_rows_of_each_data_set(write_jsonl, tokenizer_directory):

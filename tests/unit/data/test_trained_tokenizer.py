@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ray.data.tokenizer import EOS, PAD, check_vocabulary, tokenizer_digest, train_tokenizer
+from rlhf_ray.data.tokenizer import ADDED_PAD, EOS, PAD, check_vocabulary, tokenizer_digest, train_tokenizer
 from rlhf_ray.errors import ConfigError, ModelError
 
 
@@ -45,6 +45,18 @@ def test_the_digest_tells_vocabularies_and_special_tokens_apart(tokenizer, token
     other_end: Any = AutoTokenizer.from_pretrained(tokenizer_directory, eos_token=PAD)
     assert len({digest, tokenizer_digest(smaller), tokenizer_digest(other_end)}) == 3
     assert tokenizer_digest(AutoTokenizer.from_pretrained(tokenizer_directory)) == digest
+
+
+def test_padding_is_not_part_of_what_ids_mean(tokenizer, tokenizer_directory: Path):
+    from transformers import AutoTokenizer
+
+    other: Any = AutoTokenizer.from_pretrained(tokenizer_directory, pad_token=EOS)
+    none: Any = AutoTokenizer.from_pretrained(tokenizer_directory, pad_token=None)
+    added: Any = AutoTokenizer.from_pretrained(tokenizer_directory)
+    assert added.add_special_tokens({"pad_token": ADDED_PAD}) == 1
+    assert {tokenizer_digest(made) for made in (other, none, added)} == {tokenizer_digest(tokenizer)}
+    added.add_tokens(["another"])
+    assert tokenizer_digest(added) != tokenizer_digest(tokenizer)
 
 
 def test_a_model_must_know_every_id_and_may_know_more(tokenizer):

@@ -1,6 +1,7 @@
 """Rewards by rule, case by case, and what holds for any text."""
 
 import asyncio
+import re
 from decimal import Decimal
 
 import pytest
@@ -12,11 +13,12 @@ from rlhf_ray.errors import RewardError
 from rlhf_ray.rewards.answer_matching import (
     exact_match,
     exact_match_source,
+    has_number,
     normalise,
-    number_in,
     number_match,
     number_source,
 )
+from rlhf_ray.rewards.number_reading import number_in
 from rlhf_ray.rewards.regex_and_json_schema import same_json
 from rlhf_ray.rewards.rules import Verdict
 
@@ -26,26 +28,82 @@ RIGHT, WRONG, UNREADABLE = Verdict.RIGHT, Verdict.WRONG, Verdict.UNREADABLE
 @pytest.mark.parametrize("text, expected", [
     ("The answer is 42.", "42"), ("42", "42"), ("about 3.14!", "3.14"), (".5 of it", "0.5"),
     ("no number", None), ("", None),
-    ("1,000", "1000"), ("$1,234,567.89 in all", "1234567.89"), ("1, 2, 3", "3"), ("1,23", "23"), ("12,345,6", "6"),
-    ("-5", "-5"), ("= -5", "-5"), ("\N{MINUS SIGN}7", "-7"), ("3-5", "5"), ("3 - 5", "5"), ("(-2)", "-2"),
-    ("+4", "4"),
-    ("$-3", "-3"), ("-$3", "-3"), ("x=-3/4", "-0.75"), ("3/4", "0.75"), ("1/0 then 2/0", None), ("8 / 2", "2"),
-    ("1.5e3", "1500"), ("2E-2", "0.02"), ("1e5x", "5"), ("5 kg", "5"), ("50%", "50"), ("007", "7"), ("1.2.3", "3"),
+    ("1,000", "1000"), ("$1,234,567.89 in all", "1234567.89"), ("1, 2, 3", "3"),
+    ("-5", "-5"), ("= -5", "-5"), ("\N{MINUS SIGN}7", "-7"), ("(-2)", "-2"), ("+4", "4"), ("x = - 5", "-5"),
+    ("$-3", "-3"), ("-$3", "-3"), ("x=-3/4", "-0.75"), ("3/4", "0.75"), ("8 / 2", "4"),
+    ("1.5e3", "1500"), ("2E-2", "0.02"), ("5 kg", "5"), ("5kg", "5"), ("50%", "50"), ("007", "7"), ("3rd", "3"),
     (r"\boxed{17}", "17"), (r"\frac{1}{4}", "0.25"), (r"-\frac{3}{2}", "-1.5"), (r"\dfrac{ 6 }{ -3 }", "-2"),
     ("1e9999", "1E+9999"), ("9" * 50, "9" * 50), ("٣", None), ("²", None), ("1\n2\n", "2"),
+    (r"\boxed{1{,}000}", "1000"), (r"1{,}000", "1000"), (r"1\,000", "1000"), (r"1,\!000", "1000"),
+    ("1\u202f000", "1000"), (r"\frac34", "0.75"), (r"\frac3{4}", "0.75"), (r"\tfrac{3}4", "0.75"),
+    (r"\frac{1,000}{4}", "250"), ("½", "0.5"), ("x = -½", "-0.5"), (r"$\boxed{\frac{3}{4}}$.", "0.75"),
+    (r"\boxed{\text{5}}", "5"), (r"\boxed{x = 5}", "5"), (r"5 \text{ cm}", "5"), (r"90^\circ", "90"), (r"5\%", "5"),
+    (r"\$5", "5"), ("€5", "5"), (r"\(42\)", "42"), ("**42**", "42"), ("is **42**.", "42"), ("`42`", "42"),
+    ("<answer>42</answer>", "42"), ("A: 42", "42"), ("Answer - 42", "42"), ("- 42", "42"), ("=> 42", "42"),
+    ("答案是42。", "42"), ("7 × 8 = 56", "56"), ("a = 5, b = -6", "-6"), ("5 (five)", "5"), ("(so x is 5)", "5"),
+    ("42 for GPT-4", "42"), ("H2O", None),
 ])
 def test_the_last_number_of_a_text(text, expected):
     found = number_in(text)
     assert found == (None if expected is None else Decimal(expected))
 
 
+@pytest.mark.parametrize("text", [
+    r"\sqrt{2}", r"\sqrt2", "sqrt(2)", "√2", r"2\sqrt{3}", r"\sqrt[3]{8}", "2^{10}", "2^10", "2**10", "x^2", "10_2",
+    "(3,4)", "(3, 4)", "[1, 2]", r"\{1, 2\}", r"\left(3,4\right)", "[0,1)", r"\boxed{3, 4}", "2 or 3",
+    r"\boxed{5 \text{ or } 6}", "3:45", "2024-05-06", "1.2.3", "1,23", "12,345,6", "1 000", "1_000", "1'000",
+    "1 1/2", r"1\frac{1}{2}", "1½", r"2\pi", r"2 \pi", "2π", "3i", "5x", "2x+3", "x + 3", "5 + 3", "3-5", "3 - 5",
+    "3 -5", "2*3", r"3 \times 4", "3 x 4", r"3.5 \times 10^4", r"\log_2 8", r"\log 8", "f(4)", "3(x+1)", "(5)^2",
+    "-(5)",
+    r"\frac{\sqrt{3}}{2}", r"\frac{x}{2}", r"\frac12+x", "60/x", "1/2/3", "1/0", "1/0 then 2/0", "1e5x", "5!",
+    "5 million", "0.333...", r"0.\overline{3}", "x > 5", r"x \geq 5", "5 < x", r"\pm 3", "minus 5",
+    r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"so 7, and 2\pi",
+])
+def test_a_number_that_is_a_part_of_something_is_not_read(text):
+    """Neither from a response, whatever the answer, nor from an answer."""
+    for digits in re.findall(r"\d+(?:\.\d+)?", text):
+        assert number_match(text, digits, None, 1e-6) is not RIGHT
+    assert not has_number(text, None)
+
+
 @pytest.mark.parametrize("text, expected", [
     ("2 + 2 = 4 #### 4 of 9", 4), ("#### 3 no, #### 5", 5), ("the answer is 7", None), ("####", None),
-    ("#### -1,000.5", -1000.5),
+    ("#### -1,000.5", -1000.5), ("#### 42\nThat is 7", 42), ("#### **42**", 42), (r"#### \boxed{42}", 42),
 ])
 def test_the_first_number_after_a_marker(text, expected):
     found = number_in(text, "####")
     assert (None if found is None else float(found)) == expected
+
+
+@pytest.mark.parametrize("text", [
+    "#### 3, 4", r"#### 2\pi", "#### 1 1/2", "#### 1 000", "#### (3,4)", r"#### \sqrt{2}", "#### 3 or 4"])
+def test_the_first_number_after_a_marker_is_whole(text):
+    assert number_in(text, "####").is_nan() and not has_number(text, "####")
+
+
+@pytest.mark.parametrize("text, expected", [
+    (r"\boxed{42}", 42), (r"\boxed{x=3}$", 3), (r"\boxed{1{,}000} yes", 1000), (r"\boxed{5}, or 6", 5),
+    (r"\boxed{3, 4}", None), (r"\boxed{5 \text{ or } 6}", None), (r"\boxed{\sqrt{2}}", None),
+])
+def test_a_marker_may_open_a_brace(text, expected):
+    found = number_in(text, r"\boxed{")
+    assert found.is_nan() if expected is None else found == expected
+
+
+@pytest.mark.parametrize("answer, after, wanted", [
+    (42, None, 42), (4.5, None, 4.5), ("42", None, 42), ("The answer is 42.", None, 42), ("x = 42", None, 42),
+    ("It costs $18.", None, 18), ("5 apples", None, 5), ("1e-07", None, 1e-07),
+    ("48/2 = 24 in May.\n48+24 = 72\n#### 72", "####", 72), ("48/2 = 24 in May.\n48+24 = 72\n#### 72", None, 72),
+    (r"Thus $3 + 2 = \boxed{5}$, in 2 steps.", None, 5), (r"\boxed{\frac{3}{4}}", None, 0.75), ("72", "####", 72),
+    ("2 and 3", None, None), ("x = 2, y = 3", None, None), ("between 5 and 10", None, None), ("1, 2", None, None),
+    ("48/2 = 24, so 72", None, None), ("6 + 7", None, None), ("5 x", None, None), ("2 π", None, None),
+    (r"\boxed{(3,4)}", None, None), (r"= \boxed{\sqrt{2}} = 1.41", None, None), ("5 #### 3 or 4", "####", None),
+    ("", None, None), (None, None, None), (True, None, None), ([3], None, None), (float("nan"), None, None),
+])
+def test_an_answer_is_one_number_or_refused(answer, after, wanted):
+    assert has_number(answer, after) == (wanted is not None)
+    if wanted is not None:
+        assert number_match(f"#### {wanted}", answer, after, 0.0) is RIGHT
 
 
 @pytest.mark.parametrize("response, answer, options, verdict", [
@@ -95,8 +153,10 @@ def test_tolerance_is_an_absolute_difference_both_ways(number, gap, tolerance):
 @pytest.mark.timeout(120)  # a search that tries every split of such a text takes hours
 def test_a_long_text_of_digits_and_signs_is_read_at_once():
     for text in ("1," * 20_000, "-" * 50_000, "9" * 50_000, "1/" * 20_000, r"\frac{1" * 5_000, "1e" * 20_000,
-                 "," * 50_000, r"\frac " + " " * 20_000):
+                 "," * 50_000, r"\frac " + " " * 20_000, "(" * 30_000 + "1" + ")" * 30_000, "*a" * 20_000,
+                 r"\text{" * 10_000, "<a" * 20_000, "$-" * 20_000, "1 " * 20_000, r"\boxed{" * 8_000 + "1"):
         number_match(text, 1, None, 0.0)
+        has_number(text, None)
 
 
 @pytest.mark.parametrize("response, answer, options, verdict", [

@@ -203,20 +203,13 @@ def test_the_value_head_is_exported_beside_the_model(results, folder):
     assert np.array_equal(saved["value_head.weight"], results.actor_critic["head"])
 
 
-def reward_model(files, results):
-    model = load_classifier(files.reward)
-    with torch.no_grad():  # the learner's head is new
-        model.score.weight.copy_(torch.from_numpy(results.RewardModelLearner["before"]["score.weight"].copy()))
-    return model
-
-
 @pytest.mark.parametrize("kind", ["SFTLearner", "RewardModelLearner", "ProcessRewardLearner"])
 def test_supervised_updates_and_evaluations_are_plain_torchs(results, files, kind):
     result = getattr(results, kind)
     model, train, held_out, loss = {
         "SFTLearner": lambda: (load_policy(files.tied), make_sequences(1), make_sequences(2), sft_loss),
         "RewardModelLearner": lambda: (
-            reward_model(files, results), Pairs(make_sequences(3), make_sequences(4), MARGINS),
+            load_classifier(files.reward), Pairs(make_sequences(3), make_sequences(4), MARGINS),
             Pairs(make_sequences(5), make_sequences(6)), pair_loss),
         "ProcessRewardLearner": lambda: (
             load_policy(files.tied), make_step_rows(3, False), make_step_rows(4, False), step_loss),
@@ -255,7 +248,7 @@ def test_the_routers_of_a_mixture_are_balanced(results, files):
 
 
 def test_a_reward_models_statistics_are_those_of_its_scores(results, files):
-    model, held_out = reward_model(files, results), Pairs(make_sequences(5), make_sequences(6))
+    model, held_out = load_classifier(files.reward), Pairs(make_sequences(5), make_sequences(6))
 
     def scores(side):
         with torch.no_grad():

@@ -29,6 +29,7 @@ from rlhf_ray.stages.preflight import (
     check_same_tokens,
     context_length,
 )
+from rlhf_ray.stages.reward_preflight import scored_elsewhere
 from tests.models import make_tiny_llama, make_tiny_reward_model, make_tiny_tokenizer
 from tests.tiny_families import DECODERS, GROUPED, config_of
 
@@ -359,6 +360,28 @@ def test_rewards_that_cannot_be_given_are_refused(with_rewards, tmp_path, sectio
             for key, value in section.items()}
     with pytest.raises(error, match=re.escape(said)):
         ppo.preflight(with_rewards(told))
+
+
+def test_every_row_with_an_answer_that_is_not_one_number_is_named(with_rewards, tmp_path):
+    answers = ["\\sqrt{2}", "1{,}000", "\\frac34", "(3,4)"]
+    (tmp_path / "answers.jsonl").write_text("".join(
+        json.dumps({"prompt": "w2", "answer": answer}) + "\n" for answer in answers))
+    prompts = {"path": str(tmp_path / "answers.jsonl"), "max_tokens": 32}
+    with pytest.raises(DataError) as caught:
+        ppo.preflight(with_rewards({"type": "number"}, prompts=prompts))
+    told = str(caught.value)
+    assert told.startswith("2 rows cannot be used:") and "use exact_match or a function" in told
+    assert [line in told for line in ("line 1 ", "line 2 ", "line 3 ", "line 4 ")] == [True, False, False, True]
+
+
+def test_a_reward_model_whose_end_is_its_padding_gets_a_warning(with_rewards, tmp_path):
+    path = make_tiny_reward_model(tmp_path / "r", 40)
+    config = with_rewards({"type": "model", "path": str(path)})
+    assert scored_elsewhere(config) == []
+    shape = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**shape, "pad_token_id": 1}))
+    [warning] = scored_elsewhere(config)
+    assert warning.startswith(f"rewards.extra.path={str(path)!r} has its end-of-sequence token as padding token")
 
 
 def test_answers_that_hold_no_number_are_refused(with_rewards, tmp_path):
