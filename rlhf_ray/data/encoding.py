@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
@@ -106,6 +107,7 @@ BREAK = "\n"
 """A text before which a blank that a tokenizer puts first cannot hide: it joins no token of a text after it."""
 
 
+@lru_cache(maxsize=8)
 def puts_blank_first(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a text has other tokens at the beginning than after another text, as with SentencePiece, which puts a
     blank before it."""
@@ -124,6 +126,25 @@ def encode_after_text(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) 
     after = encode(tokenizer, [BREAK + text for text in texts], leading=False)
     return [ids[len(broken) :] if ids[: len(broken)] == broken else others
             for ids, others in zip(after, alone, strict=True)]
+
+
+CONTEXT = 8
+"""Tokens before a text with which it is decoded, if it is decoded without its first blank otherwise."""
+
+
+def decode_after(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int], *,
+                 skip_special_tokens: bool = False) -> str:
+    """The text that `tokens` add to that of the tokens `before` them."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens,
+                                    clean_up_tokenization_spaces=False))
+
+    if not puts_blank_first(tokenizer):
+        return decode(tokens)
+    context = list(before[-CONTEXT:])
+    start, whole = decode(context), decode([*context, *tokens])
+    return whole.removeprefix(start) if start and whole.startswith(start) else decode(tokens)
 
 
 def _encode_in_context(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Piece]]) -> list[Encoded]:

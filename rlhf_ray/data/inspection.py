@@ -21,6 +21,7 @@ from rlhf_ray.config.data import (
 )
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.demonstrations import load_demonstrations, load_pretraining_text
+from rlhf_ray.data.encoding import decode_after
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompts import stream_prompts
@@ -133,8 +134,8 @@ def _examples(block: Any, i: int, tokenizer: PreTrainedTokenizerBase) -> list[Ex
 def _example(rows: Ragged, i: int, tokenizer: PreTrainedTokenizerBase, name: str) -> Example:
     tokens, mask = rows.row(i, "tokens"), _loss(rows, i)
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
-    spans = [(str(tokenizer.decode(tokens[a:b].tolist(), clean_up_tokenization_spaces=False)), bool(mask[a]))
-             for a, b in pairwise(edges)]
+    ids = tokens.tolist()
+    spans = [(decode_after(tokenizer, ids[:a], ids[a:b]), bool(mask[a])) for a, b in pairwise(edges)]
     return Example(name, spans, len(tokens), int(mask.sum()))
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from rlhf_ray.data.answers import Prefills
 from rlhf_ray.data.chat import PromptText
-from rlhf_ray.data.encoding import puts_blank_first
+from rlhf_ray.data.encoding import decode_after
 from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.records import Prompts, Rollout, SampleKey, response_start
 
@@ -139,22 +139,17 @@ def _request(rollout: Rollout, rows: range, key: SampleKey, prompts: Prompts, ro
     )
 
 
-CONTEXT = 8
-"""Tokens of the prompt that a response is decoded with, where a tokenizer decodes a text without its first blank."""
-
-
 class ResponseTexts:
     """Decodes responses: the text by which they continue their prompts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._in_context = puts_blank_first(tokenizer)
         added = tokenizer.added_tokens_decoder.items()
         self._specials = np.array(sorted({*tokenizer.all_special_ids, *(i for i, t in added if t.special)}), np.int64)
 
     def plain(self, rollout: Rollout, rows: range) -> str:
         """The responses of a sample's rows as one text, without special tokens, each from its first sampled token."""
-        return "".join(self._continuation(*self._parts(rollout, i), skip=True) for i in rows)
+        return "".join(self._text(*self._parts(rollout, i), skip=True) for i in rows)
 
     def marked(self, rollout: Rollout, rows: range) -> str | None:
         """The same with special tokens, but for the one that ended the sample; None if there are none."""
@@ -163,7 +158,7 @@ class ResponseTexts:
             parts[-1] = parts[-1][0], parts[-1][1][:-1]
         if not any(self._is_special(tail).any() for _, tail in parts):
             return None
-        return "".join(self._continuation(head, tail, skip=False) for head, tail in parts)
+        return "".join(self._text(head, tail, skip=False) for head, tail in parts)
 
     @staticmethod
     def _parts(rollout: Rollout, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -174,16 +169,8 @@ class ResponseTexts:
     def _is_special(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         return np.isin(tokens, self._specials)
 
-    def _continuation(self, head: NDArray[np.int32], tail: NDArray[np.int32], skip: bool) -> str:
-        """What the text of `head` gains by `tail`."""
-        if not self._in_context:
-            return self._decode(tail, skip)
-        before = self._decode(head[-CONTEXT:], skip)
-        whole = self._decode(np.concatenate([head[-CONTEXT:], tail]), skip)
-        return whole.removeprefix(before) if before and whole.startswith(before) else self._decode(tail, skip)
-
-    def _decode(self, tokens: NDArray[np.int32], skip: bool) -> str:
-        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=skip))
+    def _text(self, head: NDArray[np.int32], tail: NDArray[np.int32], skip: bool) -> str:
+        return decode_after(self._tokenizer, head.tolist(), tail.tolist(), skip_special_tokens=skip)
 
 
 def rollout_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, samples: int) -> tuple[list[str], list[str]]:
