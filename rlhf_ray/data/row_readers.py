@@ -92,7 +92,7 @@ def local_files(path: str) -> list[Path] | None:
     Raises:
         DataError: there is none, or one of an unknown format.
     """
-    file = Path(path).expanduser()
+    file = Path(path)
     if file.is_dir():
         return None
     files = [file] if file.is_file() else []
@@ -109,7 +109,7 @@ def local_files(path: str) -> list[Path] | None:
 
 def is_local(path: str) -> bool:
     """Whether a path names files or a directory of this machine, not a Hub data set."""
-    return Path(path).expanduser().is_dir() or local_files(path) is not None
+    return Path(path).is_dir() or local_files(path) is not None
 
 
 def _may_be_on_hub(path: str) -> bool:
@@ -143,7 +143,7 @@ def _open(path: str, split: str, subset: str | None, revision: str | None) -> It
     """Each file of `path` with its rows."""
     if (files := local_files(path)) is not None:
         yield from ((str(file) if has_magic(path) else path, _open_file(file)) for file in files)
-    elif (directory := Path(path).expanduser()).is_dir():
+    elif (directory := Path(path)).is_dir():
         yield path, _read_saved(directory, split)
     else:
         yield path, _read_hub(path, split, subset, revision)
