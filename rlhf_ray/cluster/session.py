@@ -27,6 +27,7 @@ from rlhf_ray.internals.ray import (
     SLOW_START,
     dashboard_and_logs,
     hidden_death_messages,
+    kept_sigterm_handler,
     own_process_groups,
     start_options,
 )
@@ -76,11 +77,12 @@ def ray_session(
     namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster use the same worker names
     job = JobConfig(metadata={"job_name": name, **(metadata or {})})  # the name that the dashboard shows
     try:
-        if config.address:
-            ray.init(address=config.address, namespace=namespace, job_config=job, log_to_driver=False,
-                     logging_level=logging.ERROR)
-        else:
-            _start_local(config, pools, namespace, job)
+        with kept_sigterm_handler():
+            if config.address:
+                ray.init(address=config.address, namespace=namespace, job_config=job, log_to_driver=False,
+                         logging_level=logging.ERROR)
+            else:
+                _start_local(config, pools, namespace, job)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"reach the Ray cluster at {config.address!r}" if config.address else "start a local Ray cluster"
         lost = isinstance(error, ConnectionError | TimeoutError) or (

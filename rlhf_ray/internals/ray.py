@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -166,6 +167,27 @@ def own_process_groups() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = start
+
+
+@contextmanager
+def kept_sigterm_handler() -> Iterator[None]:
+    """Keep a handler of SIGTERM that this process has installed; Ray replaces it meanwhile by one that ends the
+    process with exit code 15.
+
+    Source: 2.60.0, _private/worker.py (`init`) and _private/node.py, which call _private/utils.py
+        (`set_sigterm_handler`).
+    Missing: a setting for it.
+    Otherwise: a run that is stopped by SIGTERM before its loop, or after it, ends with another exit code.
+    """
+    from ray._private import utils
+
+    replace = utils.set_sigterm_handler
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = replace
 
 
 def start_processes_with(variables: Mapping[str, str]) -> None:
