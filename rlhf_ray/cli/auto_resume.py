@@ -22,7 +22,7 @@ from rlhf_ray.coordinator.stop import CHILD, handle_signals, restore_handlers
 from rlhf_ray.errors import ClusterUnavailable, RunInterrupted, describe_ending, is_restartable, shell_code
 from rlhf_ray.observability.faults import STARTED_AGAIN
 
-MAIN = (sys.executable, "-m", "rlhf_ray.cli.main")
+MAIN = (sys.executable, "-P", "-m", "rlhf_ray.cli.main")
 FIRST_S, LONGEST_S = 1.0, 60.0
 """Seconds between two attempts to reach a lost cluster: the first pause, doubled each time, and the longest."""
 

@@ -3,9 +3,13 @@
 Heavy imports happen inside commands, so that `--help` is fast.
 """
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:  # `python -m` would search the working directory first
+    del sys.path[0]
+
 import errno
 import os
-import sys
 from typing import Annotated
 
 import typer

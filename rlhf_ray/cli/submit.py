@@ -41,7 +41,7 @@ def submit(
     path, overrides = split_arguments(arguments)
     config, stage = _configuration(stage, path, overrides)
     from rlhf_ray.cli.jobs import follow_job
-    from rlhf_ray.cluster.jobs.package import MIB, check_paths, environment_of, list_package
+    from rlhf_ray.cluster.jobs.package import MIB, check_module_names, check_paths, environment_of, list_package
     from rlhf_ray.cluster.jobs.submission_client import connect
     from rlhf_ray.stages.submission_checks import (
         about_run,
@@ -53,6 +53,7 @@ def submit(
 
     package = list_package(Path())
     check_paths(config, package)
+    check_module_names(package)
     findings = check_before_submission(stage, config)
     server = connect(address, config.cluster.allow_open, allow_plain_http)
     if plan:
@@ -109,7 +110,7 @@ def _refuse_expanded(config: "StageConfig", path: Path | None, overrides: list[s
 
 def _entrypoint(stage: str, path: Path | None, package: "Package", overrides: list[str], resume: bool) -> str:
     """The command line that the cluster runs in the unpacked directory."""
-    words = ["python", "-m", "rlhf_ray.cli.main", stage]
+    words = ["python", "-P", "-m", "rlhf_ray.cli.main", stage]
     if path is not None:
         if not package.holds(path):
             raise ConfigError(f"the configuration {path} is not among what is packed of the working directory "

@@ -9,13 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import grpc
 import psutil
 import ray
-from ray.job_config import JobConfig
 
+from rlhf_ray.cluster.actor_class import PLAIN_PYTHON
 from rlhf_ray.cluster.head_node import head_watched, is_listening, raise_for_lost_head, require_listener
 from rlhf_ray.cluster.processes import descendants, kill
 from rlhf_ray.config.loopback import is_loopback
@@ -27,6 +28,7 @@ from rlhf_ray.internals.ray import (
     SLOW_START,
     dashboard_and_logs,
     hidden_death_messages,
+    job_config,
     kept_sigterm_handler,
     own_process_groups,
     start_options,
@@ -75,7 +77,7 @@ def ray_session(
         require_listener(config.address)
     before = set(psutil.Process().children())
     namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster use the same worker names
-    job = JobConfig(metadata={"job_name": name, **(metadata or {})})  # the name that the dashboard shows
+    job = job_config({"job_name": name, **(metadata or {})})  # the name that the dashboard shows
     try:
         with kept_sigterm_handler():
             if config.address:
@@ -141,7 +143,7 @@ def _kill_raylets(members: Iterable[tuple[int, float]]) -> None:
                 process.kill()
 
 
-def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: JobConfig) -> None:
+def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: Any) -> None:
     """Start a local cluster; again if it takes longer than Ray waits, which happens on a busy machine.
 
     Raises:
@@ -157,7 +159,7 @@ def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str,
     while True:
         before = set(psutil.Process().children())
         try:
-            with own_process_groups():
+            with own_process_groups(PLAIN_PYTHON):
                 ray.init(
                     address="local",  # otherwise RAY_ADDRESS, or a cluster that runs on this machine, would be joined
                     num_cpus=max(cpus, os.cpu_count() or 1),

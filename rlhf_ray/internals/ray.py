@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.job_config import JobConfig
 
 VERSION = "2.60.0"
 HEAD_RESOURCE = "node:__internal_head__"
@@ -149,8 +153,9 @@ def start_options(metrics_port: int | None, inline_bytes: int) -> dict[str, Any]
 
 
 @contextmanager
-def own_process_groups() -> Iterator[None]:
-    """Start Ray's processes in process groups of their own meanwhile. They still end when this process does.
+def own_process_groups(variables: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Start Ray's processes in process groups of their own meanwhile, with these environment variables in addition.
+    They still end when this process does.
 
     A terminal, `timeout` and schedulers send signals to a whole process group. Ray blocks SIGINT in the processes that
     it starts, but not SIGTERM: they would end at once, while the run still saves its checkpoint.
@@ -162,11 +167,35 @@ def own_process_groups() -> Iterator[None]:
     from ray._private import services
 
     start = services.ConsolePopen
-    services.ConsolePopen = partial(start, process_group=0)
+
+    def start_apart(*args: Any, env: Mapping[str, str], **settings: Any) -> Any:
+        return start(*args, env={**env, **(variables or {})}, process_group=0, **settings)
+
+    services.ConsolePopen = start_apart
     try:
         yield
     finally:
         services.ConsolePopen = start
+
+
+def job_config(metadata: Mapping[str, str]) -> JobConfig:
+    """Ray's configuration of this driver's job. Its workers search a directory of the driver for modules only if the
+    driver does, too: a file json.py in the working directory would otherwise be found before the standard library's.
+
+    Source: 2.60.0, _private/worker.py (`connect`), which adds the working directory to `_py_driver_sys_path`, and
+        `_raylet.so`, which puts it first in each worker's `sys.path`.
+    Missing: a setting for it.
+    Otherwise: a file of the working directory that is named like a module breaks the workers.
+    """
+    from ray.job_config import JobConfig
+
+    class DriversPath(JobConfig):
+        def _get_proto_job_config(self) -> Any:
+            searched = {os.path.abspath(path) for path in sys.path}  # "" is the working directory
+            self._py_driver_sys_path: list[str] = [path for path in self._py_driver_sys_path if path in searched]
+            return super()._get_proto_job_config()
+
+    return DriversPath(metadata=dict(metadata))
 
 
 @contextmanager

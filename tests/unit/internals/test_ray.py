@@ -4,14 +4,17 @@ import inspect
 import mmap
 import os
 import re
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 import ray
 from ray._common import constants
-from ray._private import node, services, state, worker
+from ray._private import node, services, state, utils, worker
 from ray._private.runtime_env import constants as environment_constants
 from ray._private.runtime_env import packaging
+from ray.core.generated.common_pb2 import JobConfig
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.dashboard.modules.job.common import JOB_ID_METADATA_KEY
 from ray.experimental import internal_kv
@@ -155,3 +158,37 @@ def test_a_client_of_the_job_server_asks_with_its_token_and_knows_the_version():
         READ_AGAIN)
     check = SubmissionClient._check_connection_and_version_with_url
     assert "_server_ray_version" in check.__code__.co_names, READ_AGAIN
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_workers_search_the_driver_s_directories_only_if_it_does(tmp_path, monkeypatch, searched):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*(["", "/script"] if searched else []), "/elsewhere"])
+    job = internals.job_config({"a": "b"})
+    assert "_py_driver_sys_path.extend" in inspect.getsource(worker.connect), READ_AGAIN
+    job._py_driver_sys_path.extend(["/script", str(tmp_path)])
+    sent = JobConfig.FromString(job._serialize())
+    assert list(sent.py_driver_sys_path) == (["/script", str(tmp_path)] if searched else [])
+    assert dict(sent.metadata) == {"a": "b"}
+
+
+@pytest.mark.parametrize("handles", [False, True])
+def test_ray_s_handler_of_sigterm_does_not_replace_one_of_the_driver(handles):
+    assert "set_sigterm_handler" in inspect.getsource(worker.init), READ_AGAIN
+    before = signal.getsignal(signal.SIGTERM)
+    ours = (lambda *_: None) if handles else signal.SIG_DFL
+    try:
+        signal.signal(signal.SIGTERM, ours)
+        with internals.kept_sigterm_handler():
+            utils.set_sigterm_handler(lambda *_: "Ray's")
+        assert (signal.getsignal(signal.SIGTERM) is ours) == handles
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_ray_s_processes_get_more_variables_while_they_are_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("OURS", "kept")
+    with internals.own_process_groups({"PYTHONSAFEPATH": "1"}):
+        services.start_ray_process(["sh", "-c", f"echo $PYTHONSAFEPATH $OURS > {tmp_path}/seen"], "test",
+                                   fate_share=False).process.wait()
+    assert (tmp_path / "seen").read_text() == "1 kept\n" and "PYTHONSAFEPATH" not in os.environ

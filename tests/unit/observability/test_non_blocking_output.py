@@ -193,8 +193,8 @@ ENDS = {
     "a handler of atexit": "atexit.register(lambda: print('LAST', file=sys.stderr))",
     "a handler of atexit that was there before": "BEFORE.append(lambda: print('LAST', file=sys.stderr))",
     "an error of a handler": "atexit.register(lambda: 1 / len(''), )  # LAST",
-    "an object that goes with its module": "class Kept:\n    def __del__(self, file=sys.stderr): file.write('LAST\\n')\n"
-        "kept = Kept()",
+    "an object that goes with its module":
+        "class Kept:\n    def __del__(self, file=sys.stderr): file.write('LAST\\n')\nkept = Kept()",
     "an end without the interpreter's": "print('LAST', file=sys.stderr); drain_output(); os._exit(4)",
     "a long last line": "print('x' * 300_000 + 'LAST', file=sys.stderr)",
 }
