@@ -10,6 +10,7 @@ One request may arrive as two signals: Ray signals all processes of a job, and t
 forwards its signals to its child. So such a child treats all signals within a second as one request."""
 
 import asyncio
+import atexit
 import os
 import signal
 import time
@@ -71,7 +72,9 @@ class ReceivedSignals:
 
     def handle(self) -> None:
         """From now on a signal raises `StoppedAtOnce`."""
-        self._before = self._before or handle_signals(self._take)
+        if not self._before:
+            self._before = handle_signals(self._take)
+            atexit.register(self._ignore)
         self.any, self.handling, self._quiet_until = False, True, 0.0
 
     def process_ends(self) -> None:
@@ -90,6 +93,11 @@ class ReceivedSignals:
     def ignore_for_a_while(self) -> None:
         """The process ends at once, which further signals cannot make faster."""
         self._quiet_until = time.monotonic() + END_S
+
+    def _ignore(self) -> None:
+        """Python removes its own handlers while it ends, and a signal would kill the process then."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
 
     def _take(self, number: signal.Signals) -> None:
         if not self.is_request(number) or time.monotonic() < self._quiet_until:

@@ -312,6 +312,21 @@ def test_a_command_that_is_stopped_at_once_ends_with_that_code_too(places):
     assert code == 75 and reached[-1] == "over" and "cleaned" in reached
 
 
+def test_a_signal_after_python_has_removed_its_handlers_changes_nothing():
+    end = """
+class Kept:
+    def __del__(self, sleep=time.sleep, kill=os.kill, pid=os.getpid(), write=os.write):
+        write(1, b"late\\n")
+        for _ in range(3):
+            kill(pid, 2), kill(pid, 15)
+sys.kept = Kept()
+"""
+    program = A_COMMAND.replace("def at_the_end", f"{end}\ndef at_the_end")
+    done = subprocess.run([sys.executable, "-c", program, "", "SIGINT"], capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "late"
+
+
 @pytest.mark.parametrize("places", [(), ("end of the main thread", "atexit"), 5 * ("atexit",)], ids=len)
 def test_a_command_that_made_all_its_steps_ends_with_0_whatever_follows(places):
     code, reached = ended(places)

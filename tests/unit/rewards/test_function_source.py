@@ -427,7 +427,8 @@ def test_what_a_file_defines_reaches_processes_that_it_starts(tmp_path, monkeypa
         "import multiprocessing, subprocess, sys\n"
         "def size(text): return len(text)\n"
         "def score(responses):\n"
-        "    program = subprocess.run([sys.executable, 'tools/program.py'], capture_output=True, text=True, check=True)\n"
+        "    command = [sys.executable, 'tools/program.py']\n"
+        "    program = subprocess.run(command, capture_output=True, text=True, check=True)\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
         "        return [size + int(program.stdout) for size in pool.map(size, responses)]\n")
     (tmp_path / "tools").mkdir()
