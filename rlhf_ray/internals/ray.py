@@ -178,6 +178,47 @@ def own_process_groups(variables: Mapping[str, str] | None = None) -> Iterator[N
         services.ConsolePopen = start
 
 
+def temporary_directory() -> Path:
+    """Where a local cluster keeps sockets, logs and what the object store cannot hold.
+
+    Source: 2.60.0, _common/utils.py (`get_default_system_temp_dir`).
+    Missing: the directory of a cluster is known after its start only.
+    Otherwise: another directory than Ray's is checked.
+    """
+    from ray._common.utils import get_default_system_temp_dir
+
+    return Path(get_default_system_temp_dir())
+
+
+def longest_socket(directory: Path, dashboard: bool) -> str:
+    """The longest path of a socket of a local cluster of this process in that temporary directory.
+
+    Source: 2.60.0, _private/node.py (`_init_temp`, `_prepare_socket_file`), dashboard/subprocesses/utils.py
+        (`get_socket_path`).
+    Missing: Ray checks some of its sockets while it starts, and waits for others that cannot be opened.
+    Otherwise: a directory that is too long ends a run with Ray's message, or after a minute.
+    """
+    name = "dash_TaskEventsHead" if dashboard else "plasma_store"
+    return f"{directory}/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/{name}"
+
+
+def new_token_file() -> Path | None:
+    """The file in which Ray would write a new token for a local cluster; None if there is one, or none is needed.
+
+    Source: 2.60.0, _private/authentication/authentication_token_setup.py (`ensure_token_if_auth_enabled`).
+    Missing: a check before the start.
+    Otherwise: a home directory that cannot be written ends a run with Ray's traceback.
+    """
+    from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR, _get_default_token_path
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    needed = os.environ.get(AUTH_MODE_ENV_VAR, "token").lower() == "token"
+    if not needed or AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return None
+    path: Path = _get_default_token_path()
+    return path
+
+
 def job_config(metadata: Mapping[str, str]) -> JobConfig:
     """Ray's configuration of this driver's job. Its workers search a directory of the driver for modules only if the
     driver does, too: a file json.py in the working directory would otherwise be found before the standard library's.

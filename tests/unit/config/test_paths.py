@@ -94,6 +94,19 @@ def test_an_unknown_user_or_variable_is_refused(home, given, named):
         expand_path(given)
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    ("d" * 300, r"'d{60}\.\.\.' has 300 bytes, 300 of them in one name, and Linux allows 4095 and 255"),
+    ("runs/" + "é" * 128, "has 261 bytes, 256 of them in one name"),
+    ("d/" * 2100 + "x", "has 4201 bytes, 1 of them in"),
+    ("", "is no path"), ("a\0b", "is no path"),
+])
+def test_what_no_file_can_be_called_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        expand_path(given)
+    expand_path("d" * 255 + "/" + "e" * 255)
+    expand_path("s3://bucket/" + "d" * 300)
+
+
 @pytest.mark.parametrize("source", ["file", "environment", "command line"])
 def test_each_source_of_a_configuration(home, monkeypatch, tmp_path, source):
     path, overrides, run = tmp_path / "sft.yaml", [], {}

@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -192,3 +193,40 @@ def test_ray_s_processes_get_more_variables_while_they_are_apart(tmp_path, monke
         services.start_ray_process(["sh", "-c", f"echo $PYTHONSAFEPATH $OURS > {tmp_path}/seen"], "test",
                                    fate_share=False).process.wait()
     assert (tmp_path / "seen").read_text() == "1 kept\n" and "PYTHONSAFEPATH" not in os.environ
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_the_temporary_directory_is_ray_s(monkeypatch, variable):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(variable, "/other")
+    assert internals.temporary_directory() == Path("/other")
+
+
+def test_the_longest_socket():
+    """Its parts in Ray's sources; `tests/cluster/test_shutdown.py` and others start clusters in short directories."""
+    from ray.dashboard.subprocesses import utils as subprocesses
+
+    modules = re.findall(r"class (\w+)\(SubprocessModule", "".join(
+        file.read_text() for file in (HOME / "dashboard/modules").rglob("*_head.py")))
+    longest = max(len(subprocesses.get_socket_path("", name).lstrip("/")) for name in modules)
+    for dashboard, length in ((True, longest), (False, len("plasma_store"))):
+        path = internals.longest_socket(Path("/tmp"), dashboard)
+        assert len(Path(path).name) == length and path.startswith("/tmp/ray/session_"), READ_AGAIN
+    assert 'default_prefix="plasma_store"' in inspect.getsource(node), READ_AGAIN
+    assert re.search(r"%Y-%m-%d_%H-%M-%S_%f", inspect.getsource(node)), READ_AGAIN
+
+
+def test_a_new_token_is_written_where_ray_writes_it(monkeypatch, tmp_path):
+    from ray._private.authentication import authentication_token_setup as setup
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("ray._raylet.AuthenticationTokenLoader", SimpleNamespace(
+        instance=lambda: SimpleNamespace(has_token=lambda ignore_auth_mode: (tmp_path / ".ray/auth_token").exists())))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert internals.new_token_file() is None
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    assert internals.new_token_file() == tmp_path / ".ray/auth_token"
+    setup.generate_and_save_token()
+    assert (tmp_path / ".ray/auth_token").is_file() and internals.new_token_file() is None
