@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from glob import glob, has_magic
+from glob import escape, glob, has_magic
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -97,7 +98,7 @@ def local_files(path: str) -> list[Path] | None:
         return None
     files = [file] if file.is_file() else []
     if not files and has_magic(path):
-        files = sorted(Path(name) for name in glob(str(file), recursive=True) if Path(name).is_file())
+        files = sorted(Path(name) for name in glob(_pattern(file), recursive=True) if Path(name).is_file())
     for other in files:
         if other.suffix.lower() not in READERS:
             raise DataError(f"{other}: unknown format {other.suffix!r}; name the file .jsonl, .csv or .parquet")
@@ -105,6 +106,16 @@ def local_files(path: str) -> list[Path] | None:
         raise DataError(f"{path}: no such file (relative paths start at {Path.cwd()}); create it (`rlhf-ray "
                         "quickstart` makes a data set of its own), or correct the path")
     return files or None
+
+
+def _pattern(path: Path) -> str:
+    """A pattern for `glob`, in which directories that exist under their literal names are not patterns."""
+    literal = Path()
+    for part in path.parts[:-1]:
+        if not (literal / part).is_dir():
+            break
+        literal /= part
+    return os.path.join(escape(str(literal)), path.relative_to(literal))
 
 
 def is_local(path: str) -> bool:
