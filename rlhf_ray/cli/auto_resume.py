@@ -18,11 +18,11 @@ from typing import Any
 
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.stop import CHILD, signals_to_handle
+from rlhf_ray.coordinator.stop import CHILD, handle_signals, restore_handlers
 from rlhf_ray.errors import ClusterUnavailable, RunInterrupted, describe_ending, is_restartable, shell_code
 from rlhf_ray.observability.faults import STARTED_AGAIN
 
-MAIN = (sys.executable, "-m", "rlhf_ray.cli.main")
+MAIN = (sys.executable, "-P", "-m", "rlhf_ray.cli.main")
 FIRST_S, LONGEST_S = 1.0, 60.0
 """Seconds between two attempts to reach a lost cluster: the first pause, doubled each time, and the longest."""
 
@@ -155,28 +155,26 @@ def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     """Forward requests to stop to the process; yields the list of those received."""
     asked: list[int] = []
 
-    def forward(number: int, _: object) -> None:
+    def forward(number: signal.Signals) -> None:
         asked.append(number)
         process.send_signal(number)
 
-    before = {number: signal.signal(number, forward) for number in signals_to_handle()}
+    before = handle_signals(forward)
     try:
         yield asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore_handlers(before)
 
 
 def _pause(seconds: float) -> bool:
     """Wait, unless a request to stop arrives; returns whether one did. (A pipe is used because a handler that takes a
     lock, as an event does, may run while this thread holds that lock.)"""
     reader, writer = os.pipe()
-    before = {number: signal.signal(number, lambda *_: os.write(writer, b".")) for number in signals_to_handle()}
+    before = handle_signals(lambda _: os.write(writer, b"."))
     try:
         return bool(select.select((reader,), (), (), seconds)[0])
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore_handlers(before)
         os.close(reader)
         os.close(writer)
 

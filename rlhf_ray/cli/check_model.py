@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
+from rlhf_ray.cli.paths import path_or_name
+
 if TYPE_CHECKING:
     from rlhf_ray.stages.check_model import CheckReport
 
@@ -19,7 +21,8 @@ PartName = StrEnum("PartName", ["tokenizer", "stops", "chat", "passes", "scalar"
 
 
 def check_model(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's directory or Hub name, or a run's "
+    model: Annotated[str, typer.Argument(parser=path_or_name, metavar="MODEL",
+        help="A model's directory or Hub name, or a run's "
                                          "directory (then its model/).")],
     skip: Annotated[list[PartName] | None, typer.Option("--skip", help="Leave out a part; may be repeated.")] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=32, help="Tokens of the longest row that is compared; as long "

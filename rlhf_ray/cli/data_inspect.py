@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from rlhf_ray.cli.paths import local_path, path_or_name
 from rlhf_ray.errors import DataError
 
 app = typer.Typer(no_args_is_help=True, help="Look at data before training on it.")
@@ -21,12 +22,15 @@ def before_command() -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def inspect(
     context: typer.Context,
-    path: Annotated[str, typer.Argument(metavar="PATH", help="File, pattern, saved directory or Hub data set.")],
-    model: Annotated[str, typer.Option(help="Model or tokenizer: directory or Hub name.")],
+    path: Annotated[str, typer.Argument(parser=path_or_name, metavar="PATH", help="File, pattern, saved directory or "
+                                        "Hub data set.")],
+    model: Annotated[str, typer.Option(parser=path_or_name, metavar="TEXT", help="Model or tokenizer: directory or Hub "
+                                       "name.")],
     kind: Annotated[Kind | None, typer.Option(help="Kind of the data; detected from its columns if not given.")] = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
     unusable: Annotated[Path | None, typer.Option(
-        metavar="FILE", help="Write all malformed rows, and those left out, to this file as JSON lines.")] = None,
+        parser=local_path, metavar="FILE",
+        help="Write all malformed rows, and those left out, to this file as JSON lines.")] = None,
 ) -> None:
     """Show a data set as training would read it: number and length of rows, the template applied, and unusable rows.
 

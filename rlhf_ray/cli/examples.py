@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from rlhf_ray.cli.paths import local_path
 from rlhf_ray.errors import ConfigError
 
 Family = Literal["llama", "qwen2", "gemma2", "mixtral"]
@@ -15,7 +16,8 @@ Family = Literal["llama", "qwen2", "gemma2", "mixtral"]
 
 def quickstart(
     ctx: typer.Context,
-    directory: Annotated[Path, typer.Option("--dir", help="Output directory.")] = Path("runs/quickstart"),
+    directory: Annotated[Path, typer.Option("--dir", parser=local_path, metavar="PATH",
+        help="Output directory.")] = Path("runs/quickstart"),
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of data, models and sampling.")] = 0,
     family: Annotated[Family, typer.Option("--family", help="Family of the model that is trained from random "
                                            "weights.")] = "llama",
@@ -66,7 +68,8 @@ def example(
     name: Annotated[Literal["arithmetic"], typer.Argument(help="The example.")],
     estimator: Annotated[Literal["grpo", "rloo"], typer.Option("--estimator", help="Advantage estimator.")] = "grpo",
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="Output directory.", show_default="runs/NAME")
+        Path | None, typer.Option("--dir", parser=local_path, metavar="PATH",
+        help="Output directory.", show_default="runs/NAME")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of data, models and sampling.")] = 0,
 ) -> None:

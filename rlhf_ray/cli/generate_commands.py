@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlhf_ray.cli.paths import local_path, path_or_name
+
 if TYPE_CHECKING:
     from rlhf_ray.config.generation import SamplingConfig
 
@@ -67,10 +69,12 @@ def prepare_engine() -> None:
 
 
 def generate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's directory or Hub name, or a run's "
+    model: Annotated[str, typer.Argument(parser=path_or_name, metavar="MODEL",
+        help="A model's directory or Hub name, or a run's "
                                          "directory (then its model/).")],
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")] = None,
-    file: Annotated[str | None, typer.Option("--file", help="Prompts: .jsonl, .csv, .parquet, .txt (a line each), or "
+    file: Annotated[str | None, typer.Option("--file", parser=path_or_name, metavar="TEXT",
+        help="Prompts: .jsonl, .csv, .parquet, .txt (a line each), or "
                                              "a Hub data set.")] = None,
     column: Column = "prompt",
     max_tokens: MaxTokens = 256,
@@ -85,9 +89,11 @@ def generate(
     n: Annotated[int, typer.Option("--n", min=1, help="Responses per prompt.")] = 1,
     seed: Seed = 0,
     chat: Chat = True,
-    reward: Annotated[str | None, typer.Option("--reward", help="Score responses with a reward model, or any "
+    reward: Annotated[str | None, typer.Option("--reward", parser=path_or_name, metavar="TEXT",
+        help="Score responses with a reward model, or any "
                                                "scorer that `compare` accepts.")] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="Write responses to this file as JSON lines.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", parser=local_path, metavar="PATH",
+        help="Write responses to this file as JSON lines.")] = None,
 ) -> None:
     """Generate responses to prompts from the command line, a file, a pipe or the keyboard, without Ray."""
     prepare_engine()
@@ -103,12 +109,15 @@ def generate(
 
 
 def compare(
-    a: Annotated[str, typer.Argument(metavar="A", help="A model's directory or Hub name, or a run's directory.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The model to compare with A.")],
-    prompts: Annotated[str, typer.Option("--prompts", help="Prompts: .jsonl, .csv, .parquet, .txt (a line each), or a "
+    a: Annotated[str, typer.Argument(parser=path_or_name, metavar="A",
+        help="A model's directory or Hub name, or a run's directory.")],
+    b: Annotated[str, typer.Argument(parser=path_or_name, metavar="B", help="The model to compare with A.")],
+    prompts: Annotated[str, typer.Option("--prompts", parser=path_or_name, metavar="TEXT",
+        help="Prompts: .jsonl, .csv, .parquet, .txt (a line each), or a "
                                          "Hub data set.")],
     scorer: Annotated[str, typer.Option(
-        "--scorer", help="The judge: a reward model, vader, exact_match or number (against the column `answer`), "
+        "--scorer", parser=path_or_name, metavar="TEXT",
+        help="The judge: a reward model, vader, exact_match or number (against the column `answer`), "
         "file.py:function, an http address, or a .yaml file with a `rewards` section.")],
     column: Column = "prompt",
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first prompts.")] = None,
@@ -125,7 +134,8 @@ def compare(
     seed: Seed = 0,
     tie: Annotated[float, typer.Option("--tie", min=0, help="Scores that differ by at most this are a tie.")] = 0.0,
     chat: Chat = True,
-    output: Annotated[Path, typer.Option("--output", help="Page to write; numbers go to a .json next to it.")] = Path(
+    output: Annotated[Path, typer.Option("--output", parser=local_path, metavar="PATH",
+        help="Page to write; numbers go to a .json next to it.")] = Path(
         "compare.html"),
 ) -> None:
     """Compare two models on the same prompts by a scorer: win rate with interval, and a page of texts."""

@@ -158,7 +158,8 @@ def _kill(server: "JobServer", job: "Job", node: str) -> None:
     """Kill a job's driver by another job on its node, which is deleted afterwards. The driver gets no request to stop
     first, because it would start to save."""
     typer.echo(f"killing {job.id}")
-    helper = server.run_on(node, f"python -m rlhf_ray.cluster.jobs.kill_driver {shlex.quote(job.id)}", job.environment)
+    command = f"python -P -m rlhf_ray.cluster.jobs.kill_driver {shlex.quote(job.id)}"
+    helper = server.run_on(node, command, job.environment)
     until = time.monotonic() + KILL_S
     while not (state := server.job(helper)).over:
         if time.monotonic() > until:

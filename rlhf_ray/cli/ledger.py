@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlhf_ray.cli.paths import local_path
 from rlhf_ray.cli.run_commands import require_run
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def ledger(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="A run's directory.")],
     prompt: Annotated[int | None, typer.Option("--prompt", metavar="ROW", min=0, help="Show all attempts at a prompt, "
                                                "by its row in the data set.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Audit the ledger; exit code 1 if the audit fails.")] = False,

@@ -3,9 +3,13 @@
 Heavy imports happen inside commands, so that `--help` is fast.
 """
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:  # `python -m` would search the working directory first
+    del sys.path[0]
+
 import errno
 import os
-import sys
 from typing import Annotated
 
 import typer
@@ -86,13 +90,19 @@ for command in (status, scale, profile, ledger, report, doctor):
 def main() -> None:
     """Run the command line; an `RLHFError` is one message and an exit code, without a traceback."""
     if any(argument in RUNS for argument in sys.argv[1:2]):
-        from rlhf_ray.observability.non_blocking_output import drain_output, use_non_blocking_output
+        from rlhf_ray.coordinator.stop import OF_COMMAND, StoppedAtOnce
+        from rlhf_ray.observability.non_blocking_output import use_non_blocking_output
 
         use_non_blocking_output()
+        if sys.argv[1] != "serve-reward":  # which has nothing to save, and another exit code
+            OF_COMMAND.handle()
         try:
             _run()
+        except StoppedAtOnce as stopped:
+            _say("", stopped.message)
+            raise
         finally:
-            drain_output()
+            OF_COMMAND.process_ends()
         return
     try:
         _run()
@@ -106,8 +116,8 @@ def _run() -> None:
     try:
         app()
     except RLHFError as error:
-        stopped = isinstance(error, RunInterrupted | StoppedEarly)  # not an error; the message explains it
-        _say("" if stopped else "error: ", str(error))
+        ended = isinstance(error, RunInterrupted | StoppedEarly)  # not an error; the message explains it
+        _say("" if ended else "error: ", str(error))
         sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

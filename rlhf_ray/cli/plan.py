@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlhf_ray.cli.paths import path_or_name
 from rlhf_ray.cli.stage import Arguments, Stage, split_arguments
 from rlhf_ray.errors import ConfigError
 
@@ -133,4 +134,4 @@ def _pair(text: str) -> tuple[str, str]:
     model, equals, like = text.partition("=")
     if not equals or not like:
         raise ConfigError(f"--shape {text!r}: write MODEL=LIKE, such as --shape my-models/base=Qwen/Qwen2.5-7B")
-    return model, like
+    return model, path_or_name(like)

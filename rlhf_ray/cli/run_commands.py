@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rlhf_ray.cli.jobs import AllowPlainHTTP
+from rlhf_ray.cli.paths import local_path
 from rlhf_ray.errors import DataError
 
 WATCH_EVERY_S = 2
@@ -29,7 +30,8 @@ def require_run(run: Path) -> None:
 
 
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory; or a job's id, with --address.")],
+    run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN",
+        help="A run's directory; or a job's id, with --address.")],
     watch: Annotated[bool, typer.Option(
         "--watch", "-w", help="Update every two seconds until the run is finished, its driver has not moved for a "
         "minute, or Ctrl-C.")] = False,
@@ -74,7 +76,7 @@ def status(
 
 
 def scale(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory.")],
+    run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="The run's directory.")],
     generators: Annotated[int, typer.Option(min=1, help="New number of generators.")],
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the answer.")] = 900.0,
 ) -> None:
@@ -91,7 +93,7 @@ def scale(
 
 
 def profile(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a running PPO run.")],
+    run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="Directory of a running PPO run.")],
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the start and the end "
                                            "of the step.")] = 3600.0,
 ) -> None:
@@ -126,7 +128,7 @@ def _print_operators(summary: dict[str, Any]) -> None:
     Console(highlight=False, soft_wrap=True).print(table)
 
 
-def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")]) -> None:
+def report(run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="A run's directory.")]) -> None:
     """Write report.html of a run again, from its metrics and samples."""
     require_run(run)
     from rlhf_ray.observability.report import write_report

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rlhf_ray.cli.paths import local_path, path_or_name
 from rlhf_ray.errors import ConfigError
 
 TOKEN_VARIABLE = "RLHF_RAY_REWARD_TOKEN"  # noqa: S105 - the name of one
@@ -14,14 +15,17 @@ LIMITS = "Limits"
 
 
 def serve_reward(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Reward model: a directory, or a name on the Hub.")],
+    model: Annotated[str, typer.Argument(parser=path_or_name, metavar="MODEL",
+        help="Reward model: a directory, or a name on the Hub.")],
     host: Annotated[str, typer.Option(help="Address to listen on. Any but a loopback address needs a token.")]
     = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one and prints it.")] = 8008,
     token_file: Annotated[Path | None, typer.Option(
+        parser=local_path, metavar="PATH",
         help=f"File with the bearer token that requests must carry; else {TOKEN_VARIABLE}.")] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM), to serve https.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Private key (PEM) of the certificate.")] = None,
+    tls_cert: Annotated[str | None, typer.Option(
+        metavar="PATH", help="Certificate chain (PEM), to serve https.")] = None,
+    tls_key: Annotated[str | None, typer.Option(metavar="PATH", help="Private key (PEM) of the certificate.")] = None,
     dtype: Annotated[str, typer.Option(help="Precision: float32 on CPUs, bfloat16 on GPUs.")] = "float32",
     revision: Annotated[str | None, typer.Option(help="Hub revision (branch, tag or commit).")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Directory or Hub name, if not the model's own.")] = None,

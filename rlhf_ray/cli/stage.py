@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from rlhf_ray.cli.paths import local_path
 from rlhf_ray.errors import ConfigError, RLHFError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
         if fields := [file for file in files if "=" in file]:
             raise ConfigError(f"unexpected argument {fields[0]!r}; a field is changed by --{fields[0].lstrip('-')}")
         raise ConfigError(f"one configuration file at a time; got {' and '.join(files)}")
-    return (Path(files[0]) if files else None), overrides
+    return (local_path(files[0]) if files else None), overrides
 
 
 def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool) -> None:

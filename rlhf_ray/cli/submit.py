@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlhf_ray.cli.jobs import Address, AllowPlainHTTP
+from rlhf_ray.cli.paths import local_path
 from rlhf_ray.cli.stage import Arguments, Resume, Stage, split_arguments
 from rlhf_ray.errors import ConfigError
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from rlhf_ray.config.stages import StageConfig
 
 Requirements = Annotated[Path | None, typer.Option(
-    "--requirements", help="Packages that the cluster's nodes lack, one a line as for pip; Ray installs them for this "
-    "job.")]
+    "--requirements", parser=local_path, metavar="PATH", help="Packages that the cluster's nodes lack, one a line as "
+    "for pip; Ray installs them for this job.")]
 Variables = Annotated[list[str] | None, typer.Option(
     "--env", help="Name of an environment variable to pass to the job; anyone with the cluster's token can read its "
     "value. Repeat for more.")]
@@ -40,7 +41,7 @@ def submit(
     path, overrides = split_arguments(arguments)
     config, stage = _configuration(stage, path, overrides)
     from rlhf_ray.cli.jobs import follow_job
-    from rlhf_ray.cluster.jobs.package import MIB, check_paths, environment_of, list_package
+    from rlhf_ray.cluster.jobs.package import MIB, check_module_names, check_paths, environment_of, list_package
     from rlhf_ray.cluster.jobs.submission_client import connect
     from rlhf_ray.stages.submission_checks import (
         about_run,
@@ -52,6 +53,7 @@ def submit(
 
     package = list_package(Path())
     check_paths(config, package)
+    check_module_names(package)
     findings = check_before_submission(stage, config)
     server = connect(address, config.cluster.allow_open, allow_plain_http)
     if plan:
@@ -80,6 +82,7 @@ def _configuration(stage: str | None, path: Path | None, overrides: list[str]) -
         raise ConfigError(f"{taken[0]}: a job runs on the cluster that it is submitted to; leave this out and name the "
                           "cluster's job server with --address")
     config = load_any(path, [*overrides, "--cluster.address=auto"], stage)
+    _refuse_expanded(config, path, overrides)
     if not Path(config.run.dir).is_absolute():
         raise ConfigError(
             f"run.dir={config.run.dir!r} is relative, so the job would write into its working directory on the "
@@ -87,9 +90,27 @@ def _configuration(stage: str | None, path: Path | None, overrides: list[str]) -
     return config, next(name for name, kind in STAGES.items() if type(config) is kind)
 
 
+def _refuse_expanded(config: "StageConfig", path: Path | None, overrides: list[str]) -> None:
+    """Refuse paths with `~` or a variable: the job would expand them again, on another machine as another user.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    from rlhf_ray.config.config_layers import Layer, read_environment, read_overrides, read_yaml
+    from rlhf_ray.config.fields import strings_of
+    from rlhf_ray.config.paths import HOME, VARIABLE
+
+    kept = {text for _, text in strings_of(config)}
+    layers = (read_yaml(path) if path else Layer({}), read_environment(type(config)), read_overrides(overrides))
+    for field, text in (pair for layer in layers for pair in strings_of(layer.values)):
+        if text not in kept and (HOME.match(text) or VARIABLE.search(text)):
+            raise ConfigError(f"{field}={text!r} depends on this machine's environment, and the job runs on another "
+                              "one: give an absolute path that all nodes of the cluster see")
+
+
 def _entrypoint(stage: str, path: Path | None, package: "Package", overrides: list[str], resume: bool) -> str:
     """The command line that the cluster runs in the unpacked directory."""
-    words = ["python", "-m", "rlhf_ray.cli.main", stage]
+    words = ["python", "-P", "-m", "rlhf_ray.cli.main", stage]
     if path is not None:
         if not package.holds(path):
             raise ConfigError(f"the configuration {path} is not among what is packed of the working directory "

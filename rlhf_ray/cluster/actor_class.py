@@ -27,6 +27,12 @@ weights are allocated and freed in a different order in each pass; kept memory f
 use at a time."""
 
 
+PLAIN_PYTHON = {"PYTHONSAFEPATH": "1", "PYTHONOPTIMIZE": ""}
+"""Environment of workers and of Ray's own processes. Otherwise the processes that they start by `python -c`, such as
+those of multiprocessing, search the working directory for modules before the standard library; and without assertions
+and docstrings (`PYTHONOPTIMIZE=2`) Ray's dashboard does not start, which Ray then tries again and again."""
+
+
 class CallSpec(NamedTuple):
     """What a worker is to do. Everything except the values passed by reference is one argument, because Ray spends time
     on each argument."""
@@ -113,6 +119,7 @@ def worker_environment(placement: PlacementConfig, more: Mapping[str, str]) -> d
         "OMP_WAIT_POLICY": "passive",  # a spinning thread takes the core from a worker that has work
         "TOKENIZERS_PARALLELISM": "false",
         **_memory(placement),
+        **PLAIN_PYTHON,
         "PYTHONDONTWRITEBYTECODE": "",  # without bytecode every start of a worker compiles torch and vLLM again
         **more,
     }

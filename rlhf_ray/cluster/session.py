@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import threading
 import time
 from collections import Counter
@@ -9,32 +10,43 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import grpc
 import psutil
 import ray
-from ray.job_config import JobConfig
 
+from rlhf_ray.cluster.actor_class import PLAIN_PYTHON
 from rlhf_ray.cluster.head_node import head_watched, is_listening, raise_for_lost_head, require_listener
 from rlhf_ray.cluster.processes import descendants, kill
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
-from rlhf_ray.errors import ClusterError, ClusterUnavailable
+from rlhf_ray.errors import ClusterError, ClusterUnavailable, ConfigError, RLHFError
+from rlhf_ray.files.writing import try_to_write
 from rlhf_ray.internals.ray import (
     CHECK_ALIVE,
     NO_PRESTART,
     SLOW_START,
     dashboard_and_logs,
     hidden_death_messages,
+    job_config,
+    kept_sigterm_handler,
+    longest_socket,
+    new_token_file,
     own_process_groups,
     start_options,
+    temporary_directory,
 )
 
 LEAVE_S = 15.0
 """Longest time in which a local cluster's raylet answers that the driver leaves."""
 CLUSTER_ENDS_S = 5.0
 """Time for the processes of a local cluster to end after its shutdown; then they are killed."""
+SOCKET_BYTES = 107
+"""Longest path of a socket on Linux (unix(7): 108 with the zero at its end)."""
+LEAST_FREE_MIB = 64
+"""Least free space of a temporary directory: that which a run's directory needs to begin."""
 INLINE_BYTES = 4096
 """Largest result that Ray sends to its owner, the driver, instead of keeping it in the object store. Ray's default of
 100 KiB would send whole chunks of tokens through the driver, to it and on to each of their readers."""
@@ -74,18 +86,21 @@ def ray_session(
         require_listener(config.address)
     before = set(psutil.Process().children())
     namespace = f"{name}-{uuid4().hex[:8]}"  # two runs of one name on one cluster use the same worker names
-    job = JobConfig(metadata={"job_name": name, **(metadata or {})})  # the name that the dashboard shows
+    job = job_config({"job_name": name, **(metadata or {})})  # the name that the dashboard shows
     try:
-        if config.address:
-            ray.init(address=config.address, namespace=namespace, job_config=job, log_to_driver=False,
-                     logging_level=logging.ERROR)
-        else:
-            _start_local(config, pools, namespace, job)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        with kept_sigterm_handler():
+            if config.address:
+                ray.init(address=config.address, namespace=namespace, job_config=job, log_to_driver=False,
+                         logging_level=logging.ERROR)
+            else:
+                _start_local(config, pools, namespace, job)
+    except RLHFError:
+        raise
+    except Exception as error:  # Ray raises plain exceptions, and errors of the operating system
         where = f"reach the Ray cluster at {config.address!r}" if config.address else "start a local Ray cluster"
         lost = isinstance(error, ConnectionError | TimeoutError) or (
             config.address and not is_listening(config.address))
-        raise (ClusterUnavailable if lost else ClusterError)(f"cannot {where}: {error}") from error
+        raise (ClusterUnavailable if lost else ClusterError)(f"cannot {where}: {_brief(error)}") from error
     address, started = ray.get_runtime_context().gcs_address, set(psutil.Process().children()) - before
     at_start = family(started)  # a raylet may end before the shutdown; its agents are nobody's descendants then
     with head_watched(address):  # until after the shutdown, which waits for the head
@@ -139,7 +154,7 @@ def _kill_raylets(members: Iterable[tuple[int, float]]) -> None:
                 process.kill()
 
 
-def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: JobConfig) -> None:
+def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str, job: Any) -> None:
     """Start a local cluster; again if it takes longer than Ray waits, which happens on a busy machine.
 
     Raises:
@@ -155,7 +170,7 @@ def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str,
     while True:
         before = set(psutil.Process().children())
         try:
-            with own_process_groups():
+            with own_process_groups(PLAIN_PYTHON):
                 ray.init(
                     address="local",  # otherwise RAY_ADDRESS, or a cluster that runs on this machine, would be joined
                     num_cpus=max(cpus, os.cpu_count() or 1),
@@ -178,6 +193,45 @@ def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str,
             if time.monotonic() > until:
                 raise TimeoutError("its processes were not ready within cluster.start_timeout_s="
                                    f"{config.start_timeout_s:g}. End other programs, or raise it") from error
+
+
+def _brief(error: BaseException) -> str:
+    """An error on one line: the first and the last of its lines, between which Ray has those of a log."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+
+
+def require_local_directories(config: ClusterConfig) -> None:
+    """Refuse the start of a local cluster whose temporary directory, or a home directory without a token, it could not
+    use.
+
+    Raises:
+        ConfigError: naming the directory, and the variable to set.
+    """
+    if config.address or ray.is_initialized():
+        return
+    directory = temporary_directory()
+    name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), None)
+    which = f"the temporary directory {name}={directory}" if name else f"the temporary directory {directory}"
+    socket = longest_socket(directory, config.dashboard)
+    if len(os.fsencode(socket)) > SOCKET_BYTES:
+        raise ConfigError(f"{which} is too long: Ray's sockets in it have paths of {len(os.fsencode(socket))} bytes, "
+                          f"and Linux allows {SOCKET_BYTES}; set RAY_TMPDIR to a shorter one, such as /tmp")
+    fix = "set RAY_TMPDIR to a directory that this user may write to, on a disk with free space"
+    _require_writable(directory, which, fix)
+    if (free := shutil.disk_usage(directory).free) < LEAST_FREE_MIB * 2**20:
+        raise ConfigError(f"{which} is on a disk with {free // 2**20} MiB free, and a local cluster needs "
+                          f"{LEAST_FREE_MIB} MiB for its logs; make room, or set RAY_TMPDIR to another directory")
+    if (token := new_token_file()) is not None:
+        _require_writable(token.parent, f"the directory {token.parent}, where a local cluster keeps its token,",
+                          "set HOME to a directory that this user may write to, or RAY_AUTH_TOKEN to a secret text")
+
+
+def _require_writable(directory: Path, which: str, fix: str) -> None:
+    try:
+        try_to_write(directory)
+    except OSError as error:
+        raise ConfigError(f"{which} cannot be written: {error.strerror or error}; {fix}") from error
 
 
 def _describe() -> Session:

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel
 
 from rlhf_ray.config.fields import section_tagged, sections_of, sections_of_values
+from rlhf_ray.config.paths import expand_path
 from rlhf_ray.errors import ConfigError
 
 Path_ = tuple[str, ...]
@@ -37,6 +38,10 @@ def read_yaml(path: Path) -> Layer:
     Raises:
         ConfigError: the file cannot be read, is not YAML (with its line), is not a mapping, or names a key twice.
     """
+    try:
+        path = Path(expand_path(str(path)))
+    except ValueError as e:
+        raise ConfigError(f"the configuration file {e}") from None
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

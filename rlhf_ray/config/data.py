@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.section import Section
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -23,7 +24,7 @@ def is_file_of_rows(path: str) -> bool:
 class MixedSource(Section):
     """One data set of a mix. Empty fields are taken from the section."""
 
-    path: str
+    path: UserPath
     """File, pattern, saved directory or Hub data set name."""
     subset: str | None = None
     """Subset (configuration) of a Hub data set."""
@@ -47,7 +48,7 @@ class DataSection(Section):
     COLUMNS: ClassVar[tuple[str, ...]] = ()
     """Fields that name columns."""
 
-    path: str | None = None
+    path: UserPath | None = None
     """jsonl, parquet or csv file, a pattern such as data/*.jsonl, a directory saved by `datasets`, or a Hub data set
     name; or use `mix`."""
     subset: str | None = None

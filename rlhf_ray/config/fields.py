@@ -129,6 +129,8 @@ def type_name(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is NoneType:
         return "empty"
+    if origin is Annotated:
+        return type_name(arguments[0])
     if origin is Literal:
         return " | ".join(str(a) for a in arguments)
     if origin in (Union, UnionType):

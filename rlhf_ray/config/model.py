@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.section import Section
 
 COMMIT = r"[0-9a-f]{40}"
@@ -78,11 +79,11 @@ class ArchitectureConfig(Section):
 class ModelConfig(Section):
     """A model by path or Hub name."""
 
-    path: str
+    path: UserPath
     """Directory in Hugging Face format, or a Hub name."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
-    tokenizer: str | None = None
+    tokenizer: UserPath | None = None
     """Directory or Hub name of the tokenizer; the model's own if empty."""
     dtype: DType = "float32"
     """Precision of the weights in memory: float32 on CPUs, bfloat16 on GPUs."""
@@ -111,7 +112,7 @@ class NewModelConfig(Section):
 
     architecture: ArchitectureConfig
     """Shape of the new model."""
-    tokenizer: str
+    tokenizer: UserPath
     """Directory or Hub name of the tokenizer that fixes the vocabulary."""
     dtype: DType = "float32"
     """Precision of the weights in memory."""

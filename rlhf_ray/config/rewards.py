@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.paths import UserPath, expand_path
 from rlhf_ray.config.section import Section
 
 Aggregate = Literal["min", "prod", "mean", "last"]
@@ -58,7 +59,7 @@ class FunctionReward(Section):
     """A Python function."""
     weight: float = 1.0
     """Factor of this component in the sum; negative for a penalty."""
-    function: str
+    function: UserPath
     """`module:name`, or `file.py:name`."""
     keep_special_tokens: bool = False
     """Give it responses with their special tokens, but for the one that ended each."""
@@ -158,6 +159,11 @@ class JSONSchemaReward(VerifiableReward):
     timeout_s: float = Field(10.0, gt=0)
     """Timeout for a chunk; a schema's patterns can take exponential time on some texts."""
 
+    @field_validator("accepts")
+    @classmethod
+    def _expanded(cls, accepts: dict[str, Any] | str) -> dict[str, Any] | str:
+        return expand_path(accepts) if isinstance(accepts, str) else accepts
+
 
 class VaderReward(Section):
     """Sentiment of the response alone by a lexicon and rules (VADER, Hutto and Gilbert 2014), from -1 to 1."""
@@ -189,13 +195,13 @@ class HTTPReward(Section):
     """Timeout of one request, after which it is retried (on another server, if there are several urls)."""
     retries: int = Field(8, ge=0)
     """Maximum retries of a request, with growing pauses or as `Retry-After` says."""
-    token_file: str | None = None
+    token_file: UserPath | None = None
     """File with the bearer token of the service, present on every node with reward scorers."""
     token_variable: str | None = Field(None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """Name of the environment variable with the bearer token, set on every node with reward scorers."""
     allow_hosts: list[str] = Field(default_factory=list)
     """Hosts of `urls` that may use plain http or have private addresses: those of a network that you trust."""
-    ca_file: str | None = None
+    ca_file: UserPath | None = None
     """Additional certificate authorities (PEM) to trust."""
 
     @model_validator(mode="after")

@@ -4,13 +4,14 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.section import Section
 
 
 class RunConfig(Section):
     """Output directory, number of steps and seed of the run."""
 
-    dir: str = "runs/default"
+    dir: UserPath = "runs/default"
     """Directory for everything that the run writes; created if missing."""
     steps: int = Field(100, ge=1)
     """Total number of updates, counted from the beginning also after a resume."""
@@ -19,7 +20,7 @@ class RunConfig(Section):
     fill, rounded up. The rows of a mix add up. Their number is counted before the run starts."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of new weights, data order and sampling. `evaluation.seed` is separate, so that runs can be compared."""
-    upload: str | None = None
+    upload: UserPath | None = None
     """Directory to which checkpoints (each read back and verified), metrics, report and model are copied during the
     run: an fsspec path used by this run only, such as s3://bucket/runs/mine. --resume fetches missing files from it.
     Credentials are taken from the environment."""

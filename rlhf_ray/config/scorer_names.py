@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rlhf_ray.config.config_layers import read_yaml
+from rlhf_ray.config.paths import expand_path
 from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.errors import ConfigError
 
@@ -25,6 +26,10 @@ def scorer_rewards(name: str, option: str = "--scorer") -> dict[str, RewardConfi
     Raises:
         ConfigError: it is not a valid scorer.
     """
+    try:
+        name = expand_path(name)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
     if name in WITHOUT_FIELDS:
         return _parsed({name: {"type": name}}, f"{option} {name}")
     if name.startswith(("http://", "https://")):

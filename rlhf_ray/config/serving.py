@@ -1,11 +1,10 @@
 """Settings of `rlhf-ray serve-reward`, a reward model served over HTTP."""
 
-from pathlib import Path
-
 from pydantic import Field, SecretStr, model_validator
 
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.section import Section
 
 SHORTEST_TOKEN = 16
@@ -34,9 +33,9 @@ class ServingConfig(Section):
     """Maximum number of queued samples; a request that would exceed it gets status 429 with Retry-After."""
     max_request_mb: float = Field(16.0, gt=0)
     """Maximum request body in MiB."""
-    tls_cert: Path | None = None
+    tls_cert: UserPath | None = None
     """Certificate chain (PEM) to serve https with."""
-    tls_key: Path | None = None
+    tls_key: UserPath | None = None
     """Private key (PEM) of `tls_cert`."""
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ from rlhf_ray.config.data import (
 from rlhf_ray.config.generation import GenerationConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig, PPOLearnerConfig, RewardLearnerConfig, SFTLearnerConfig
 from rlhf_ray.config.model import ModelConfig, StartModel
+from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
 from rlhf_ray.config.section import Section
@@ -121,7 +122,7 @@ class ProcessRewardConfig(StageConfig):
 class SamplePairsConfig(Section):
     """Pairs of samples from one model, ranked by a judge."""
 
-    judge: str = Field("vader", min_length=1)
+    judge: UserPath = Field("vader", min_length=1)
     """Judge that ranks the two samples of a pair: a scorer as in `compare --scorer` (vader, a reward model,
     exact_match, number, file.py:function, the address of a service, a .yaml file with `rewards`)."""
     min_margin: float = Field(0.1, ge=0)
@@ -164,7 +165,7 @@ class CriticConfig(PPOLearnerConfig):
     init: Literal["policy", "reward"] = "policy"
     """Start from the policy's weights with a new head, or from the reward model (the only one of `rewards`) with its
     head. With the latter, values leak the reward while λ < 1; the default avoids that."""
-    path: str | None = None
+    path: UserPath | None = None
     """Another model to start from: directory in Hugging Face format, or a Hub name. A sequence classifier with one
     label keeps its head; other models get a new one."""
     revision: str | None = None
@@ -211,7 +212,7 @@ class ScorerConfig(PlacementConfig):
 class ReferenceConfig(ScorerConfig):
     """The frozen model from which the KL is measured."""
 
-    path: str | None = None
+    path: UserPath | None = None
     """Directory in Hugging Face format, or Hub name; if empty, the model that the policy starts from. It needs the
     policy's tokenizer. A model that is named here is loaded also with `algorithm.kl.coef: 0`, to measure the KL."""
     revision: str | None = None

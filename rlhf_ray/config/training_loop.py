@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from rlhf_ray.config.data import PromptsSource
 from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.section import Section
 
 MAX_PATIENCE = 100
@@ -93,7 +94,7 @@ class EarlyStopConfig(Section):
 class EvaluationConfig(Section):
     """Evaluates the policy on held-out prompts, with the same seeds every time."""
 
-    prompts: str | None = None
+    prompts: UserPath | None = None
     """jsonl, parquet or csv file, a pattern such as data/*.jsonl, a directory saved by `datasets`, or a Hub data set
     name; the rows of `prompts.held_out` if this and `mix` are empty."""
     mix: list[PromptsSource] = Field(default_factory=list)
@@ -151,7 +152,7 @@ class LoggingConfig(Section):
     """Number of rollouts per step saved as text in samples/."""
     profile_step: int | None = Field(None, ge=1)
     """Step to profile, as `rlhf-ray profile` does for a running run; off if empty."""
-    judge: str | None = Field(None, min_length=1)
+    judge: UserPath | None = Field(None, min_length=1)
     """Independent judge that also scores responses (the "gold" score), and is never trained on: a scorer as in
     `compare --scorer` (vader, a reward model, exact_match, number, file.py:function, the address of a service, a .yaml
     file with `rewards`)."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from glob import glob, has_magic
+from glob import escape, glob, has_magic
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,12 +93,12 @@ def local_files(path: str) -> list[Path] | None:
     Raises:
         DataError: there is none, or one of an unknown format.
     """
-    file = Path(path).expanduser()
+    file = Path(path)
     if file.is_dir():
         return None
     files = [file] if file.is_file() else []
     if not files and has_magic(path):
-        files = sorted(Path(name) for name in glob(str(file), recursive=True) if Path(name).is_file())
+        files = sorted(Path(name) for name in glob(_pattern(file), recursive=True) if Path(name).is_file())
     for other in files:
         if other.suffix.lower() not in READERS:
             raise DataError(f"{other}: unknown format {other.suffix!r}; name the file .jsonl, .csv or .parquet")
@@ -107,9 +108,19 @@ def local_files(path: str) -> list[Path] | None:
     return files or None
 
 
+def _pattern(path: Path) -> str:
+    """A pattern for `glob`, in which directories that exist under their literal names are not patterns."""
+    literal = Path()
+    for part in path.parts[:-1]:
+        if not (literal / part).is_dir():
+            break
+        literal /= part
+    return os.path.join(escape(str(literal)), path.relative_to(literal))
+
+
 def is_local(path: str) -> bool:
     """Whether a path names files or a directory of this machine, not a Hub data set."""
-    return Path(path).expanduser().is_dir() or local_files(path) is not None
+    return Path(path).is_dir() or local_files(path) is not None
 
 
 def _may_be_on_hub(path: str) -> bool:
@@ -143,7 +154,7 @@ def _open(path: str, split: str, subset: str | None, revision: str | None) -> It
     """Each file of `path` with its rows."""
     if (files := local_files(path)) is not None:
         yield from ((str(file) if has_magic(path) else path, _open_file(file)) for file in files)
-    elif (directory := Path(path).expanduser()).is_dir():
+    elif (directory := Path(path)).is_dir():
         yield path, _read_saved(directory, split)
     else:
         yield path, _read_hub(path, split, subset, revision)

@@ -30,6 +30,19 @@ class Owner(Protocol):
         """Check before a rename, and again when it fails."""
 
 
+def try_to_write(directory: Path) -> None:
+    """Make a directory if it does not exist, and write a file there that is removed again.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(bytes(4096))
+        file.flush()
+        fsync_descriptor(file.fileno(), directory)
+
+
 def write_atomically(target: Path, data: bytes, owner: Owner | None = None) -> None:
     """Replace `target` so that a reader, or the next process after a crash, sees the old bytes or all the new ones.
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.job_config import JobConfig
 
 VERSION = "2.60.0"
 HEAD_RESOURCE = "node:__internal_head__"
@@ -148,8 +153,9 @@ def start_options(metrics_port: int | None, inline_bytes: int) -> dict[str, Any]
 
 
 @contextmanager
-def own_process_groups() -> Iterator[None]:
-    """Start Ray's processes in process groups of their own meanwhile. They still end when this process does.
+def own_process_groups(variables: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Start Ray's processes in process groups of their own meanwhile, with these environment variables in addition.
+    They still end when this process does.
 
     A terminal, `timeout` and schedulers send signals to a whole process group. Ray blocks SIGINT in the processes that
     it starts, but not SIGTERM: they would end at once, while the run still saves its checkpoint.
@@ -161,11 +167,97 @@ def own_process_groups() -> Iterator[None]:
     from ray._private import services
 
     start = services.ConsolePopen
-    services.ConsolePopen = partial(start, process_group=0)
+
+    def start_apart(*args: Any, env: Mapping[str, str], **settings: Any) -> Any:
+        return start(*args, env={**env, **(variables or {})}, process_group=0, **settings)
+
+    services.ConsolePopen = start_apart
     try:
         yield
     finally:
         services.ConsolePopen = start
+
+
+def temporary_directory() -> Path:
+    """Where a local cluster keeps sockets, logs and what the object store cannot hold.
+
+    Source: 2.60.0, _common/utils.py (`get_default_system_temp_dir`).
+    Missing: the directory of a cluster is known after its start only.
+    Otherwise: another directory than Ray's is checked.
+    """
+    from ray._common.utils import get_default_system_temp_dir
+
+    return Path(get_default_system_temp_dir())
+
+
+def longest_socket(directory: Path, dashboard: bool) -> str:
+    """The longest path of a socket of a local cluster of this process in that temporary directory.
+
+    Source: 2.60.0, _private/node.py (`_init_temp`, `_prepare_socket_file`), dashboard/subprocesses/utils.py
+        (`get_socket_path`).
+    Missing: Ray checks some of its sockets while it starts, and waits for others that cannot be opened.
+    Otherwise: a directory that is too long ends a run with Ray's message, or after a minute.
+    """
+    name = "dash_TaskEventsHead" if dashboard else "plasma_store"
+    return f"{directory}/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/{name}"
+
+
+def new_token_file() -> Path | None:
+    """The file in which Ray would write a new token for a local cluster; None if there is one, or none is needed.
+
+    Source: 2.60.0, _private/authentication/authentication_token_setup.py (`ensure_token_if_auth_enabled`).
+    Missing: a check before the start.
+    Otherwise: a home directory that cannot be written ends a run with Ray's traceback.
+    """
+    from ray._private.authentication.authentication_token_setup import AUTH_MODE_ENV_VAR, _get_default_token_path
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+    needed = os.environ.get(AUTH_MODE_ENV_VAR, "token").lower() == "token"
+    if not needed or AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+        return None
+    path: Path = _get_default_token_path()
+    return path
+
+
+def job_config(metadata: Mapping[str, str]) -> JobConfig:
+    """Ray's configuration of this driver's job. Its workers search a directory of the driver for modules only if the
+    driver does, too: a file json.py in the working directory would otherwise be found before the standard library's.
+
+    Source: 2.60.0, _private/worker.py (`connect`), which adds the working directory to `_py_driver_sys_path`, and
+        `_raylet.so`, which puts it first in each worker's `sys.path`.
+    Missing: a setting for it.
+    Otherwise: a file of the working directory that is named like a module breaks the workers.
+    """
+    from ray.job_config import JobConfig
+
+    class DriversPath(JobConfig):
+        def _get_proto_job_config(self) -> Any:
+            searched = {os.path.abspath(path) for path in sys.path}  # "" is the working directory
+            self._py_driver_sys_path: list[str] = [path for path in self._py_driver_sys_path if path in searched]
+            return super()._get_proto_job_config()
+
+    return DriversPath(metadata=dict(metadata))
+
+
+@contextmanager
+def kept_sigterm_handler() -> Iterator[None]:
+    """Keep a handler of SIGTERM that this process has installed; Ray replaces it meanwhile by one that ends the
+    process with exit code 15.
+
+    Source: 2.60.0, _private/worker.py (`init`) and _private/node.py, which call _private/utils.py
+        (`set_sigterm_handler`).
+    Missing: a setting for it.
+    Otherwise: a run that is stopped by SIGTERM before its loop, or after it, ends with another exit code.
+    """
+    from ray._private import utils
+
+    replace = utils.set_sigterm_handler
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        utils.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = replace
 
 
 def start_processes_with(variables: Mapping[str, str]) -> None:

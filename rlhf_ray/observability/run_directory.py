@@ -5,12 +5,12 @@ The contents of the files belong to the modules that write them (metrics, checkp
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count, takewhile
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.errors import ConfigError, DataError
-from rlhf_ray.files.fsync import fsync_descriptor
 from rlhf_ray.files.writer_thread import RunFiles
-from rlhf_ray.files.writing import write_atomically
+from rlhf_ray.files.writing import try_to_write, write_atomically
 from rlhf_ray.observability.owner_record import FOLDER, ProcessIdentity, Term
 from rlhf_ray.observability.ownership import Ownership, claim
 
@@ -75,12 +74,12 @@ class RunDirectory:
             ConfigError: it holds a run and `resume` is False; it cannot be written; less than `need_mb` MiB are free.
         """
         run = cls(path)
+        _check_writable(run.path)
         if not resume and (found := run.traces()):
             raise ConfigError(
                 f"run.dir={str(path)!r} already holds a run ({', '.join(found)}): "
                 "pass --resume to continue it, or choose another run.dir"
             )
-        _check_writable(run.path)
         _check_space(run.path, need_mb)
         return run
 
@@ -167,13 +166,9 @@ def _finite(value: Any) -> Any:
 
 def _check_writable(path: Path) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path) as probe:
-            probe.write(bytes(4096))
-            probe.flush()
-            fsync_descriptor(probe.fileno(), path)
+        try_to_write(path)
     except OSError as error:
-        free = f"; {_free_mb(path)} MiB are free there" if path.is_dir() else ""
+        free = f"; {_free_mb(path)} MiB are free there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise ConfigError(
             f"run.dir={str(path)!r} cannot be written: {error.strerror or error}{free}. "
             "Choose a run.dir on a disk that this user may write to"

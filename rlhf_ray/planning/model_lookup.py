@@ -42,7 +42,7 @@ def shape_of(model: ModelConfig | NewModelConfig, field: str, fetch: Fetch | Non
     """
     if isinstance(model, NewModelConfig):
         return _new(model)
-    file = Path(model.path).expanduser() / "config.json"
+    file = Path(model.path) / "config.json"
     if file.is_file():
         return read_shape(_read(file, field), f"{field}.path={model.path!r}").in_bytes(BYTES[model.dtype])
     shape = known_shape(model.path)
@@ -122,7 +122,7 @@ def _new(model: NewModelConfig) -> ModelShape:
 
 
 def _tokens(tokenizer: Path) -> int:
-    file = tokenizer.expanduser() / "tokenizer.json"
+    file = tokenizer / "tokenizer.json"
     if not file.is_file():
         known = known_shape(str(tokenizer))
         if known is None:

@@ -144,10 +144,10 @@ class KillableFunction:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "rlhf_ray.rewards.function_subprocess", str(theirs.fileno()),
+                    [sys.executable, "-P", "-m", "rlhf_ray.rewards.function_subprocess", str(theirs.fileno()),
                      str(os.getpid())],
                     pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT, start_new_session=True,
+                    stderr=subprocess.STDOUT, start_new_session=True, env=_environment(),
                 )
             except OSError as error:
                 self._writer.close()
@@ -212,6 +212,12 @@ class KillableFunction:
         deadline = time.monotonic() + patience_s
         while self._process and self._process.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
+
+
+def _environment() -> dict[str, str]:
+    """The worker's, without the variable by which a program `python FILE` that the function starts would not find the
+    modules beside it."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
 
 
 class BoundedOutput:

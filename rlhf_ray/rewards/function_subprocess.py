@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import json
@@ -93,7 +94,8 @@ def plain(result: Any, rows: int) -> list[float]:
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The function that `module:name` or `file.py:name` names. The working directory is on the path.
+    """The function that `module:name` or `file.py:name` names. Modules are searched in the working directory, and for a
+    file beside it too, after the standard library and installed packages.
 
     Raises:
         ValueError, TypeError, and whatever the import raises.
@@ -101,7 +103,7 @@ def load(target: str) -> Callable[..., Any]:
     where, colon, name = target.rpartition(":")
     if not (where and colon and name):
         raise ValueError(f"{target!r} is not of the form module:name or file.py:name")
-    sys.path.insert(0, os.getcwd())
+    sys.path.append(os.getcwd())
     target_object: Any = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     for part in name.split("."):
         target_object = getattr(target_object, part)
@@ -164,13 +166,24 @@ def _exactly(channel: socket.socket, size: int) -> bytes | None:
 def _file(path: Path) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path} (relative paths start at {Path.cwd()})")
-    sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    sys.path.append(str(path.resolve().parent))
+    name = path.stem
+    while _is_taken(name, path):
+        name = f"user_{name}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _is_taken(name: str, path: Path) -> bool:
+    """Whether `import NAME` is to find another module than the file."""
+    if name in sys.modules or name in sys.stdlib_module_names:
+        return True
+    found = importlib.machinery.PathFinder.find_spec(name)
+    return found is not None and found.origin != str(path.resolve())
 
 
 async def _awaited(result: Any) -> Any:

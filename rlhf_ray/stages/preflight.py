@@ -41,7 +41,7 @@ def check_data(config: DataSection) -> None:
     for field, part in config.named_parts():
         check_data_file(part.location, field, part.revision)
         for key in ("subset", "revision"):
-            if (value := getattr(part, key)) is not None and Path(part.location).expanduser().is_dir():
+            if (value := getattr(part, key)) is not None and Path(part.location).is_dir():
                 raise DataError(f"{config.SECTION}.{key}={value!r} has no effect: {part.location} is a directory, not "
                                 "a data set of the Hub; leave it out")
 
@@ -77,7 +77,7 @@ def check_data_file(path: str, field: str, revision: str | None = None) -> None:
     """
     try:
         files = local_files(path)
-        if files is None and not Path(path).expanduser().is_dir():
+        if files is None and not Path(path).is_dir():
             check_data_set_on_hub(path, revision)
     except DataError as error:
         raise DataError(f"{field}={error}") from None  # it begins with the path

@@ -13,7 +13,7 @@ from rlhf_ray.checkpoint.atomic_directory import clear_leftovers
 from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
 from rlhf_ray.checkpoint.uploader import Uploader, fetch_copy, fetch_newest
 from rlhf_ray.cluster.resource_pools import Pools
-from rlhf_ray.cluster.session import Session, ray_session
+from rlhf_ray.cluster.session import Session, ray_session, require_local_directories
 from rlhf_ray.cluster.shared_files import require_shared_files
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.derived import model_paths, placements_of
@@ -147,10 +147,11 @@ def owned_directory(config: StageConfig, resume: bool) -> Iterator[RunDirectory]
     removed.
 
     Raises:
-        ConfigError: `logging` needs a package that is not installed; the directory cannot be used, holds another run,
-            or has another owner.
+        ConfigError: `logging` needs a package that is not installed; a local cluster cannot use a directory of this
+            machine; the run's directory cannot be used, holds another run, or has another owner.
     """
     require_trackers(config.logging)
+    require_local_directories(config.cluster)
     files = RunFiles(config.cluster.disk_timeout_s)
     with closing(files), ExitStack() as stack:
         directory = files.records.do(RunDirectory.create, config.run.dir, resume)

@@ -46,7 +46,8 @@ OVERRIDES = [
     "--reference.revision=v1", "--critic.init=reward --critic.path=other",
     "--algorithm.estimator=grpo", "--algorithm.kl.kind=adaptive --algorithm.kl.coef=0", "--evaluation.every=5",
     "--algorithm.estimator=reinforce --algorithm.lam=0.9 --critic.cpus=0.2 --critic.zero_stage=0",
-    "--reward.quarantine_limit=0.2",
+    "--reward.quarantine_limit=0.2", "--run.dir=~no-such-user/x", "--prompts.path=$NO_SUCH_VARIABLE/x",
+    f"--run.dir={'d' * 300}",
 ]
 FILES = {
     "not YAML": "run: {dir: x\nmodel: 3\n", "a key twice": "run: {steps: 3}\nrun: {seed: 3}\n",

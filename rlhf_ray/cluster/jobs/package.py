@@ -5,8 +5,10 @@ that runs a part of the job. So the archive is for code, configurations and smal
 where all nodes see them.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ EXCLUDES = ("/runs/", ".git/", ".venv/", "venv/", "node_modules/", "__pycache__/
             ".mypy_cache/", ".ruff_cache/", ".hypothesis/", "wandb/", "mlruns/", ".ray/")
 """Left out in addition to the patterns of the directory's .gitignore and .rayignore; same syntax."""
 MIB = 2**20
+OFTEN_INSTALLED = ("tests", "examples")
+"""Directories that packages install by mistake; nothing imports those."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,27 @@ def check_paths(config: BaseModel, package: Package) -> None:
             f"{field}={text!r} is not packed (left out are runs/, environments, and what .gitignore and .rayignore "
             "name), so the job would not find it: give an absolute path that all nodes of the cluster see, or the name "
             "of a model on the Hub")
+
+
+def check_module_names(package: Package) -> None:
+    """Refuse modules that the job's processes would import in place of installed ones: Ray puts the working directory
+    before the standard library.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    elsewhere = [path for path in sys.path if Path(path).resolve() != package.directory]
+    for file in sorted(package.files):
+        name, _, rest = file.partition("/")
+        if rest not in ("", "__init__.py") or (not rest and not name.endswith(".py")) or name in OFTEN_INSTALLED:
+            continue
+        name = name.removesuffix(".py")
+        other = PathFinder.find_spec(name, elsewhere)
+        installed = other is not None and other.origin is not None and not other.origin.startswith(
+            f"{package.directory}/")
+        if name in sys.stdlib_module_names or installed:
+            raise ConfigError(f"{package.directory / file} is named like an installed module, and Ray's processes and "
+                              f"workers would import it in place of that: rename it, or name it in .rayignore")
 
 
 def exists_here(path: Path) -> bool:

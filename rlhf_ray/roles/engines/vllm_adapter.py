@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
+from glob import has_magic
 from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,7 +85,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
     model, generation = settings.model, settings.generation
     on_cpu = generation.gpus == 0
     arguments: dict[str, Any] = dict(
-        model=model.path,
+        model=path_for_vllm(model.path),
         **model.trust,
         load_format="safetensors",
         dtype=model.dtype,
@@ -109,6 +113,21 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         **_adapters(settings.adapters),
     )
     return AsyncEngineArgs(**arguments | generation.vllm)
+
+
+def path_for_vllm(path: str) -> str:
+    """A model's path, or that of a link to it for the rest of the process: vLLM takes a directory for a pattern of
+    `glob`, and in one with brackets finds no weights (vllm/model_executor/model_loader/default_loader.py)."""
+    if not has_magic(path) or not Path(path).is_dir():
+        return path
+    return str(Path(_folder_with_link(str(Path(path).resolve())).name) / "model")
+
+
+@cache
+def _folder_with_link(path: str) -> TemporaryDirectory[str]:
+    folder = TemporaryDirectory(prefix="rlhf-ray-model-", ignore_cleanup_errors=True)
+    (Path(folder.name) / "model").symlink_to(path, target_is_directory=True)
+    return folder
 
 
 def _memory(generation: GenerationConfig) -> dict[str, Any]:

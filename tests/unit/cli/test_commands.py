@@ -232,3 +232,28 @@ def test_a_finished_run_shows_what_it_reached_and_where(tmp_path, capsys):
     print_results(run)
     table, header = capsys.readouterr().out, f"model: {run.model}"
     assert "+1.5 better" in table and "hardly moved: KL 0.01" in table and table.rstrip().endswith(header)
+
+
+AT_ONCE = """
+import sys, types
+stage = types.ModuleType("rlhf_ray.stages.ppo")
+def run(config, resume=False):
+    {body}
+stage.run = run
+sys.modules[stage.__name__] = stage
+from rlhf_ray.cli.main import main
+sys.argv = ["rlhf-ray", "ppo", sys.argv[1]]
+main()
+"""
+
+
+@pytest.mark.parametrize(("body", "code", "said"), [
+    ("raise ZeroDivisionError('a bug')", 1, "ZeroDivisionError: a bug\n"),
+    ("sys.exit('with a text')", 1, "with a text\n"),
+])
+def test_a_command_that_fails_at_once_says_so(ppo_file, body, code, said):
+    """Each several times, because it depends on the moment."""
+    command = [sys.executable, "-c", AT_ONCE.format(body=body), ppo_file]
+    for process in [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]:
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors.endswith(said)) == (code, True), errors

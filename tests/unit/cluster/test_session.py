@@ -1,5 +1,6 @@
 """What is known of a cluster's address before Ray tries it, and what is done about its head afterwards."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -146,3 +147,63 @@ def test_agents_of_a_raylet_that_ended_before_the_shutdown_end_too(monkeypatch):
         raylet.wait()
     assert "shutdown" in fake.events
     assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
+
+
+LOCAL = ClusterConfig()
+
+
+@pytest.fixture
+def places(monkeypatch, tmp_path_factory):
+    """A short temporary directory, a home without a token, and a disk with space."""
+    short = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr(session, "temporary_directory", lambda: session.Path(os.environ["RAY_TMPDIR"]))
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    monkeypatch.setenv("HOME", str(short / "home"))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(session, "new_token_file", lambda: session.Path.home() / ".ray/auth_token")
+    return short
+
+
+def test_directories_that_can_be_used_are(places):
+    session.require_local_directories(LOCAL)
+    assert (places / "home/.ray").is_dir()
+
+
+@pytest.mark.parametrize(("variable", "value", "said"), [
+    ("RAY_TMPDIR", "/tmp/" + "d" * 60, r"RAY_TMPDIR=/tmp/d+ is too long: .* paths of \d+ bytes, and Linux allows 107; "
+     "set RAY_TMPDIR"),
+    ("RAY_TMPDIR", "/proc/nope", "RAY_TMPDIR=/proc/nope cannot be written: No such file or directory; set RAY_TMPDIR"),
+    ("RAY_TMPDIR", "/dev/null/x", "RAY_TMPDIR=/dev/null/x cannot be written: Not a directory; set RAY_TMPDIR"),
+    ("HOME", "/proc/nope", "/proc/nope/.ray, where a local cluster keeps its token, cannot be written: No such .*; set "
+     "HOME to .* or RAY_AUTH_TOKEN"),
+    ("HOME", "/dev/null", "/dev/null/.ray, where a local cluster keeps its token, cannot be written: Not a directory"),
+])
+def test_a_directory_that_a_local_cluster_cannot_use_is_refused(places, monkeypatch, variable, value, said):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=said) as refused:
+        session.require_local_directories(LOCAL)
+    assert "\n" not in str(refused.value)
+    session.require_local_directories(ClusterConfig(address="host:6379"))
+
+
+def test_a_temporary_directory_that_is_full_is_refused(places, monkeypatch):
+    monkeypatch.setattr(session.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 2**20))
+    with pytest.raises(ConfigError, match="RAY_TMPDIR=/tmp is on a disk with 5 MiB free, and .* needs 64 MiB"):
+        session.require_local_directories(LOCAL)
+
+
+@pytest.mark.parametrize(("error", "kind", "said"), [
+    (OSError(28, "No space left on device"), ClusterError, "cannot start a local Ray cluster: .*No space left"),
+    (Exception("\nThe last 20 lines of x.log:\n  at a\nEOFError: unexpected\n"), ClusterError,
+     "cannot start a local Ray cluster: The last 20 lines of x.log: ... EOFError: unexpected$"),
+    (TimeoutError("waited"), ClusterUnavailable, "cannot start a local Ray cluster: waited$"),
+])
+def test_whatever_keeps_a_local_cluster_from_starting_is_one_line(monkeypatch, error, kind, said):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(session.ray, "init", fail)
+    with pytest.raises(kind, match=said) as raised, ray_session(LOCAL, {}, "test"):
+        pass
+    assert type(raised.value) is kind and "\n" not in str(raised.value)

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from rlhf_ray.coordinator.stop import CHILD, StopRequest
-from rlhf_ray.errors import RunInterrupted
+from rlhf_ray.coordinator.stop import CHILD, ReceivedSignals, StoppedAtOnce, StopRequest
+from rlhf_ray.errors import RunInterrupted, WorkerError
 
 
 @pytest.fixture(autouse=True)
@@ -230,3 +230,140 @@ def test_a_process_whose_terminal_is_closed_saves_although_it_cannot_print_any_m
         time.sleep(0.02)
     os.close(ours)
     assert process.wait(60) == 75 and (tmp_path / "state").read_text() == "saved after SIGHUP"
+
+
+A_COMMAND = """
+import asyncio, atexit, os, signal, sys, threading, time
+from rlhf_ray.coordinator.stop import OF_COMMAND, StopRequest
+from rlhf_ray.errors import RunInterrupted
+
+PLACES, NUMBER = sys.argv[1].split("+"), signal.Signals[sys.argv[2]]
+
+def reach(place):
+    print(place, flush=True)
+    for _ in range(PLACES.count(place)):
+        os.kill(os.getpid(), NUMBER)
+        for _ in range(5):
+            time.sleep(0.001)
+
+async def loop():
+    stop = StopRequest(lambda text: None)
+    with stop.listening():
+        stop.can_save = True
+        reach("loop")
+        await asyncio.sleep(0.01)
+        reach("saving")
+        await asyncio.sleep(0.01)
+        if stop.requested:
+            raise RunInterrupted("saved")
+
+def at_the_end():
+    reach("atexit")
+    print("over", flush=True)
+
+def command():
+    try:
+        reach("start")
+        asyncio.run(loop())
+    finally:
+        try:
+            reach("end of the cluster")
+            time.sleep(0.01)
+        finally:
+            print("cleaned", flush=True)
+    reach("summary")
+
+atexit.register(at_the_end)
+threading.Thread(target=lambda: (threading.main_thread().join(), reach("end of the main thread"))).start()
+OF_COMMAND.handle()
+try:
+    command()
+    reach("command's end")
+except RunInterrupted as error:
+    reach("message")
+    sys.exit(error.exit_code)
+finally:
+    OF_COMMAND.process_ends()
+"""
+PLACES = ("end of the cluster", "message", "end of the main thread", "atexit")
+
+
+def ended(places, name="SIGINT"):
+    """Exit code of a command that gets signals at these places, and what it reached."""
+    done = subprocess.run([sys.executable, "-c", A_COMMAND, "+".join(places), name], capture_output=True, text=True,
+                          timeout=60, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("more", [(), *((place,) for place in PLACES), PLACES, 5 * PLACES], ids=len)
+def test_a_command_that_was_asked_to_stop_ends_with_one_code_whatever_follows(more, name):
+    code, reached = ended(["loop", *more], name)
+    assert code == 75 and reached[-1] == "over" and "cleaned" in reached and "summary" not in reached
+
+
+@pytest.mark.parametrize("places", [
+    ("start",), ("start",) * 4, ("loop", "saving"), ("loop", "saving", *PLACES), ("loop",) * 5, ("saving",),
+    ("end of the cluster",), ("summary",), ("summary", *PLACES), ("command's end",),
+], ids="+".join)
+def test_a_command_that_is_stopped_at_once_ends_with_that_code_too(places):
+    code, reached = ended(places)
+    assert code == 75 and reached[-1] == "over" and "cleaned" in reached
+
+
+def test_a_signal_after_python_has_removed_its_handlers_changes_nothing():
+    end = """
+class Kept:
+    def __del__(self, sleep=time.sleep, kill=os.kill, pid=os.getpid(), write=os.write):
+        write(1, b"late\\n")
+        for _ in range(3):
+            kill(pid, 2), kill(pid, 15)
+sys.kept = Kept()
+"""
+    program = A_COMMAND.replace("def at_the_end", f"{end}\ndef at_the_end")
+    done = subprocess.run([sys.executable, "-c", program, "", "SIGINT"], capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "late"
+
+
+@pytest.mark.parametrize("places", [(), ("end of the main thread", "atexit"), 5 * ("atexit",)], ids=len)
+def test_a_command_that_made_all_its_steps_ends_with_0_whatever_follows(places):
+    code, reached = ended(places)
+    assert code == 0 and reached[-1] == "over"
+
+
+def test_a_process_that_does_not_end_can_be_ended(monkeypatch):
+    monkeypatch.setattr("rlhf_ray.coordinator.stop.END_S", 0.05)
+    received = ReceivedSignals()
+    received.handle()
+    received.process_ends()
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+
+def test_a_stop_at_once_that_was_caught_can_be_repeated(monkeypatch):
+    monkeypatch.setattr("rlhf_ray.coordinator.stop.END_S", 0.05)
+    received = ReceivedSignals()
+    received.handle()
+    for _ in range(2):
+        with pytest.raises(StoppedAtOnce, match="75"):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+
+def test_an_error_of_work_that_is_stopped_at_once_does_not_hide_the_stop():
+    async def run():
+        with StopRequest(lambda _: None).listening():
+            try:
+                await kill_and_look(signal.SIGINT)
+            except asyncio.CancelledError:
+                raise WorkerError("killed meanwhile") from None
+
+    with pytest.raises(RunInterrupted, match="stopped at once by SIGINT"):
+        asyncio.run(run())

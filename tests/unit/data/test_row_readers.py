@@ -1,5 +1,6 @@
 """Where rows come from: several files, saved directories, and all that is malformed at once."""
 
+import json
 from array import array
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.load_report import MOST, LoadReport, RowErrors
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompt_table import open_prompts
-from rlhf_ray.data.row_readers import BLOCK, read_rows, stream_rows
+from rlhf_ray.data.row_readers import BLOCK, is_local, read_rows, stream_rows
 from rlhf_ray.errors import DataError
 
 
@@ -104,3 +105,32 @@ def test_a_lenient_reader_counts_on_and_keeps_the_good_rows(write_jsonl):
     row_errors.finish(LoadReport("rows.jsonl"), "")
     with pytest.raises(DataError, match="^4 rows cannot be used"):
         row_errors.check()
+
+
+@pytest.mark.parametrize("directory", ["[a]", "a*", "what?", "runs/[2026]-[b]/x"])
+@pytest.mark.parametrize("absolute", [True, False])
+def test_directories_that_are_named_like_a_pattern(tmp_path, monkeypatch, directory, absolute):
+    """They are themselves, and not what the pattern matches; so is a file."""
+    monkeypatch.chdir(tmp_path)
+    for folder in (directory, "a", "aa", "whats"):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for name in ("rows1.jsonl", "rows[1].jsonl"):
+            (Path(folder) / name).write_text(json.dumps({"from": folder, "name": name}) + "\n")
+    place = tmp_path / directory if absolute else Path(directory)
+
+    def read(name):
+        return [(row["from"], row["name"]) for row in read_rows(str(place / name)).records]
+
+    assert read("rows[1].jsonl") == [(directory, "rows[1].jsonl")]
+    assert read("rows[0-9].jsonl") == [(directory, "rows1.jsonl")]
+    assert sorted(read("rows*.jsonl")) == [(directory, "rows1.jsonl"), (directory, "rows[1].jsonl")]
+    assert is_local(str(place))
+
+
+def test_a_pattern_of_directories(tmp_path):
+    for folder in ("a1", "a2", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.jsonl").write_text(json.dumps({"from": folder}) + "\n")
+    for pattern, found in (("a*/rows.jsonl", ["a1", "a2"]), ("[ab]*/*.jsonl", ["a1", "a2", "b"]),
+                           ("**/rows.jsonl", ["a1", "a2", "b"])):
+        assert [row["from"] for row in read_rows(str(tmp_path / pattern)).records] == found

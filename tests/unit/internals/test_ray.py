@@ -4,14 +4,18 @@ import inspect
 import mmap
 import os
 import re
+import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 from ray._common import constants
-from ray._private import node, services, state, worker
+from ray._private import node, services, state, utils, worker
 from ray._private.runtime_env import constants as environment_constants
 from ray._private.runtime_env import packaging
+from ray.core.generated.common_pb2 import JobConfig
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 from ray.dashboard.modules.job.common import JOB_ID_METADATA_KEY
 from ray.experimental import internal_kv
@@ -155,3 +159,74 @@ def test_a_client_of_the_job_server_asks_with_its_token_and_knows_the_version():
         READ_AGAIN)
     check = SubmissionClient._check_connection_and_version_with_url
     assert "_server_ray_version" in check.__code__.co_names, READ_AGAIN
+
+
+@pytest.mark.parametrize("searched", [False, True])
+def test_workers_search_the_driver_s_directories_only_if_it_does(tmp_path, monkeypatch, searched):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*(["", "/script"] if searched else []), "/elsewhere"])
+    job = internals.job_config({"a": "b"})
+    assert "_py_driver_sys_path.extend" in inspect.getsource(worker.connect), READ_AGAIN
+    job._py_driver_sys_path.extend(["/script", str(tmp_path)])
+    sent = JobConfig.FromString(job._serialize())
+    assert list(sent.py_driver_sys_path) == (["/script", str(tmp_path)] if searched else [])
+    assert dict(sent.metadata) == {"a": "b"}
+
+
+@pytest.mark.parametrize("handles", [False, True])
+def test_ray_s_handler_of_sigterm_does_not_replace_one_of_the_driver(handles):
+    assert "set_sigterm_handler" in inspect.getsource(worker.init), READ_AGAIN
+    before = signal.getsignal(signal.SIGTERM)
+    ours = (lambda *_: None) if handles else signal.SIG_DFL
+    try:
+        signal.signal(signal.SIGTERM, ours)
+        with internals.kept_sigterm_handler():
+            utils.set_sigterm_handler(lambda *_: "Ray's")
+        assert (signal.getsignal(signal.SIGTERM) is ours) == handles
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_ray_s_processes_get_more_variables_while_they_are_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("OURS", "kept")
+    with internals.own_process_groups({"PYTHONSAFEPATH": "1"}):
+        services.start_ray_process(["sh", "-c", f"echo $PYTHONSAFEPATH $OURS > {tmp_path}/seen"], "test",
+                                   fate_share=False).process.wait()
+    assert (tmp_path / "seen").read_text() == "1 kept\n" and "PYTHONSAFEPATH" not in os.environ
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_the_temporary_directory_is_ray_s(monkeypatch, variable):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(variable, "/other")
+    assert internals.temporary_directory() == Path("/other")
+
+
+def test_the_longest_socket():
+    """Its parts in Ray's sources; `tests/cluster/test_shutdown.py` and others start clusters in short directories."""
+    from ray.dashboard.subprocesses import utils as subprocesses
+
+    modules = re.findall(r"class (\w+)\(SubprocessModule", "".join(
+        file.read_text() for file in (HOME / "dashboard/modules").rglob("*_head.py")))
+    longest = max(len(subprocesses.get_socket_path("", name).lstrip("/")) for name in modules)
+    for dashboard, length in ((True, longest), (False, len("plasma_store"))):
+        path = internals.longest_socket(Path("/tmp"), dashboard)
+        assert len(Path(path).name) == length and path.startswith("/tmp/ray/session_"), READ_AGAIN
+    assert 'default_prefix="plasma_store"' in inspect.getsource(node), READ_AGAIN
+    assert re.search(r"%Y-%m-%d_%H-%M-%S_%f", inspect.getsource(node)), READ_AGAIN
+
+
+def test_a_new_token_is_written_where_ray_writes_it(monkeypatch, tmp_path):
+    from ray._private.authentication import authentication_token_setup as setup
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("ray._raylet.AuthenticationTokenLoader", SimpleNamespace(
+        instance=lambda: SimpleNamespace(has_token=lambda ignore_auth_mode: (tmp_path / ".ray/auth_token").exists())))
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert internals.new_token_file() is None
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    assert internals.new_token_file() == tmp_path / ".ray/auth_token"
+    setup.generate_and_save_token()
+    assert (tmp_path / ".ray/auth_token").is_file() and internals.new_token_file() is None

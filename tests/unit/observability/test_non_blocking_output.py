@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from rlhf_ray.observability.non_blocking_output import MAX_PENDING_BYTES, NonBlockingStream, non_blocking
+from rlhf_ray.observability.non_blocking_output import DRAIN_S, MAX_PENDING_BYTES, NonBlockingStream, non_blocking
 from rlhf_ray.observability.progress import StageProgress
 
 
@@ -180,3 +180,68 @@ def test_a_command_whose_reader_has_enough_says_nothing_of_it(arguments):
     ended = subprocess.run([sys.executable, "-m", "rlhf_ray.cli.main", *arguments], stdout=closed,
                            stderr=subprocess.PIPE, timeout=60, check=False)
     assert ended.stderr == b"" and ended.returncode in (0, 1, 128 + signal.SIGPIPE)
+
+
+ENDS = {
+    "an error": "raise ZeroDivisionError('LAST')",
+    "an exit with a text": "sys.exit('LAST')",
+    "an exit after a line": "print('LAST', file=sys.stderr); sys.exit(3)",
+    "an interruption": "raise KeyboardInterrupt('LAST')",
+    "a thread that outlives the main one":
+        "threading.Thread(target=lambda: (time.sleep(0.1), print('LAST', file=sys.stderr))).start()",
+    "a thread's error": "threading.Thread(target=lambda: 1 / 0, name='LAST').start()",
+    "a handler of atexit": "atexit.register(lambda: print('LAST', file=sys.stderr))",
+    "a handler of atexit that was there before": "BEFORE.append(lambda: print('LAST', file=sys.stderr))",
+    "an error of a handler": "atexit.register(lambda: 1 / len(''), )  # LAST",
+    "an object that goes with its module":
+        "class Kept:\n    def __del__(self, file=sys.stderr): file.write('LAST\\n')\nkept = Kept()",
+    "an end without the interpreter's": "print('LAST', file=sys.stderr); drain_output(); os._exit(4)",
+    "a long last line": "print('x' * 300_000 + 'LAST', file=sys.stderr)",
+}
+TO_THE_END = """
+import atexit, os, sys, threading, time
+BEFORE = []
+atexit.register(lambda: [each() for each in BEFORE])
+from rlhf_ray.observability.non_blocking_output import drain_output, use_non_blocking_output
+use_non_blocking_output()
+print("first", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda name: name.replace(" ", "_"))
+def test_what_is_printed_last_is_not_lost(tmp_path, end):
+    """To a pipe that is read slowly, and to a file; each several times, because it depends on the moment."""
+    program = tmp_path / "program.py"
+    program.write_text(TO_THE_END + ENDS[end])
+    command = [sys.executable, str(program)]
+    files = [open(tmp_path / f"output {number}", "w+b") for number in range(4)]  # noqa: SIM115
+    to_files = [subprocess.Popen(command, stderr=file) for file in files]
+    to_pipes = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
+    texts = [slowly(process.stderr) for process in to_pipes]
+    for process, file in zip(to_files, files, strict=True):
+        process.wait(60)
+        file.seek(0)
+        texts.append(file.read().decode())
+    for text in texts:
+        assert text.startswith("first") and ("LAST" in text or "ZeroDivisionError" in text)
+
+
+def slowly(pipe):
+    """What comes out of a pipe until it closes, read at 2 MB/s."""
+    parts = []
+    while part := os.read(pipe.fileno(), 20_000):
+        parts.append(part)
+        time.sleep(0.01)
+    pipe.close()
+    return b"".join(parts).decode()
+
+
+def test_a_process_that_nobody_reads_ends_after_a_while(tmp_path):
+    reader, writer = os.pipe()
+    program = TO_THE_END + "atexit.register(lambda: print('y' * 1000, file=sys.stderr))\nprint('x' * 900_000, "\
+        "file=sys.stderr)\nBEFORE.append(lambda: print('z' * 1000, file=sys.stderr))\nsys.exit(3)"
+    began = time.monotonic()
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=writer)
+    assert process.wait(60) == 3 and time.monotonic() - began < 5 * DRAIN_S
+    os.close(reader)
+    os.close(writer)

@@ -57,6 +57,11 @@ def test_says_why_a_directory_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/run.*cannot be written: Not a directory"):
         RunDirectory.create(tmp_path / "file" / "run")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match="cannot be written: File name too long"):
+            RunDirectory.create(tmp_path / ("d" * 300), resume)
+    with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
+        RunDirectory.create("/proc/nope/run")
 
 
 def test_json_holds_numbers_from_numpy_and_null_for_what_json_cannot_say(tmp_path):

@@ -398,3 +398,43 @@ def gone(pid: int) -> bool:
         return stat.read().rpartition(")")[2].split()[0] == "Z"
 
 
+
+
+RAISES = "raise RuntimeError('imported from the working directory')\n"
+
+
+@pytest.mark.parametrize("name", ["math", "re", "json", "random", "asyncio", "sys", "numpy", "torch", "rlhf_ray"])
+def test_a_file_may_be_named_like_a_module(tmp_path, monkeypatch, requests, name):
+    """It gets the standard library's and the installed modules, and those beside it that are named otherwise."""
+    folder = tmp_path / "rewards"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(
+        "import json, math, re, sys\nimport numpy\nimport helper\n"
+        "def score(responses):\n"
+        "    assert json.loads('[1]') == [1] and re.match('a', 'a') and sys.modules['math'] is math\n"
+        "    return list(numpy.array([helper.size(r) for r in responses]) + math.sqrt(4))\n")
+    (folder / "helper.py").write_text("import math, statistics\ndef size(text): return len(text) + math.cos(0)\n")
+    for other in ("statistics", "socket", "pickle", "psutil"):
+        (folder / f"{other}.py").write_text(RAISES)
+        (tmp_path / f"{other}.py").write_text(RAISES)
+    monkeypatch.chdir(tmp_path)
+    mine = FunctionSource("mine", FunctionReward(type="function", function=f"rewards/{name}.py:score"))
+    assert scores(mine, requests) == [6.0, 12.0, 19.0]
+
+
+def test_what_a_file_defines_reaches_processes_that_it_starts(tmp_path, monkeypatch, requests):
+    (tmp_path / "mine.py").write_text(
+        "import multiprocessing, subprocess, sys\n"
+        "def size(text): return len(text)\n"
+        "def score(responses):\n"
+        "    command = [sys.executable, 'tools/program.py']\n"
+        "    program = subprocess.run(command, capture_output=True, text=True, check=True)\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        return [size + int(program.stdout) for size in pool.map(size, responses)]\n")
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/program.py").write_text("import beside\nprint(beside.NUMBER)\n")
+    (tmp_path / "tools/beside.py").write_text("NUMBER = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as in a worker
+    mine = FunctionSource("mine", FunctionReward(type="function", function="mine.py:score"))
+    assert scores(mine, requests) == [4.0, 10.0, 17.0]

@@ -1,6 +1,7 @@
 """What vLLM is asked for: a cache, a prefill budget, and memory that must be free when an engine starts."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -15,7 +16,7 @@ from rlhf_ray.planning.inference_memory import generator_memory
 from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, CACHE, LOGITS, MIB
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.roles.engines.interface import EngineSettings
-from rlhf_ray.roles.engines.vllm_adapter import engine_arguments, inspect_architectures
+from rlhf_ray.roles.engines.vllm_adapter import engine_arguments, inspect_architectures, path_for_vllm
 from tests.models import make_tiny_llama
 
 CONTEXT, GIB = 256, 2**30
@@ -167,3 +168,22 @@ def test_latent_attention_on_cpus_does_without_vllm_s_kernel_of_rotary_embedding
 
     assert operators("DeepseekV3ForCausalLM") == ["-rotary_embedding"]
     assert not operators("DeepseekV3ForCausalLM", gpus=1) and not operators("LlamaForCausalLM")
+
+
+@pytest.mark.parametrize("name", ["[a]", "a*", "plain"])
+def test_vllm_finds_the_weights_of_a_directory_with_any_name(tmp_path, name):
+    """By its own look for them."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    path = make_tiny_llama(tmp_path / name / "model")
+    asked = path_for_vllm(str(path))
+    loader = DefaultModelLoader(LoadConfig(load_format="safetensors"))
+    _, files, *_ = loader._prepare_weights(asked, None, None, False, None)
+    assert [Path(file).resolve() for file in files] == [path / "model.safetensors"]
+    assert arguments(path).model == asked and (asked == str(path)) == (name == "plain")
+
+
+def test_a_name_on_the_hub_is_left_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert path_for_vllm("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"

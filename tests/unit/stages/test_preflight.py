@@ -16,6 +16,7 @@ from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
+from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.stages import compare, generate, ppo, preferences, process_reward, reward_model, sft
 from rlhf_ray.stages.ppo_roles import check_pretraining_text
@@ -65,9 +66,10 @@ def test_what_looks_like_a_file_must_be_one(path, tmp_path, monkeypatch):
 def test_a_path_in_the_home_directory_is_found_as_readers_find_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(DataError, match="no such file"):
-        check_data_file("~/p.jsonl", "data.path")
-    (tmp_path / "p.jsonl").write_text("{}")
-    check_data_file("~/p.jsonl", "data.path")
+        check_data(PromptsConfig(path="~/p.jsonl"))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}')
+    check_data(PromptsConfig(path="~/p.jsonl"))
+    assert [row["prompt"] for row in read_rows(PromptsConfig(path="~/p.jsonl").location).records] == ["a"]
 
 
 def test_a_hub_name_must_be_on_the_hub_or_in_the_cache(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 import rlhf_ray
 from rlhf_ray.cluster.jobs import package as module
-from rlhf_ray.cluster.jobs.package import check_paths, environment_of, list_package
+from rlhf_ray.cluster.jobs.package import check_module_names, check_paths, environment_of, list_package
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 
@@ -80,3 +80,21 @@ def test_this_package_goes_along_unless_the_directory_holds_it(project):
     subprocess.run(["cp", "-r", str(home), str(project / "here")], check=True)
     packed = list_package(project)
     assert packed.holds(project / "here/rlhf_ray") and not packed.holds(home)
+
+
+@pytest.mark.parametrize("name", ["json.py", "random/__init__.py", "tokenizers.py", "ray/__init__.py"])
+def test_a_module_that_ray_would_import_in_place_of_an_installed_one_is_refused(project, name):
+    (project / name).parent.mkdir(exist_ok=True)
+    (project / name).write_text("")
+    with pytest.raises(ConfigError, match=rf"{project}/{name} is named like an installed module"):
+        check_module_names(list_package(project))
+
+
+def test_other_modules_are_not(project, monkeypatch):
+    for name in ("rewards.py", "mine/__init__.py", "mine/json.py", "json/rows.jsonl", "re.txt", "tests/__init__.py",
+                 "torch"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("")
+    monkeypatch.syspath_prepend(str(project))
+    monkeypatch.chdir(project)
+    check_module_names(list_package(project))
