@@ -1,76 +1,65 @@
-r"""Numbers in texts, read whole or not at all: 2 is only a part of `\sqrt{2}`, `2x`, `(1,2)` and `1.2.2`.
+r"""Numbers in texts, read whole or not at all: 2 is only a part of `\sqrt{2}`, `2x`, `(1, 2)` and `1 + 2`.
 
-Numbers are decimals with any number of digits, and quotients of two. No expression is evaluated: where a number belongs
-to a sum, a power, a pair or a root, there is none.
+A text without its typesetting is divided into words at blanks. A word is a number if it is nothing else, apart from
+punctuation around it, and if the words beside it do not make it a part of something. No expression is evaluated.
 """
 
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections.abc import Iterator
 from decimal import Context, Decimal
 
 DIGITS = 60
 """Of a quotient, at least."""
 NOT_WHOLE = Decimal("NaN")
 """What is read where a number is only a part of what stands there."""
-LOOK = 60
-"""How many characters before and after a number are looked at, apart from brackets."""
-DEPTH = 8
-"""How many brackets around a number are looked at."""
 
-_PLAIN = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
-_NUMBER = re.compile(
-    rf"\\frac\s*(?:{{\s*(?P<top>-?{_PLAIN})\s*}}|(?P<top_digit>[0-9]))"
-    rf"\s*(?:{{\s*(?P<below>-?{_PLAIN})\s*}}|(?P<below_digit>[0-9]))"
-    rf"|(?P<value>{_PLAIN})(?:[eE](?P<power>[-+]?[0-9]{{1,4}})(?!\w)| ?/ ?(?P<under>{_PLAIN}))?",
-    re.ASCII)
-
-# What is only typesetting, and how it is written instead.
+_CHARACTERS = str.maketrans({
+    **{chr(wide): chr(wide - 0xFEE0) for wide in range(0xFF01, 0xFF5F)},  # full-width forms of ASCII
+    **dict.fromkeys("\N{MINUS SIGN}\N{EN DASH}\N{SMALL HYPHEN-MINUS}", "-"),
+    "½": r"\frac12", "⅓": r"\frac13", "⅔": r"\frac23", "¼": r"\frac14", "¾": r"\frac34",
+    "\N{FRACTION SLASH}": "/",
+})
+# What is only typesetting and what is written instead, in this order.
 _TYPESETTING = [(re.compile(pattern), instead) for pattern, instead in (
-    ("[\N{MINUS SIGN}\N{EN DASH}\N{SMALL HYPHEN-MINUS}\N{FULLWIDTH HYPHEN-MINUS}]", "-"),
-    (r"\\left(?![a-z])|\\right(?![a-z])|\\[bB]igg?[lr]?(?![a-z])|\\!", ""),
-    (r"(?<=[0-9])\{([,.])\}(?=[0-9])", r"\1"),  # 1{,}000
-    ("(?<=[0-9])(?:\\\\[,;: ]|~|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ","),  # thousands by a narrow blank
-    (r"\\[dtc]frac(?![a-z])", r"\\frac"),
-    (r"\\(?:text[a-z]*|math[a-z]+|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
-    (r"</?[A-Za-z][\w-]*(?:\s+[\w-]+=[^<>]{0,80})?\s?/?>", " "),  # <answer>42</answer>
-    (r"(?<=[-+])\\?[$€£¥₹](?=[0-9.])", ""),
-    (r"\\\\", "\n"),
-    (r"\\[()\[\]$,;: ]|[$€£¥₹`&~°]|\^\s*(?:\\circ|\{\s*\\circ\s*\})|"
-     r"\\(?:degrees?|q?quad|displaystyle|approx|to|implies|therefore|item|[Rr]ightarrow|boxed(?!\s*\{))(?![a-zA-Z])",
-     " "),
-    (r"\\%", "%"),
-    (r"(?<![\w)\]}*.])\*{1,3}(?=[^\s*])|(?<=[^\s*])\*{1,3}(?![\w(\\*.])", ""),  # **emphasis**
+    (r"\\\\", "; "),  # a new row of a formula
+    (r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])|\\!", ""),
+    (r"(?<=[0-9])(?:\{,\}|\\[,:; ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ""),  # thousands
+    (r"(?<![\w)\]}*])\*{1,3}(?=\S)([^*\n]+)(?<=\S)\*{1,3}(?!\w)", r"\1"),  # **emphasis**
+    (r"</?[A-Za-z]\w*/?>", " "),  # <answer>
+    (r"(?<=[-+])\\?[$€£¥₹]", ""),
+    (r"\\[()\[\],:; $#]|[$€£¥₹`&~#°]|\^ ?(?:\\circ|\{\\circ\})", " "),
+    (r"\\(?:boxed|fbox|text\w*|math(?:rm|bf|it)|mbox|q?quad|displaystyle|degrees?)(?![A-Za-z])", " "),
+    (r"\\(?:approx|equiv|to|implies|therefore|[Rr]ightarrow)(?![A-Za-z])|[-=]{1,2}>|[→⇒≈]", " = "),
+    (r"\\\{", "("), (r"\\\}", ")"), (r"\\%", "%"), (r"\.\.\.", "…"),
+    (r"(?<=[A-Za-z]{2}):|(?<=[\u3000-\u9fff])[:,;]", r"\g<0> "),
+    (r"(?![十百千万萬亿億兆点點半负負])[\u3000-\u9fff]", " "),  # Chinese and Japanese have no blanks
+    (r"(?<![<>!=])=(?![=])", " = "),
+    (r"[^\S\n]+", " "),
+    (r"(?<=[(\[{]) | (?=[)\]},;])", ""),  # ( 5 )
+    (r"(= |[(\[{])([-+]) ", r"\1\2"),  # x = - 5
+    (r"(?<=[0-9]) ([/:]) (?=[0-9])", r"\1"),  # 1 / 2
+    (r"(?<=[0-9%]),? \{?(?:or|and|to|over|times|by|choose)\}? (?=[-+.0-9\\]|an? (?:half|third|quarter))", ";"),
+    (r"\\[dtc]?frac(?![A-Za-z]) ?", r"\\frac"), (r"\\frac([0-9])", r"\\frac{\1}"),
+    (r"(\\frac\{[^{}]*\}) ?([0-9])", r"\1{\2}"), (r"(\\frac\{[^{}]*\}) \{", r"\1{"),
 )]
-_FRACTIONS = re.compile("(?<![0-9])[¼-¾⅐-⅞]")
+# Brackets of a function, an exponent or a factor.
+_ARGUMENTS = re.compile(r"(?<=[\w^)\]}])[(\[{](?:[^()\[\]{}\n]|[(\[{][^()\[\]{}\n]*[)\]}])*[)\]}]")
 
-_LETTER = r"[A-Za-z\u0370-\u03ff]"
-_VARIABLE = rf"(?<!{_LETTER}){_LETTER}"
-"""One letter; at its end."""
-_OPERAND = rf"(?:[0-9)\]}}%!]|{_VARIABLE})"
-_BEFORE = re.compile(
-    rf"(?:[0-9)\]}}][,.:;'/]|{_VARIABLE}[,;]"  # a pair, a ratio, a date
-    r"|[\^_√∛∜±∓/][ \t]*|[)\]}]"
-    rf"|{_OPERAND}[ \t]*(?:\*\*?|[×÷·⋅∙])[ \t]*|[0-9][ \t]*[xX][ \t]*|_(?:\w|\{{[^{{}}]*\}})[ \t]+"
-    r"|\\[A-Za-z]+[ \t]*"  # any other command: \sqrt, \log, \pm, \geq, ...
-    r"|(?:(?<![-=])>|<|[<>!]=|[≤≥≠])[ \t]*"
-    r"|[0-9%][ \t]+(?:or|and)[ \t]+|(?<![A-Za-z])(?:minus|negative|plus)[ \t]+)\Z")
-"""Ends of the text before a number of which it is only a part."""
-_ATTACHED = r"(?:kg|mg|lbs?|oz|km|cm|mm|mi|ft|in|ml|mL|ms|mins?|hrs?|am|pm|st|nd|rd|th|mph)(?![A-Za-z0-9^_(])"
-_AFTER = re.compile(
-    rf"(?!{_ATTACHED})(?:{_LETTER}|[_(\[{{√²³¹⁰⁴-⁹₀-₉¼-¾⅐-⅞])"
-    rf"|[,.:;'][0-9]|[,;](?:{_LETTER}(?!{_LETTER})|\\[a-z])"
-    r"|[ \t]*(?:[\^×÷·⋅∙±∓√∞]|\\[A-Za-z]+|[<>≤≥≠]|!=)|[ \t]*π(?!\w)"
-    rf"|[ \t]*/[ \t]*(?:[0-9.(\\]|{_LETTER}(?!{_LETTER}))"
-    rf"|[-+*](?:[0-9.(\\√]|{_LETTER}(?!{_LETTER}))|[ \t]+[-+*][ \t]*(?:[0-9.(\\√]|(?![aAI] ){_LETTER}(?!{_LETTER}))"
-    r"|[ \t]*(?:hundred|thousand|million|billion|trillion|dozen|pi|sqrt|squared|cubed|factorial)(?![A-Za-z])"
-    r"|[ \t]*(?:[,;]|[ \t](?:or|and)[ \t])[ \t]*[-+]?[0-9.\\]"
-    r"|[ \t]+(?:[0-9]{3}(?![0-9])|[0-9]+/[0-9])")
-"""Beginnings of the text after a number of which it is only a part."""
-_NAME = re.compile(rf"(?<!\\)(?<!{_LETTER})(?:{_LETTER}+|{_LETTER}{{2,}}-)\Z")
-_SIGN = re.compile(r"[-+][ \t]*\Z")
+_PLAIN = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+_WORD = re.compile(
+    r"""(?P<opening>[(\[{"'“‘]*)(?P<sign>[-+]?)"""
+    rf"(?:(?P<value>{_PLAIN}(?:[eE][-+]?[0-9]{{1,4}})?)(?:/(?P<under>{_PLAIN}))?"
+    rf"|\\frac\{{(?P<top>[-+]?{_PLAIN})\}}\{{(?P<below>[-+]?{_PLAIN})\}})"
+    r"""(?:%|kg|mg|km|cm|mm|ml|mph|am|pm|st|nd|rd|th)?(?P<closing>[)\]}"'”’.,:;?!]*)""")
+_PUNCTUATION = "()[]{}\"'“”‘’.,:;?!"
+_NAME = re.compile(r"[A-Za-z]\w*|[A-Za-z]{2,}-\w+")
+"""A word that has digits and is no number: H2O, GPT-4, x_1."""
+_OPERATORS = re.escape("-+*/^_×÷·⋅∙±∓√∞∪∩…<>≤≥≠\\")
+_JOINING = re.compile(
+    rf"[0-9⅐-⅞]|^[{_OPERATORS}]|[{_OPERATORS}]$|^[b-fi-kn-rt-zXα-ω]$"  # letters that are variables, not words or units
+    "|^(?i:minus|negative|plus|mod|pi|sqrt|squared|cubed|factorial"
+    "|hundred|thousand|million|billion|trillion|dozen)$")
 
 
 def number_in(text: str, after: str | None = None) -> Decimal | None:
@@ -80,31 +69,18 @@ def number_in(text: str, after: str | None = None) -> Decimal | None:
         None without a number, or without `after`; `NOT_WHOLE` if the number is only a part of what stands there, or is
         no number (a division by zero).
     """
-    if after is not None:
-        _, found, text = text.rpartition(after)
-        if not found:
-            return None
-    text = _typeset(text)
-    candidates = list(_candidates(text))
-    if not candidates:
-        return None
-    return _whole(text, candidates[-1 if after is None else 0], inside=after is not None)
+    if after is None:
+        return next(reversed(_numbers(text)), None)
+    _, found, rest = text.rpartition(after)
+    return next(iter(_numbers(rest)), None) if found else None
 
 
 def only_number(text: str) -> Decimal | None:
     r"""The number of a text with one number, such as "42", "x = 42" or "It costs $42.": of its last `\boxed{}` if there
     is one, else of its last line. None without a number, or with several; `NOT_WHOLE` as in `number_in`."""
-    text = _typeset(text)
-    start = text.rfind(r"\boxed{") + len(r"\boxed{")
-    if start >= len(r"\boxed{"):
-        text = text[start : _closing(text, start)]
-    else:
-        text = text.strip().rpartition("\n")[2]
-    candidates = list(_candidates(text))
-    if len(candidates) != 1:
-        return None
-    variable = re.match(rf"[ \t]+{_LETTER}(?!{_LETTER})", text[candidates[0].end() :])
-    return NOT_WHOLE if variable else _whole(text, candidates[0])
+    _, boxed, inside = text.rpartition(r"\boxed{")
+    numbers = _numbers(_until_closed(inside) if boxed else text.strip().rpartition("\n")[2])
+    return numbers[0] if len(numbers) == 1 else None
 
 
 def exact_context(*numbers: Decimal) -> Context:
@@ -115,120 +91,59 @@ def exact_context(*numbers: Decimal) -> Context:
     return Context(prec=max(DIGITS, highest - min(int(n.exponent) for n in digits) + 1), traps=[])
 
 
-def _typeset(text: str) -> str:
-    """The text without typesetting: blanks for thousands, text in formulas, currencies, degrees, emphasis."""
+def _until_closed(text: str) -> str:
+    """What stands before the brace that closes one opened before the text."""
+    depth = 1
+    for brace in re.finditer("[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return text[: brace.start()]
+    return text
+
+
+def _numbers(text: str) -> list[Decimal]:
+    """What each word with digits is: a number or `NOT_WHOLE`."""
+    text = text.translate(_CHARACTERS)
     for pattern, instead in _TYPESETTING:
         text = pattern.sub(instead, text)
-    return _FRACTIONS.sub(lambda one: unicodedata.normalize("NFKC", one[0]).replace("\N{FRACTION SLASH}", "/"), text)
+    text = _ARGUMENTS.sub(lambda match: match[0].replace(" ", ""), text)  # f(x = 2) is one word
+    numbers = []
+    for line in text.split("\n"):
+        words = ["", *line.split(), ""]
+        for before, word, following in zip(words, words[1:], words[2:], strict=False):
+            if re.search("[0-9]", word) and not _NAME.fullmatch(word.strip(_PUNCTUATION)):
+                numbers.append(_number(before, word, following))
+    return numbers
 
 
-def _candidates(text: str) -> Iterator[re.Match[str]]:
-    """Numbers, apart from digits of names: H2O, GPT-4, x_1."""
-    for match in _NUMBER.finditer(text):
-        if not _NAME.search(text[max(0, match.start() - LOOK) : match.start()]):
-            yield match
-
-
-def _whole(text: str, match: re.Match[str], inside: bool = False) -> Decimal:
-    """The number of a candidate, with its sign; `NOT_WHOLE` if it is only a part.
-
-    Args:
-        inside: the text begins inside brackets, perhaps.
-    """
-    before, after = text[max(0, match.start() - LOOK) : match.start()], text[match.end() : match.end() + LOOK]
-    negative = False
-    if sign := _SIGN.search(before):
-        minus, before = sign[0], before[: sign.start()]
-        kind = _sign_kind(before, spaced=len(minus) > 1)
-        if kind == "operator":
-            return NOT_WHOLE
-        negative = kind == "sign" and minus[0] == "-"
-    if _BEFORE.search(before) or _AFTER.match(after) or _joins(text, match, before, after):
+def _number(before: str, word: str, following: str) -> Decimal:
+    """The number that a word is between two others; `NOT_WHOLE` if it is none, or a part."""
+    match = _WORD.fullmatch(word)
+    if match is None or _is_in_list(before, match) or _is_joined(before, match, following):
         return NOT_WHOLE
-    start = match.start() - len(sign[0] if sign else "")
-    if _is_part_of_brackets(text, start, match.end(), inside):
-        return NOT_WHOLE
-    return _value(match, negative)
-
-
-def _sign_kind(before: str, spaced: bool) -> str:
-    """Whether a plus or minus before a number is its "sign", an "operator" or a "dash", by the text before it."""
-    left = before.rstrip(" \t")
-    adjacent = left == before
-    if not left or left.endswith("\n"):
-        return "dash" if spaced else "sign"  # of a list
-    if re.search(rf"(?:[0-9)\]}}%!]|{_VARIABLE}|[-+*^_√±∓:])\Z", left):
-        number = left[-1] in "0123456789}"
-        return "operator" if spaced or (adjacent and left[-1] != ":") or number else "sign"
-    if spaced:
-        return "sign" if left[-1] in "=({[" else "dash"
-    return "sign"
-
-
-def _joins(text: str, match: re.Match[str], before: str, after: str) -> bool:
-    """Whether a number belongs to another one beside it (1 000, 1 1/2), goes on (0.33...) or is followed by an
-    exclamation mark without words, a factorial."""
-    is_quotient = match["value"] is None or match["under"] is not None
-    if is_quotient and re.search(r"[0-9][ \t]*\Z", before):
-        return True
-    if re.fullmatch("[0-9]{3}", match[0]) and re.search(r"(?<![0-9.,])[0-9]{1,3} \Z", before):
-        return True
-    if "." in match[0] and re.match(r"\.\.|…", after):
-        return True
-    line = before.rpartition("\n")[2] + after.partition("\n")[0]
-    return after.startswith("!") and not re.search(r"[^\W\d_]{2}", line)
-
-
-def _is_part_of_brackets(text: str, start: int, end: int, inside: bool) -> bool:
-    """Whether the brackets around a number hold more than a number and words, or belong to a larger expression."""
-    line = text.rfind("\n", 0, start) + 1
-    for _ in range(DEPTH):
-        opening, closing = _opening(text, start, line), _closing(text, end)
-        if opening < line and not (inside and line == 0 and text[closing : closing + 1] == "}"):
-            return False
-        around = text[max(line, opening + 1) : start] + " " + text[end:closing]
-        if re.search("[,;|]", around) or ((opening < line or text[opening] == "{") and re.search("[0-9]", around)):
-            return True
-        if opening < line:
-            return False
-        head = text[max(line, opening - LOOK) : opening]
-        if text[opening] == "{":
-            head = re.sub(r"\\f?boxed[ \t]*\Z", "", head)
-        if re.search(rf"(?:\\[A-Za-z]+[ \t]*|[\w)\]}}^√]|[-+*/×÷·⋅]|{_OPERAND}[ \t]*[-+*/×÷·⋅][ \t]*)\Z", head):
-            return True
-        if _AFTER.match(text[closing + 1 : closing + 1 + LOOK]):
-            return True
-        start, end = opening, closing + 1
-    return True
-
-
-def _opening(text: str, position: int, line: int) -> int:
-    """Where the innermost bracket around a position opens in its line, or -1."""
-    depth = 0
-    for i in range(position - 1, line - 1, -1):
-        depth += (text[i] in ")]}") - (text[i] in "([{")
-        if depth < 0:
-            return i
-    return -1
-
-
-def _closing(text: str, position: int) -> int:
-    """Where the innermost bracket around a position closes in its line, or the line's end."""
-    depth = 0
-    for i in range(position, len(text)):
-        depth += (text[i] in "([{") - (text[i] in ")]}")
-        if depth < 0 or text[i] == "\n":
-            return i
-    return len(text)
-
-
-def _value(match: re.Match[str], negative: bool) -> Decimal:
-    """The matched number; `NOT_WHOLE` after a division by zero, or out of range."""
-    top = match["top"] or match["top_digit"] or match["value"]
-    below = match["below"] or match["below_digit"] or match["under"]
-    number = Decimal(top.replace(",", "") + (f"e{match['power']}" if match["power"] else ""))
+    number = Decimal((match["value"] or match["top"]).replace(",", ""))
+    below = match["under"] or match["below"]
     if below is not None:
         number = exact_context(number).divide(number, Decimal(below.replace(",", "")))
-    if negative:
+    if match["sign"] == "-":
         number = number.copy_negate()
-    return number if number.is_finite() else NOT_WHOLE
+    return number if number.is_finite() else NOT_WHOLE  # of a division by zero
+
+
+def _is_in_list(before: str, match: re.Match[str]) -> bool:
+    """Whether a number is an element in brackets: of (5, x), (x, 5) or (100,200)."""
+    opening, closing = match["opening"], match["closing"]
+    depth = len(re.findall(r"[(\[{]", opening)) - len(re.findall(r"[)\]}]", closing))
+    if "," in (match["value"] or "") and re.search(r"[(\[]", opening):
+        return True
+    return (depth > 0 and closing.endswith((",", ";"))) or (depth < 0 and before.endswith((",", ";")))
+
+
+def _is_joined(before: str, match: re.Match[str], following: str) -> bool:
+    """Whether a word in the same sentence makes the number beside it a part: a number, an operator, a variable."""
+    if "!" in match["closing"] and not re.search("[A-Za-z]{2}", before):
+        return True  # a factorial
+    words = [] if before.endswith((".", ":", "?", "!", "…")) else [before]
+    if not re.search("[.:?!]", match["closing"]):
+        words.append(following)
+    return any(_JOINING.search(word.strip(_PUNCTUATION)) for word in words)
