@@ -4,8 +4,9 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.calls import traffic
@@ -15,7 +16,7 @@ from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.pipeline import Pipeline
-from rlhf_ray.coordinator.recovery import Recovery
+from rlhf_ray.coordinator.recovery import NOT_SAVED, Recovery, SavePace
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.step_metrics import StepOutcome, step_metrics
@@ -23,7 +24,7 @@ from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.update_step import Learning
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, WorkerError
+from rlhf_ray.errors import CheckpointError, DiskStalled, RunInterrupted, WorkerError, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter
@@ -56,12 +57,16 @@ class Coordinator:
     """Writes an evaluation and its step; called in the thread for records."""
     profiler: StepProfiler
     files: RunFiles = field(default_factory=RunFiles)
+    pace: SavePace = field(default_factory=lambda: SavePace(0))
+    """Of checkpoints by time; that of `recovery`."""
     saved_at: int | None = None
     """Step of the checkpoint that the run continued from or last saved, which may still be written."""
     _row: Future[None] | None = None
     """The newest row of metrics, while it is being written."""
     _pause_s: float | None = None
     """How long training paused for a checkpoint since the last row of metrics."""
+    _save_due: bool = False
+    """Whether a checkpoint follows the present step, as was decided before new chunks were admitted."""
 
     def __post_init__(self) -> None:
         self._learning = Learning(self.config.algorithm, derive(self.config).shares_backbone, self.roles, self.state,
@@ -119,17 +124,33 @@ class Coordinator:
 
     @asynccontextmanager
     async def _saved_before_the_end(self) -> AsyncIterator[None]:
-        """If the work cannot go on because workers other than the learners cannot be kept alive, save everything before
-        the run ends."""
+        """If the work fails, and the last step is as it was before, save that step before the run ends."""
         try:
             yield
-        except RLHFError as error:
-            if self._spares_learners(error) and self.saved_at != self.state.step:
-                with suppress(RLHFError):  # the first error is the cause; an older checkpoint may exist
-                    await self._save()
+        except Exception as error:
+            # Without a step there is nothing to lose. A checkpoint after a lost worker has a restart try again.
+            saves = self._spares_learners(error) or (self.state.step > 0 and not isinstance(error, NOT_SAVED))
+            if saves:
+                await self._save_beside()
             raise
 
-    def _spares_learners(self, error: RLHFError) -> bool:
+    async def _save_beside(self) -> None:
+        """Save the last step because an error ends the run. That error is the one to be raised, so one of the saving is
+        only reported."""
+        step = self.state.step
+        try:
+            if self.saved_at != step:
+                await self.pipeline.close()
+                await self.pipeline.ledger.settled()
+                await self.files.records.run(check_ledger, self, f"step {step}")
+                await self._save()
+            await self.recovery.settled()
+        except Exception as failure:
+            self.progress.warn(f"an error ends the run, and step {step} cannot be saved: {first_line(failure)}")
+        else:
+            self.progress.note(f"an error ends the run; step {step} is saved, and --resume continues from it")
+
+    def _spares_learners(self, error: Exception) -> bool:
         """Whether an error that ends the run is about other workers than the learners."""
         lost = isinstance(error, WorkerError) and bool(error.role) and not self.roles.trains(error.role)
         return lost or error is self.roles.health.irreplaceable_error
@@ -149,6 +170,7 @@ class Coordinator:
         reached("publication_over")
         self.state.published = self.state.step
         self.pipeline.readmit(too_old)
+        self._save_due = self._due(self.config.checkpoint.every) or self.pace.due
         if not self._pauses:
             self.pipeline.admit()
         outcome = StepOutcome(summaries, learned.policy, learned.critic, version, coef, published,
@@ -162,7 +184,7 @@ class Coordinator:
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
         if self.state.unmeasured and await self._evaluate():
             await self._keep_best()
-        elif self._due(self.config.checkpoint.every):
+        elif self._save_due or self._ended:  # the row may have ended the run early
             await self._save()
 
     async def _keep_best(self) -> None:
@@ -216,11 +238,12 @@ class Coordinator:
         # At the end of the run a request to stop does not interrupt the evaluation.
         async with self._saved_before_the_end():
             evaluation = await (work if self._ended else self.stop.unless_asked(work))
+            best = evaluation is not None and self.best.consider(self.state.step, evaluation.metrics)
         if evaluation is None:
             return False
         self.state.unmeasured = False
         await self.files.records.run(self.on_evaluation, self.state.step, evaluation)
-        return self.best.consider(self.state.step, evaluation.metrics)
+        return best
 
     def _due(self, every: int) -> bool:
         """Whether something due every `every` steps (0: only at the end) is due after this one."""
@@ -229,7 +252,7 @@ class Coordinator:
     @property
     def _pauses(self) -> bool:
         """Whether an evaluation or a checkpoint follows this step; new chunks are admitted after it."""
-        return self._due(self.config.checkpoint.every) or (
+        return self._save_due or (
             self.config.evaluation is not None and self._due(self.config.evaluation.every))
 
     def open_keys(self) -> list[SampleKey]:
@@ -247,3 +270,22 @@ class Coordinator:
     def _ended(self) -> bool:
         """Whether the present step is the last one."""
         return self.state.step == self.config.run.steps or self.stopped_early is not None
+
+
+def check_ledger(coordinator: Coordinator, place: Path | str) -> None:
+    """Refuse a checkpoint whose ledger and state disagree on the open samples: some would be lost, or made twice.
+
+    Args:
+        place: the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: names some of the samples.
+    """
+    ledger, position = coordinator.pipeline.ledger, coordinator.state.cursor.position
+    remedy = "resume from another checkpoint, or start a new run"
+    if unmatched := sorted(key.numbers for key in ledger.open_keys() ^ set(coordinator.open_keys())):
+        raise CheckpointError(f"{place}: its ledger and its state disagree on {len(unmatched)} open samples, such as "
+                              f"(epoch, row, sample) {unmatched[0]}; {remedy}")
+    if ledger.position() != position:
+        raise CheckpointError(f"{place}: {ledger.position()} prompts of each source are handed out according to its "
+                              f"ledger, {position} according to its data cursor; {remedy}")

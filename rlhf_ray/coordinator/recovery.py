@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -13,7 +13,19 @@ from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
-from rlhf_ray.errors import ConfigError, DiskStalled, WorkerLost, first_line
+from rlhf_ray.errors import (
+    BufferError,
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DiskStalled,
+    LedgerError,
+    SupersededError,
+    WeightsError,
+    WorkerError,
+    WorkerLost,
+    first_line,
+)
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import ProgressDeadline, RunFiles
 from rlhf_ray.records import ExperienceSummary, SampleKey
@@ -26,6 +38,12 @@ LEDGER = "ledger.sqlite"
 STATE = "coordinator.json"
 POLL_S = 0.1
 """Between two checks whether the parts of a checkpoint are written."""
+NOT_SAVED = (BufferError, CheckpointError, ClusterError, DiskStalled, LedgerError, OSError, SupersededError,
+             WeightsError, WorkerError)
+"""Errors that leave nothing to save, or nowhere to save it: disk or cluster fail, another driver owns the directory,
+ledger, buffer or weights are not as they should be, or a worker's state is lost with it."""
+PERIODS = 20
+"""A checkpoint by time is due after so many times what the last one took."""
 Geometry = Mapping[str, int | str | list[str]]
 """What must be the same when the run resumes, by field: values of its configuration, and digests of its models."""
 
@@ -38,6 +56,34 @@ class UnderWay(NamedTuple):
     """By `time.monotonic`."""
 
 
+class SavePace:
+    """When a checkpoint is due by time: `every_minutes` after the beginning of the last one (whatever its reason) or of
+    the run, but not before `PERIODS` times what the last one took from its copy to its last written byte."""
+
+    def __init__(self, every_minutes: float, now: Callable[[], float] = time.monotonic) -> None:
+        """`every_minutes`: `checkpoint.every_minutes`; 0 is never."""
+        self._every_s, self._now = 60 * every_minutes, now
+        self._began = now()
+        self._took_s: float | None = 0.0
+        """None while a checkpoint is under way."""
+
+    @property
+    def due(self) -> bool:
+        """Whether one is due now; not while one is under way."""
+        if not self._every_s or self._took_s is None:
+            return False
+        return self._now() - self._began >= max(self._every_s, PERIODS * self._took_s)
+
+    def begin(self) -> None:
+        """A checkpoint begins."""
+        self._began = self._now()
+        self._took_s = None
+
+    def end(self) -> None:
+        """It is complete."""
+        self._took_s = self._now() - self._began
+
+
 class Recovery:
     """Saves a run between two steps and restores it. One checkpoint is under way at a time.
 
@@ -47,13 +93,15 @@ class Recovery:
 
     def __init__(self, store: CheckpointStore, roles: RoleGroups, state: RunState, buffer: ReplayBuffer,
                  geometry: Geometry, ledger: Ledger, experience: Mapping[str, str] | None = None,
-                 files: RunFiles | None = None) -> None:
+                 files: RunFiles | None = None, pace: SavePace | None = None) -> None:
         """
         Args:
             geometry: of this run's configuration.
             experience: how it is made (`config.derived.experience_kind`). If that has changed when the run resumes,
                 ready experience is generated again.
+            pace: is told of each checkpoint's beginning and end.
         """
+        self._pace = pace or SavePace(0)
         self.geometry, self.experience = geometry, dict(experience or {})
         self.store, self.roles, self.state, self.buffer = store, roles, state, buffer
         self.ledger, self.files = ledger, files or RunFiles()
@@ -77,6 +125,7 @@ class Recovery:
         began = time.perf_counter()
         await self.settled()
         step, self.writing = self.state.step, UnderWay(self.state.step, time.monotonic())
+        self._pace.begin()
         try:
             directory = await self.files.checkpoints.run(self.store.begin, step)
             async with whole_or_nothing(self.files, self.store, directory, step):
@@ -139,6 +188,7 @@ class Recovery:
                     await self._write_experience(directory.absolute() / f"experience_{entry.order}.npz", entry)
                 await parts_on_disk(self.roles.learners(), files.checkpoints.timeout_s)
             await files.checkpoints.run(self.store.commit, directory, step)
+            self._pace.end()
         finally:
             self.writing = None
         reached("checkpoint_uncommitted")

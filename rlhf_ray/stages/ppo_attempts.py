@@ -6,14 +6,13 @@ lost learner is a resume without a restart of the process, and gives the same re
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
-from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.errors import CheckpointError, ConfigError, WorkerError
+from rlhf_ray.coordinator.loop import Coordinator, check_ledger
+from rlhf_ray.errors import ConfigError, WorkerError
 from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -94,22 +93,6 @@ class RunAttempts:
         finally:
             self.seconds += time.perf_counter() - began
             self.samples += coordinator.state.samples - before
-
-
-def check_ledger(coordinator: Coordinator, place: Path) -> None:
-    """Refuse a checkpoint whose ledger and state disagree on the open samples: some would be lost, or made twice.
-
-    Raises:
-        CheckpointError: names some of the samples.
-    """
-    ledger, position = coordinator.pipeline.ledger, coordinator.state.cursor.position
-    remedy = "resume from another checkpoint, or start a new run"
-    if unmatched := sorted(key.numbers for key in ledger.open_keys() ^ set(coordinator.open_keys())):
-        raise CheckpointError(f"{place}: its ledger and its state disagree on {len(unmatched)} open samples, such as "
-                              f"(epoch, row, sample) {unmatched[0]}; {remedy}")
-    if ledger.position() != position:
-        raise CheckpointError(f"{place}: {ledger.position()} prompts of each source are handed out according to its "
-                              f"ledger, {position} according to its data cursor; {remedy}")
 
 
 async def restore_checkpoint(coordinator: Coordinator, start: Checkpoint | None, again: bool) -> None:

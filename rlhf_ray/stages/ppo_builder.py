@@ -14,7 +14,7 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
-from rlhf_ray.coordinator.recovery import LEDGER, Geometry, Recovery
+from rlhf_ray.coordinator.recovery import LEDGER, Geometry, Recovery, SavePace
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState, kl_controller
 from rlhf_ray.coordinator.step_profile import StepProfiler
@@ -66,8 +66,9 @@ class CoordinatorBuilder:
         evaluator = None
         if config.evaluation and self.held_out:
             evaluator = Evaluator(config, roles, calls, self.held_out, progress.warn_once)
+        pace = SavePace(config.checkpoint.every_minutes)
         recovery = Recovery(self.store, roles, state, buffer, self.geometry, ledger,
-                            experience_kind(config), files)
+                            experience_kind(config), files, pace)
         best = BestKeeper(config.checkpoint, self.directory, self.store, state.best,
                           lambda place: export_policy(coordinator, evaluations, place, term))
         profiler = StepProfiler(self.directory, roles, config.logging.profile_step, progress.note,
@@ -83,7 +84,8 @@ class CoordinatorBuilder:
         coordinator = Coordinator(
             config=config, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
             weights=self.weights, recovery=recovery, evaluator=evaluator, best=best, metrics=metrics, samples=samples,
-            progress=progress, stop=self.stop, on_evaluation=note_evaluation, profiler=profiler, files=files)
+            progress=progress, stop=self.stop, on_evaluation=note_evaluation, profiler=profiler, files=files,
+            pace=pace)
         return coordinator
 
     def _state(self) -> RunState:
