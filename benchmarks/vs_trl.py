@@ -68,7 +68,8 @@ def our_config(models: Path, directory: Path, updates: int) -> PPOConfig:
     """The quickstart's PPO stage without what TRL is spared too: evaluations, the judge, checkpoints on the way."""
     return resolve(RECIPE.config("ppo", models, 0, [
         f"--run.dir={directory}", f"--run.steps={updates}", "--evaluation=null", "--logging.judge=null",
-        "--logging.tensorboard=false", "--checkpoint.every=0", "--cluster.dashboard=false"]))
+        "--logging.tensorboard=false", "--checkpoint.every=0", "--checkpoint.every_minutes=0",
+        "--cluster.dashboard=false"]))
 
 
 def our_run(config: PPOConfig, directory: Path) -> PacedRun:

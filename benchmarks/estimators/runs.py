@@ -40,7 +40,7 @@ def run_config(estimator: str, seed: int, steps: int, models: Path, directory: P
     critic = WITHOUT_CRITIC if estimator != "gae" else ()
     return resolve(RECIPE.config("ppo", models, seed, [
         f"--run.dir={directory}", f"--run.steps={steps}", f"--algorithm.estimator={estimator}", "--checkpoint.every=0",
-        "--logging.tensorboard=false", *groups, *critic, *OWN.get(estimator, ())]))
+        "--checkpoint.every_minutes=0", "--logging.tensorboard=false", *groups, *critic, *OWN.get(estimator, ())]))
 
 
 def models_of(given: Path | None, home: Path) -> Path:

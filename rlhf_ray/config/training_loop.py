@@ -51,7 +51,7 @@ class CheckpointConfig(Section):
     """When to save checkpoints, and how many to keep."""
 
     every: int = Field(0, ge=0)
-    """Steps between checkpoints; 0 sets no number of steps."""
+    """Steps between checkpoints; 0 saves only by time (`every_minutes`) and at the end."""
     every_minutes: float = Field(10.0, ge=0)
     """Minutes between checkpoints, besides those of `every`; 0 is off. They are at least 20 times as long as the last
     checkpoint took to copy and write, so that checkpoints take at most 5 % of the time."""

@@ -16,7 +16,7 @@ from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.pipeline import Pipeline
-from rlhf_ray.coordinator.recovery import NOT_SAVED, Recovery, SavePace
+from rlhf_ray.coordinator.recovery import NOT_SAVED, Recovery, SavePace, reported
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.step_metrics import StepOutcome, step_metrics
@@ -24,7 +24,7 @@ from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.update_step import Learning
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.errors import CheckpointError, DiskStalled, RunInterrupted, WorkerError, first_line
+from rlhf_ray.errors import CheckpointError, DiskStalled, RunInterrupted, WorkerError
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter
@@ -135,20 +135,15 @@ class Coordinator:
             raise
 
     async def _save_beside(self) -> None:
-        """Save the last step because an error ends the run. That error is the one to be raised, so one of the saving is
-        only reported."""
+        """Save the last step, unless it is, and report how that ends."""
         step = self.state.step
-        try:
+        async with reported(step, self.progress):
             if self.saved_at != step:
                 await self.pipeline.close()
                 await self.pipeline.ledger.settled()
                 await self.files.records.run(check_ledger, self, f"step {step}")
                 await self._save()
             await self.recovery.settled()
-        except Exception as failure:
-            self.progress.warn(f"an error ends the run, and step {step} cannot be saved: {first_line(failure)}")
-        else:
-            self.progress.note(f"an error ends the run; step {step} is saved, and --resume continues from it")
 
     def _spares_learners(self, error: Exception) -> bool:
         """Whether an error that ends the run is about other workers than the learners."""

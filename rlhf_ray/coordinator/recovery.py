@@ -28,6 +28,7 @@ from rlhf_ray.errors import (
 )
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import ProgressDeadline, RunFiles
+from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_records import Entry
@@ -255,6 +256,18 @@ async def whole_or_nothing(files: RunFiles, store: CheckpointStore, directory: P
             if reported is not error:
                 raise reported from error
         raise
+
+
+@asynccontextmanager
+async def reported(step: int, progress: StageProgress) -> AsyncIterator[None]:
+    """Save `step` because an error ends the run: that error is the one to be raised, so one of the saving is only
+    reported."""
+    try:
+        yield
+    except Exception as failure:
+        progress.warn(f"an error ends the run, and step {step} cannot be saved: {first_line(failure)}")
+    else:
+        progress.note(f"an error ends the run; step {step} is saved, and --resume continues from it")
 
 
 async def parts_on_disk(groups: Iterable[WorkerGroup], timeout_s: float) -> None:

@@ -372,6 +372,8 @@ ROWS: list[Row] = [
     Differs(("checkpoint.keep",), (1, 2), plan),
     Shown(("checkpoint.every",),
           "tests/unit/coordinator/test_loop.py::test_without_a_pace_saving_and_evaluating_happen_at_the_end"),
+    Shown(("checkpoint.every_minutes",),
+          "tests/unit/coordinator/test_loop.py::test_checkpoints_by_time_come_besides_those_by_steps"),
     Shown(("checkpoint.best_metric", "checkpoint.best_mode"),
           "tests/unit/coordinator/test_best_checkpoint.py::test_better_is_better_and_nothing_else"),
     Refused(("checkpoint.best_mode",), "min", "best_mode=min without best_metric"),

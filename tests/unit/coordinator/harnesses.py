@@ -144,6 +144,7 @@ class CoordinatorHarness:
     def __init__(self, config, summary, stop_after=None, fail_at=None, critic=True, best_at=(),
                  stop_in_evaluation=None, skipped=()):
         self.events, self.rows, self.warnings, self.update_arguments, self.patience = [], {}, [], [], []
+        self.notes = []
         self.stop_after, self.fail_at, self.best_at = stop_after, fail_at, best_at
         self.stop_in_evaluation, self.skipped = stop_in_evaluation, skipped
         harness = self.harness = PipelineHarness(config, summary)
@@ -154,7 +155,7 @@ class CoordinatorHarness:
                              assembler=harness.assemble, **learners)
         harness.pipeline = harness.pipeline_of(config, harness.roles)
         self.stop = StopRequest(lambda _: None)
-        progress = SimpleNamespace(update=_nothing, note=_nothing, warn=self.warnings.append)
+        progress = SimpleNamespace(update=_nothing, note=self.notes.append, warn=self.warnings.append)
         self.coordinator = coordinator_of(
             config, harness.roles, harness.state, harness.buffer, harness.calls, harness.pipeline, self.publish,
             best=SimpleNamespace(consider=self._consider, keep=self._keep),

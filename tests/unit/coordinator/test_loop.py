@@ -1,6 +1,7 @@
 """The order of a run's steps. Workers are stand-ins; pipeline, buffer and state are real."""
 
 import asyncio
+import errno
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -11,7 +12,19 @@ from rlhf_ray.algorithms.kl import AdaptiveKL
 from rlhf_ray.config.training_loop import EarlyStopConfig, EvaluationConfig
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.stop import StopRequest
-from rlhf_ray.errors import RewardError, RunInterrupted, TrainingError, WorkerError
+from rlhf_ray.coordinator.recovery import SavePace
+from rlhf_ray.errors import (
+    BufferError,
+    CheckpointError,
+    ConfigError,
+    DiskStalled,
+    LedgerError,
+    RewardError,
+    RunInterrupted,
+    SupersededError,
+    TrainingError,
+    WorkerError,
+)
 from rlhf_ray.replay.audit import audit
 from rlhf_ray.replay.ledger import open_for_reading
 from rlhf_ray.replay.ledger_tables import OPEN
@@ -180,6 +193,240 @@ def test_workers_that_end_an_evaluation_end_it_with_the_step_saved(ppo_config, s
     with pytest.raises(WorkerError, match="was lost once more"):
         run.go()
     assert run.events[-1] == "save 2" and run.harness.state.unmeasured
+
+
+def failing_score(run, error, at):
+    """Have the reward raise `error` for the batch after step `at`; returns what it does otherwise."""
+    score = run.harness.roles.reward.answer
+
+    async def raising(rank, method, *records):
+        if run.harness.state.step == at:
+            raise error
+        return await score(rank, method, *records)
+
+    run.harness.roles.reward.answer = raising
+    return score
+
+
+def saves(run):
+    return [event for event in run.events if event.startswith("save")]
+
+
+def said(run):
+    """What was said of an error that ends the run."""
+    return [text for text in (*run.notes, *run.warnings) if text.startswith("an error ends the run")]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("error", [RewardError("the function raised"), ValueError("a bug")])
+def test_an_error_of_a_batch_saves_the_last_step_and_is_raised(ppo_config, summary, error, staleness):
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5, staleness=staleness), summary)
+    failing_score(run, error, at=2)
+    with pytest.raises(type(error)) as caught:
+        run.go()
+    last = run.harness.state.step
+    assert last == 2 or staleness, "the next batch may have been ready"
+    assert caught.value is error and run.events[-1] == f"save {last}" and len(saves(run)) == 1 and run.left == []
+    assert said(run) == [f"an error ends the run; step {last} is saved, and --resume continues from it"]
+
+
+def test_what_was_saved_after_an_error_goes_on_when_its_cause_is_fixed(ppo_config, summary):
+    config = ppo_config(prompts=4, steps=4)
+    whole, run = CoordinatorHarness(config, summary), CoordinatorHarness(config, summary)
+    whole.go()
+    score = failing_score(run, RewardError("the function raised"), at=2)
+    with pytest.raises(RewardError):
+        run.go()
+    run.harness.roles.reward.answer, run.coordinator.stop = score, StopRequest(lambda _: None)
+
+    async def go_on():
+        for chunk in run.harness.state.chunks.values():
+            run.harness.ledger.give_up(chunk.keys, "the process ended")
+        run.coordinator.pipeline.resume()
+        await asyncio.wait_for(run.coordinator.run(), 20)
+
+    asyncio.run(go_on())
+    trained = [sorted((role, step, *sorted(more)) for role, step, *more in each.update_arguments if role == "critic")
+               for each in (whole, run)]
+    assert trained[0] == trained[1] and len(trained[0]) == 4
+
+
+def test_an_error_in_the_first_step_has_nothing_to_save(ppo_config, summary):
+    """The directory holds no run then, and the same command starts it when the cause is fixed."""
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)
+    failing_score(run, RewardError("the function raised"), at=0)
+    with pytest.raises(RewardError):
+        run.go()
+    assert saves(run) == said(run) == []
+
+
+@pytest.mark.parametrize("error", [
+    DiskStalled("the disk hangs"), CheckpointError("the disk is full"), OSError(errno.ENOSPC, "no space"),
+    LedgerError("a sample came twice"), BufferError("it has no batch"), SupersededError("another driver"),
+    WorkerError("policy_learner/0 died", "policy"), WorkerError("who died?")])
+def test_errors_of_disk_ledger_owner_and_learners_save_nothing(ppo_config, summary, error):
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)
+    failing_score(run, error, at=2)
+    with pytest.raises(type(error)):
+        run.go()
+    assert saves(run) == said(run) == []
+
+
+def test_an_error_of_an_update_or_a_publication_saves_nothing(ppo_config, summary):
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary, fail_at=2)
+    with pytest.raises(TrainingError):
+        run.go()
+    assert saves(run) == []
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)
+
+    async def failing(version):
+        raise ValueError("a bug")
+
+    run.coordinator.weights.publish = failing
+    with pytest.raises(ValueError, match="a bug"):
+        run.go()
+    assert saves(run) == []
+
+
+def test_a_checkpoint_that_fails_too_is_reported_beside_the_error(ppo_config, summary):
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)
+    failing_score(run, RewardError("the function raised"), at=2)
+
+    async def full():
+        raise CheckpointError("the disk is full")
+
+    run.coordinator.recovery.save = full
+    with pytest.raises(RewardError, match="the function raised"):
+        run.go()
+    assert said(run) == ["an error ends the run, and step 2 cannot be saved: the disk is full"]
+
+
+def test_a_checkpoint_whose_writing_fails_when_an_error_ends_the_run_is_reported(ppo_config, summary):
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5, checkpoint={"every": 2}), summary)
+    failing_score(run, RewardError("the function raised"), at=2)
+
+    async def settled(wait=True):
+        if wait:
+            raise CheckpointError("the disk is full")
+
+    run.coordinator.recovery.settled = settled
+    with pytest.raises(RewardError, match="the function raised"):
+        run.go()
+    assert saves(run) == ["save 2"], "once"
+    assert said(run) == ["an error ends the run, and step 2 cannot be saved: the disk is full"]
+
+
+def test_a_state_that_its_ledger_contradicts_is_not_saved(ppo_config, summary):
+    """An error may come between two changes that belong together."""
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)
+    score = run.harness.roles.reward.answer
+
+    async def between(rank, method, *records):
+        if run.harness.state.step == 2:
+            run.harness.state.chunks.popitem()
+            raise ValueError("a bug")
+        return await score(rank, method, *records)
+
+    run.harness.roles.reward.answer = between
+    with pytest.raises(ValueError, match="a bug"):
+        run.go()
+    assert saves(run) == []
+    assert "step 2: its ledger and its state disagree on" in said(run)[0]
+
+
+@pytest.mark.parametrize("part", ["measure", "consider"])
+def test_an_error_of_an_evaluation_saves_its_step_which_a_resumed_run_evaluates(ppo_config, summary, part):
+    config = ppo_config(prompts=4, steps=4, evaluation=EvaluationConfig(prompts="e", every=2))
+    run = CoordinatorHarness(config, summary)
+    owner = run.coordinator.evaluator if part == "measure" else run.coordinator.best
+    whole, error = getattr(owner, part), ConfigError("'gold' is not a metric of this run")
+
+    async def failing_measure():
+        if run.harness.state.step == 2:
+            raise error
+        return await whole()
+
+    def failing_consider(step, metrics):
+        if step == 2:
+            raise error
+        return whole(step, metrics)
+
+    setattr(owner, part, failing_measure if part == "measure" else failing_consider)
+    with pytest.raises(ConfigError):
+        run.go()
+    assert run.events[-1] == "save 2" and run.harness.state.unmeasured
+    assert [event for event in run.events if event.startswith("evaluate")] == ["evaluate 0"]
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def timed_run(ppo_config, summary, clock, minutes, staleness=0, took_s=0.0, **sections):
+    """A run whose steps take a minute of that clock's time, and whose checkpoints take `took_s`."""
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=8, staleness=staleness, **sections), summary)
+    publish, save = run.coordinator.weights.publish, run.coordinator.recovery.save
+    pace = run.coordinator.pace = SavePace(minutes, clock)
+
+    async def slowly(version):
+        clock.now += 60
+        return await publish(version)
+
+    async def timed_save():
+        pace.begin()
+        clock.now += took_s
+        await save()
+        pace.end()
+
+    run.coordinator.weights.publish, run.coordinator.recovery.save = slowly, timed_save
+    return run
+
+
+@pytest.mark.parametrize(("minutes", "took_s", "every", "saved"), [
+    (3, 0, 0, [3, 6, 8]),
+    (0, 0, 0, [8]),
+    (3, 0, 2, [2, 4, 6, 8]),  # the last one, whatever its reason, begins the time anew
+    (3, 0, 5, [3, 5, 8]),
+    (1, 12, 0, [1, 5, 8]),  # 20 times 12 s are four minutes, of which the writing is a part
+    (60, 0, 0, [8]),
+])
+def test_checkpoints_by_time_come_besides_those_by_steps(ppo_config, summary, minutes, took_s, every, saved):
+    run = timed_run(ppo_config, summary, Clock(), minutes, took_s=took_s, checkpoint={"every": every})
+    run.go()
+    assert saves(run) == [f"save {step}" for step in saved]
+
+
+def test_no_checkpoint_by_time_while_one_is_under_way():
+    clock = Clock()
+    pace = SavePace(1, clock)
+    pace.begin()
+    clock.now = 3600
+    assert not pace.due
+    pace.end()
+    assert not pace.due, "it took an hour"
+    clock.now = 20 * 3600
+    assert pace.due
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_checkpoints_by_time_change_neither_batches_nor_rows(ppo_config, summary, staleness):
+    """They are decided before new chunks are admitted, so none is admitted between the decision and the checkpoint."""
+    runs = [timed_run(ppo_config, summary, Clock(), minutes, staleness) for minutes in (0, 0.001)]
+    for run in runs:
+        run.go()
+    assert [len(saves(run)) for run in runs] == [1, 8]
+    if not staleness:
+        trained = [[row for row in run.update_arguments if row[0] == "critic"] for run in runs]
+        assert trained[0] == trained[1]
+        rows = [{step: {name: row[name] for name in ("reward/mean", "kl/sequence", "staleness/max")}
+                 for step, row in run.rows.items()} for run in runs]
+        assert rows[0] == rows[1]
+    assert max(row["staleness/max"] for row in runs[1].rows.values()) <= staleness
 
 
 def test_a_resumed_run_that_is_stopped_before_its_first_step_does_not_save_it_again(ppo_config, summary):
