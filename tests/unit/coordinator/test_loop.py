@@ -11,8 +11,8 @@ import pytest
 from rlhf_ray.algorithms.kl import AdaptiveKL
 from rlhf_ray.config.training_loop import EarlyStopConfig, EvaluationConfig
 from rlhf_ray.coordinator.early_stop import EarlyStop
-from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.recovery import SavePace
+from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import (
     BufferError,
     CheckpointError,
