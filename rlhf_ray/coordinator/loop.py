@@ -179,7 +179,7 @@ class Coordinator:
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
         if self.state.unmeasured and await self._evaluate():
             await self._keep_best()
-        elif self._save_due or self._ended:  # the row may have ended the run early
+        elif self._saves:
             await self._save()
 
     async def _keep_best(self) -> None:
@@ -245,9 +245,14 @@ class Coordinator:
         return self._ended or (every > 0 and self.state.step % every == 0)
 
     @property
+    def _saves(self) -> bool:
+        """Whether a checkpoint follows this step: it is due, or the step's row has ended the run early."""
+        return self._save_due or self._ended
+
+    @property
     def _pauses(self) -> bool:
         """Whether an evaluation or a checkpoint follows this step; new chunks are admitted after it."""
-        return self._save_due or (
+        return self._saves or (
             self.config.evaluation is not None and self._due(self.config.evaluation.every))
 
     def open_keys(self) -> list[SampleKey]:
