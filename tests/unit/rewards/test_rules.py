@@ -63,8 +63,8 @@ def test_the_last_number_of_a_text(text, expected):
     r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"so 7, and 2\pi", "1, 2, 3", "1; 2", "1 2", "1, ..., 5", "3 , x", "3~100",
     "2 to 3", "2 times 3", "- 42", "Answer - 42", "is - 5", r"- \frac{1}{2}", "5 x", "2 π", "2 *(x)", "(5, x)",
     "(x, 5)", "(blue, 4)", "(4, blue)", "(100,200)", r"\{5, x\}", r"[3, \infty)", "P(X = 3)", "f(g(x) = 3)",
-    r"\sum_{i = 1}^n i", r"\sqrt{x y 3}", "5 and a half", "5 ⅛", "3万", "负5", "（甲，4）", "five hundred 5", "7 (mod 9)",
-    r"1\,00", "3{,}5", "1.000,50", "0.(3)", "42...",
+    r"\sum_{i = 1}^n i", r"\sqrt{x y 3}", "5 and a half", "5 ⅛", "3万", "负5", "（甲，4）", "five hundred 5",
+    "7 (mod 9)", r"1\,00", "3{,}5", "1.000,50", "0.(3)", "42...",
 ])
 def test_a_number_that_is_a_part_of_something_is_not_read(text):
     """Neither from a response, whatever the answer, nor from an answer."""
