@@ -241,6 +241,15 @@ class Rollout(SampleRows):
 
 
 @dataclass(frozen=True)
+class GivenTokens(Ragged):
+    """Rows of tokens that were not sampled, whose log-probabilities are compared."""
+
+    tokens: NDArray[np.int32] = per_token()
+    response_mask: NDArray[np.bool_] = per_token()
+    """True on the compared tokens; False on the first of each row, which has no log-probability."""
+
+
+@dataclass(frozen=True)
 class TokenScores(Ragged):
     """One number per token of a rollout: log-probabilities under a model, or a critic's values. float32."""
 

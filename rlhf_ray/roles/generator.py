@@ -26,6 +26,7 @@ from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer, parameter_shapes
 from rlhf_ray.models.lora import adapter_shapes
 from rlhf_ray.records import (
+    GivenTokens,
     Prompts,
     Rollout,
     SampleKey,
@@ -139,6 +140,27 @@ class Generator:
         completions = await engine.sample(requests)
         self._require_whole_masks(requests, completions)
         return as_rollout(keys, requests, completions, self._records_masks(settings))
+
+    async def given_logprobs(self, rows: GivenTokens) -> tuple[NDArray[np.float32], int]:
+        """Log-probabilities of given tokens under the current weights at temperature 1, `[n]`, and the version of the
+        weights. They are computed before requests that wait. Rows are shorter than `max_context`, since vLLM always
+        samples one token more.
+
+        Raises:
+            WeightsError, WorkerError: as `generate`.
+        """
+        engine, receiver = self._running()
+        receiver.require_ready()
+        one = SamplingConfig(max_tokens=1, temperature=0)
+        completions = await engine.sample([
+            SampleRequest(rows.row(i, "tokens").tolist(), one, 1, 0, self._stop_tokens, scores_prompt=True)
+            for i in range(len(rows))])
+        if any(completion.prompt_logprobs is None for completion in completions):
+            raise WorkerError(f"{self.name}: vLLM returned no log-probabilities of given tokens; use the pinned "
+                              "version of vLLM")
+        values = np.concatenate([cast(Any, completion.prompt_logprobs) for completion in completions])
+        versions = np.concatenate([completion.versions for completion in completions])
+        return values[rows.response_mask], int(versions.min())
 
     def fused_groups(self) -> list[list[str]]:
         """Names of weights that share a fused layer: a publication contains all of a group or none."""

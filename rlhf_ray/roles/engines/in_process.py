@@ -277,7 +277,7 @@ class InProcessEngine(SamplingEngine):
         try:
             for request_id, (request, watch) in zip(batch.results, requests, strict=True):
                 self._engine.add_request(request_id, prompt_of(request.prompt), sampling_parameters(request),
-                                         lora_request=self._adapter)
+                                         lora_request=self._adapter, priority=request.priority)
                 self._waiting[request_id] = batch
                 if watch:
                     self._watches[request_id] = watch
