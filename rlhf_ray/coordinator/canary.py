@@ -3,8 +3,8 @@
 Digests prove that the bytes of a publication arrived. They do not prove that a generator computes with them: an engine
 may keep a copy of a tensor that it made before, or load a tensor into another layer, and its samples look like samples.
 So after each publication the learner and one generator, the next one each time, compute log-probabilities of the same
-few tokens, and the root mean square of the differences, the gap, is compared with what rounding explains. That takes
-each of them a pass over some 70 tokens, and nothing waits for it before the next batch.
+few tokens, and the gap between them is compared with the gap at version 0 and with what rounding explains. The learner
+makes two passes over some 70 tokens for it and a generator one, and nothing waits for them before the next batch.
 """
 
 import asyncio
@@ -21,22 +21,19 @@ from rlhf_ray.coordinator.dispatcher import finished
 from rlhf_ray.coordinator.health_monitor import Decision
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import GeneratorMismatch, ModelError, WorkerLost
-from rlhf_ray.models.generator_parity import SAMPLED, logprob_gap
-from rlhf_ray.records import GivenTokens, Prompts, Rollout, SampleKey
+from rlhf_ray.models.generator_parity import SAMPLED, logprob_gap, tolerated_gap, tolerated_later, typical_gap
+from rlhf_ray.records import GivenTokens, LearnerPass, Prompts, Rollout, SampleKey
 
 PHASE = "canary"
 """Under which the generators' working time is recorded."""
 
 
 @dataclass(frozen=True)
-class LearnerLogprobs:
+class LearnerAnswer:
     """The learner's log-probabilities of the fixed tokens, under the weights of one version."""
 
     version: int
-    values: NDArray[np.float32]
-    """[n]"""
-    tolerated: float
-    """How far a generator's may be from them by rounding, in nats."""
+    logprobs: LearnerPass
     seconds: float
     """Working time of the learner."""
 
@@ -47,9 +44,9 @@ class Comparison:
 
     version: int
     gaps: dict[int, float]
-    """Gap in nats by the generator's rank. Generators that were lost meanwhile are left out."""
+    """Gap in nats by the generator's rank (`typical_gap`). Generators that were lost meanwhile are left out."""
     bound: float
-    """Largest gap that is tolerated: what rounding explains, and the gap at version 0."""
+    """Largest gap that is tolerated."""
     moved: float | None
     """How far the update moved these log-probabilities, in nats; None at the first version of the learners."""
     seconds: float
@@ -104,8 +101,9 @@ class Canary:
         self._dispatcher = roles.dispatcher(roles.generators)
         self._turn = -1
         """Number of the last comparison with one generator."""
-        self._gap_at_start = 0.0
-        self._learner: asyncio.Task[LearnerLogprobs] | None = None
+        self._first_gap = self._first_noise = 0.0
+        """`typical_gap` at version 0 of a generator, and of the learner's rounded pass."""
+        self._learner: asyncio.Task[LearnerAnswer] | None = None
         """Of the newest version."""
         self._under_way: asyncio.Task[Comparison] | None = None
         """The comparison that nobody has waited for yet."""
@@ -113,36 +111,58 @@ class Canary:
 
     async def compare_at_start(self) -> float:
         """Compare all generators at version 0 with the learner, whose passes were compared with transformers' at its
-        start; returns the largest gap, in nats.
+        start; returns the largest gap (`logprob_gap`).
 
         Raises:
             ModelError: one computes another model.
         """
-        self.begin(0, self._roles.generators.ranks)
-        comparison = await self._result()
-        self._gap_at_start = comparison.gap
-        if comparison.passes and self._long_row is not None:
-            comparison = await self._compare_long_row(self._long_row)
-        if not comparison.passes:
+        self._learner = _started(self._answer(0, self._rows))
+        ranks = self._roles.generators.ranks
+        first, *answers = await asyncio.gather(self._learner, *(self._call(rank).value() for rank in ranks))
+        learner = first.logprobs
+        self._first_noise = typical_gap(learner.rounded, learner.values)
+        self._first_gap = max(typical_gap(values, learner.values) for values, _ in answers)
+        gaps = [self._checked(f"generator/{rank}", values, learner)
+                for rank, (values, _) in zip(ranks, answers, strict=True)]
+        if self._long_row is not None:
+            gaps.append(await self._compare_long_row(ranks[0], self._long_row))
+        return max(gaps)
+
+    def _checked(self, generator: str, values: NDArray[np.float32], learner: LearnerPass) -> float:
+        """The gap of a generator at version 0.
+
+        Raises:
+            ModelError: rounding does not explain it.
+        """
+        gap = logprob_gap(values, learner.values)
+        tolerated = tolerated_gap(learner.precision, logprob_gap(learner.rounded, learner.values))
+        if gap > tolerated:
             raise ModelError(
-                f"{comparison.worst} and the policy learner compute different models from {self._model!r}: their "
-                f"log-probabilities of the same tokens differ by {comparison.gap:.3g} nats, and rounding explains "
-                f"{comparison.bound:.3g}. The learner computes what transformers does, so vLLM reads the model "
-                "otherwise, usually by an entry of config.json that only one of the two reads: compare config.json "
-                "with that of the original model, and use `rlhf-ray check-model` to try changes")
-        return comparison.gap
+                f"{generator} and the policy learner compute different models from {self._model!r}: their "
+                f"log-probabilities of the same tokens differ by {gap:.3g} nats, and rounding explains "
+                f"{tolerated:.3g}. The learner computes what transformers does, so vLLM reads the model otherwise, "
+                "usually by an entry of config.json that only one of the two reads: compare config.json with that of "
+                "the original model, and use `rlhf-ray check-model` to try changes")
+        return gap
+
+    async def _compare_long_row(self, rank: int, row: GivenTokens) -> float:
+        """Compare tokens that a generator samples after a long prompt; errors as `_checked`."""
+        prompts = Prompts(row.offsets, row.tokens, [""], [{}], np.arange(1))
+        rollout: Rollout = await self._dispatcher.group.call(
+            rank, "generate", prompts, [SampleKey(0, 0, 0)], self._seed, SamplingConfig(max_tokens=SAMPLED)).value()
+        answer = await self._answer(0, GivenTokens(rollout.offsets, rollout.tokens, rollout.response_mask))
+        return self._checked(f"generator/{rank}", rollout.logprobs[rollout.response_mask], answer.logprobs)
 
     def begin(self, version: int, ranks: Iterable[int] | None = None) -> None:
-        """Start the comparison after a publication. The learner is called before this returns, so its passes are under
-        the weights that it has now.
+        """Start the comparison after a publication. Call nothing that changes the learner's weights before
+        `mismatch` has returned.
 
         Args:
             ranks: the generators to compare; the next one if None.
         """
         before = self._learned()
         self._cancel()
-        calls = self._roles.policy.call_all("given_logprobs", self._rows)
-        self._learner = _started(self._answer(version, calls))
+        self._learner = _started(self._answer(version, self._rows))
         self._under_way = _started(
             self._compare(self._next() if ranks is None else list(ranks), self._learner, before))
 
@@ -201,12 +221,12 @@ class Canary:
         self._last = await task
         return self._last
 
-    async def _answer(self, version: int, calls: list[Call]) -> LearnerLogprobs:
+    async def _answer(self, version: int, rows: GivenTokens) -> LearnerAnswer:
+        calls = self._roles.policy.call_all("given_logprobs", rows)
         seconds = await asyncio.gather(*(call.done() for call in calls))
-        values, tolerated = await calls[0].value()
-        return LearnerLogprobs(version, values, tolerated, max(seconds))
+        return LearnerAnswer(version, await calls[0].value(), max(seconds))
 
-    async def _compare(self, ranks: list[int], learner: asyncio.Task[LearnerLogprobs], before: LearnerLogprobs | None
+    async def _compare(self, ranks: list[int], learner: asyncio.Task[LearnerAnswer], before: LearnerAnswer | None
                        ) -> Comparison:
         calls = [self._call(rank) for rank in ranks]
         expected = await asyncio.shield(learner)
@@ -214,12 +234,15 @@ class Canary:
         known = {rank: gap for rank, gap in zip(ranks, gaps, strict=True) if gap is not None}
         return self._comparison(expected, known, before)
 
-    def _comparison(self, expected: LearnerLogprobs, gaps: dict[int, float], before: LearnerLogprobs | None
+    def _comparison(self, expected: LearnerAnswer, gaps: dict[int, float], before: LearnerAnswer | None
                     ) -> Comparison:
-        moved = None if before is None else logprob_gap(expected.values, before.values)
-        return Comparison(expected.version, gaps, expected.tolerated + self._gap_at_start, moved, expected.seconds)
+        learner = expected.logprobs
+        noise = typical_gap(learner.rounded, learner.values)
+        bound = tolerated_later(learner.precision, noise, self._first_gap, self._first_noise)
+        moved = None if before is None else typical_gap(learner.values, before.logprobs.values)
+        return Comparison(expected.version, gaps, bound, moved, expected.seconds)
 
-    async def _gap(self, call: Call, expected: LearnerLogprobs) -> float | None:
+    async def _gap(self, call: Call, expected: LearnerAnswer) -> float | None:
         """A generator's gap; None if it was lost: the one in its place is compared when it has the weights."""
         try:
             return await self._answered_gap(call, expected)
@@ -228,7 +251,7 @@ class Canary:
                 raise
             return None
 
-    async def _answered_gap(self, call: Call, expected: LearnerLogprobs) -> float:
+    async def _answered_gap(self, call: Call, expected: LearnerAnswer) -> float:
         """A generator's gap.
 
         Raises:
@@ -240,23 +263,12 @@ class Canary:
         if version != expected.version:
             raise GeneratorMismatch(f"{call.worker} computes with version {version} of the weights, and it confirmed "
                                     f"version {expected.version}")
-        return logprob_gap(values, expected.values)
-
-    async def _compare_long_row(self, row: GivenTokens) -> Comparison:
-        """Compare tokens that the first generator samples after a long prompt."""
-        prompts = Prompts(row.offsets, row.tokens, [""], [{}], np.arange(1))
-        call = self._dispatcher.group.call(
-            0, "generate", prompts, [SampleKey(0, 0, 0)], self._seed, SamplingConfig(max_tokens=SAMPLED))
-        rollout: Rollout = await call.value()
-        expected = await self._answer(0, self._roles.policy.call_all(
-            "given_logprobs", GivenTokens(rollout.offsets, rollout.tokens, rollout.response_mask)))
-        gap = logprob_gap(rollout.logprobs[rollout.response_mask], expected.values)
-        return self._comparison(expected, {0: gap}, None)
+        return typical_gap(values, expected.logprobs.values)
 
     def _call(self, rank: int) -> Call:
         return self._dispatcher.group.call(rank, "given_logprobs", self._rows)
 
-    def _learned(self) -> LearnerLogprobs | None:
+    def _learned(self) -> LearnerAnswer | None:
         """The learner's log-probabilities at the newest version, if it has answered."""
         task = self._learner
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:

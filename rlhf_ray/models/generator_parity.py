@@ -2,7 +2,8 @@
 
 vLLM has models of its own, which read config.json on their own: an entry that only one of the two reads gives two
 models of the same weights. The gap of two models is the root mean square, over tokens, of the difference of their
-log-probabilities, in nats.
+log-probabilities, in nats. `typical_gap`, the median, does not depend on a few tokens: rounding sends some of a mixture
+of experts to other experts, while weights that are not the learner's change all log-probabilities.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from rlhf_ray.records import GivenTokens, Rollout, offsets_of
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-TOLERATED = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+TOLERATED = {"float32": 1e-4, "bfloat16": 0.05}
 """Tolerated gap between a generator and another implementation of its model, in nats, by the lower precision of the
 two, in addition to `NOISE` times what rounding does to these log-probabilities."""
+SMALLEST = 0.01
+"""The part of `TOLERATED` that is tolerated after a publication, when the gap of the same two implementations is known.
+"""
 LENGTHS = (31, 21, 13, 8)
 """Tokens of the rows that are compared: few, so that a comparison after each publication costs next to nothing."""
 SAMPLED = 8
@@ -32,7 +36,7 @@ SAMPLED = 8
 its logits."""
 
 
-def tolerated_gap(precision: torch.dtype, noise: float) -> float:
+def tolerated_gap(precision: str, noise: float) -> float:
     """How large a gap rounding explains.
 
     Args:
@@ -41,12 +45,28 @@ def tolerated_gap(precision: torch.dtype, noise: float) -> float:
     return TOLERATED[precision] + NOISE * noise
 
 
+def tolerated_later(precision: str, noise: float, first_gap: float, first_noise: float) -> float:
+    """How large a typical gap rounding explains after a publication, if that of version 0 was `first_gap`. It grows
+    with what rounding does to the log-probabilities (`noise`), as when a policy becomes more certain."""
+    growth = max(1.0, noise / first_noise) if first_noise else 1.0
+    return SMALLEST * TOLERATED[precision] + NOISE * (first_gap * growth + noise)
+
+
 def logprob_gap(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     """Root mean square of the differences of `[n]` log-probabilities, in nats; infinite if one of a pair is not finite,
     and the other is not the same."""
+    return float(np.sqrt(np.mean(np.square(_apart(one, other)))))
+
+
+def typical_gap(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    """As `logprob_gap`: the median of the absolute differences."""
+    return float(np.median(np.abs(_apart(one, other))))
+
+
+def _apart(one: NDArray[np.float32], other: NDArray[np.float32]) -> NDArray[np.float64]:
     with np.errstate(invalid="ignore"):
         apart = np.where(one == other, 0.0, one.astype(np.float64) - other)
-    return float(np.sqrt(np.mean(np.square(np.nan_to_num(apart, nan=np.inf)))))
+    return np.where(np.isnan(apart), np.inf, apart)
 
 
 def given_rows(config: PretrainedConfig, longest: int, lengths: tuple[int, ...] = LENGTHS) -> GivenTokens:
@@ -86,6 +106,6 @@ class TransformersReference:
 
     def tolerated(self, rows: GivenTokens | Rollout, expected: NDArray[np.float32]) -> float:
         """`tolerated_gap` of a generator from `expected`, which are the log-probabilities of these rows."""
-        precision = self.model.dtype
-        with embedding_as_leaf(self.model, rounding=torch.finfo(precision).eps / 2):
-            return tolerated_gap(precision, logprob_gap(self.logprobs(rows), expected))
+        with embedding_as_leaf(self.model, rounding=torch.finfo(self.model.dtype).eps / 2):
+            noise = logprob_gap(self.logprobs(rows), expected)
+        return tolerated_gap(str(self.model.dtype).removeprefix("torch."), noise)
