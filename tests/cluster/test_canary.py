@@ -2,29 +2,19 @@
 Real learners and real engines, whose loading is broken in one place each; one update moves log-probabilities by about
 ten times what is tolerated."""
 
-import asyncio
-import json
-from contextlib import closing
-
-import numpy as np
 import pytest
 
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.errors import GeneratorMismatch, ModelError
-from rlhf_ray.models.config_json import pretrained_config
-from rlhf_ray.models.generator_parity import TransformersReference, given_rows, logprob_gap
-from rlhf_ray.observability.metrics import read_metrics
-from rlhf_ray.replay.ledger import open_for_reading
+from rlhf_ray.errors import GeneratorMismatch
+from rlhf_ray.models.generator_parity import TOLERATED
 from rlhf_ray.roles.generator import Generator
-from tests.cluster.generators import buckets_of, load_model, make_generator, publish
 from tests.cluster.resumed import steps
-from tests.cluster.tiny import SMALL, VOCAB
-from tests.models import make_tiny_llama
+from tests.cluster.tiny import SMALL
 
 pytestmark = pytest.mark.cluster
-RATE = {"learning_rate": 5e-6, "grad_clip": 1.0}
-"""At which an update of two epochs moves these models by ten tolerances, 0.001 nats."""
+RATE = {"learning_rate": 1e-5, "grad_clip": 1.0}
+"""At which an update of two epochs moves the log-probabilities of these models by about ten tolerances."""
 LAST, FIRST = "model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
 
@@ -93,8 +83,8 @@ def run_with(generator, configure, directory, monkeypatch, **sections):
 
 
 def moved(row):
-    """By how many bounds an update moved log-probabilities."""
-    return row["weights/canary_moved"] / row["weights/canary_bound"]
+    """By how many of the tolerances of the start an update moved log-probabilities."""
+    return row["weights/canary_moved"] / TOLERATED["float32"]
 
 
 def test_a_stale_tied_head_ends_the_run_saved(configure, files, tmp_path, monkeypatch):
@@ -139,4 +129,4 @@ def test_runs_whose_generators_are_right_end_well(configure, tmp_path, monkeypat
     for row in steps(tmp_path / "run"):
         assert row["weights/canary_gap"] < row["weights/canary_bound"]
         print({name: value for name, value in row.items() if "canary" in name})
-    assert moved(steps(tmp_path / "run")[1]) > 2
+    assert moved(steps(tmp_path / "run")[1]) > 1000
