@@ -2,13 +2,18 @@
 Real learners and real engines, whose loading is broken in one place each; one update moves log-probabilities by about
 ten times what is tolerated."""
 
+import asyncio
+import json
+import shutil
+
 import pytest
 
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.errors import GeneratorMismatch
+from rlhf_ray.errors import GeneratorMismatch, ModelError
 from rlhf_ray.models.generator_parity import TOLERATED
 from rlhf_ray.roles.generator import Generator
+from tests.cluster.generators import make_generator
 from tests.cluster.resumed import steps
 from tests.cluster.tiny import SMALL
 
@@ -71,15 +76,24 @@ def one_layer_twice(publication, tensors):
     return {name: tensors[FIRST] if name == LAST else tensor for name, tensor in tensors.items()}
 
 
-def run_with(generator, configure, directory, monkeypatch, **sections):
-    """A run of 3 steps with this generator."""
+def run_with(kind, configure, directory, monkeypatch, **sections):
+    """A run of 3 steps with generators of this class, without a critic, a reference and a reward model."""
     from rlhf_ray.stages import ppo
 
-    monkeypatch.setattr("rlhf_ray.stages.ppo_roles.Generator", generator)
-    run = {"run": {"steps": 3}, "evaluation": None, "checkpoint": {"every": 0}, **SMALL,
-           "policy": {"workers": 1, "optimizer": RATE, "ema_decay": None}}
-    run |= {"evaluation": None, **sections}
+    monkeypatch.setattr("rlhf_ray.stages.ppo_roles.Generator", kind)
+    run = {**SMALL, "run": {"steps": 3}, "evaluation": None, "checkpoint": {"every": 0}, "critic": None,
+           "rewards": {"main": {"type": "regex", "pattern": "w[0-9]*7"}},
+           "algorithm": {"estimator": "grpo", "epochs": 2, "mini_batches": 2, "kl": {"coef": 0.0, "kind": "fixed"}},
+           **sections, "policy": {"workers": 1, "optimizer": RATE, "ema_decay": None, **sections.get("policy", {})}}
     return ppo.run(load(PPOConfig, configure(directory, **run), []))
+
+
+def scaled(model, directory):
+    """A copy of a Llama with an entry by which vLLM's multiplies logits, and which transformers' does not read."""
+    shutil.copytree(model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "logit_scale": 0.9}))
+    return directory
 
 
 def moved(row):
@@ -87,11 +101,11 @@ def moved(row):
     return row["weights/canary_moved"] / TOLERATED["float32"]
 
 
-def test_a_stale_tied_head_ends_the_run_saved(configure, files, tmp_path, monkeypatch):
+def test_a_stale_tied_head_ends_the_run_saved(configure, files, tmp_path, monkeypatch, capsys):
     with pytest.raises(GeneratorMismatch, match=r"generator/0 confirmed version 1 .* also after all weights were pub"):
-        run_with(StaleHead, configure, tmp_path / "run", monkeypatch, model={"path": str(files.tied)},
-                 critic={**SMALL["critic"]})
+        run_with(StaleHead, configure, tmp_path / "run", monkeypatch, model={"path": str(files.tied)})
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_1"]
+    assert capsys.readouterr().out.count("published again") == 1
 
 
 @pytest.mark.slow
@@ -102,7 +116,7 @@ def test_a_tensor_that_is_left_out_once_is_found_and_repaired_before_its_samples
     rows = steps(tmp_path / "run")
     assert 5 < moved(rows[1]) < 20 and len(rows) == 3
     assert rows[2]["weights/canary_gap"] < rows[2]["weights/canary_bound"], "of the repaired generator"
-    assert max(row["rollout/logprob_gap_p99"] for row in rows) < 1e-4, "trained on samples of the learner's own weights"
+    assert max(row["rollout/logprob_gap_p99"] for row in rows) < 1e-5, "trained on samples of the learner's own weights"
     assert summary["ledger"]["committed"] == 3 * 16 and summary["ledger"]["attempts given up"] > 0
 
 
@@ -118,15 +132,41 @@ def test_a_layer_that_is_loaded_twice_ends_the_run_saved(configure, tmp_path, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("sections", [
     {"model": {"dtype": "bfloat16"}}, {"model": {"dtype": "bfloat16"}, "policy": {"autocast": "bfloat16"}},
-    {"policy": {"lora": {"rank": 4}}}, {"policy": {"zero_stage": 3, "workers": 2}},
-    {"generator": {"sampling": {"max_tokens": 12, "temperature": 0.7}, "engine": "async"},
-     "weights": {"transport": "object_store"}}],
-    ids=["bfloat16", "autocast", "lora", "zero3", "async"])
+    {"policy": {"lora": {"rank": 4}}}, {"model": {"dtype": "bfloat16"}, "policy": {"lora": {"rank": 4}}},
+    {"policy": {"zero_stage": 3, "workers": 2}, "weights": {"in_flight": "abort"}, "coordinator": {"max_staleness": 1}},
+    {"generator": {"workers": 2, "engine": "async", "sampling": {"max_tokens": 12, "temperature": 0.7}}}],
+    ids=["bfloat16", "autocast", "lora", "bfloat16-lora", "zero3", "async"])
 def test_runs_whose_generators_are_right_end_well(configure, tmp_path, monkeypatch, sections):
-    large = {"learning_rate": 0.01, "grad_clip": 1.0}
-    policy = {"workers": 1, "optimizer": large, **sections.get("policy", {})}
-    run_with(Generator, configure, tmp_path / "run", monkeypatch, **{**sections, "policy": policy})
-    for row in steps(tmp_path / "run"):
-        assert row["weights/canary_gap"] < row["weights/canary_bound"]
+    """Updates are a thousand times as large as above."""
+    large = {"optimizer": {"learning_rate": 0.01, "grad_clip": 1.0}}
+    run_with(Generator, configure, tmp_path / "run", monkeypatch,
+             **{**sections, "policy": {**large, **sections.get("policy", {})}})
+    _, *rows = steps(tmp_path / "run")
+    for row in rows:
         print({name: value for name, value in row.items() if "canary" in name})
-    assert moved(steps(tmp_path / "run")[1]) > 1000
+        assert row["weights/canary_gap"] < row["weights/canary_bound"]
+    assert len(rows) == 2 and moved(rows[0]) > 100
+
+
+@pytest.mark.slow
+def test_a_run_whose_generators_compute_another_model_does_not_start(configure, files, tmp_path, monkeypatch):
+    model = scaled(files.policy, tmp_path / "scaled")
+    with pytest.raises(ModelError, match=r"generator/0 and the policy learner compute .* from '.*scaled'"):
+        run_with(Generator, configure, tmp_path / "run", monkeypatch, model={"path": str(model)})
+    assert not steps(tmp_path / "run")
+
+
+def test_a_generator_alone_is_compared_with_transformers(files, tmp_path):
+    model = scaled(files.policy, tmp_path / "scaled")
+
+    async def compared(directory):
+        generator = make_generator(directory)
+        await generator.start()
+        try:
+            return await generator.compare_with_transformers()
+        finally:
+            await generator.stop()
+
+    assert asyncio.run(compared(files.policy)) < 1e-4
+    with pytest.raises(ModelError, match=r"vLLM computes another model from '.*scaled' than transformers"):
+        asyncio.run(compared(model))
