@@ -156,6 +156,7 @@ def test_a_run_whose_generators_compute_another_model_does_not_start(configure, 
     assert not steps(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_generator_alone_is_compared_with_transformers(files, tmp_path):
     model = scaled(files.policy, tmp_path / "scaled")
 

@@ -30,10 +30,10 @@ def test_a_number_of_one_side_only_that_is_not_finite_is_an_infinite_gap(number)
 def test_what_is_tolerated_grows_with_rounding():
     assert tolerated_gap("float32", 0.0) == TOLERATED["float32"] == 1e-4
     assert tolerated_gap("bfloat16", 0.1) == pytest.approx(0.05 + 0.25)
-    assert tolerated_later("float32", 2e-6, 1e-6, 2e-6) == pytest.approx(1e-6 + 2.5 * (1e-6 + 2e-6))
-    assert tolerated_later("float32", 6e-6, 1e-6, 2e-6) == pytest.approx(1e-6 + 2.5 * (3e-6 + 6e-6))
-    assert tolerated_later("float32", 1e-6, 1e-6, 2e-6) == pytest.approx(1e-6 + 2.5 * (1e-6 + 1e-6)), "not less"
-    assert tolerated_later("bfloat16", 0.0, 0.0, 0.0) == pytest.approx(5e-4)
+    assert tolerated_later("float32", 2e-6, 1e-6, 2e-6) == pytest.approx(1e-5 + 2.5 * (1e-6 + 2e-6))
+    assert tolerated_later("float32", 6e-6, 1e-6, 2e-6) == pytest.approx(1e-5 + 2.5 * (3e-6 + 6e-6))
+    assert tolerated_later("float32", 1e-6, 1e-6, 2e-6) == pytest.approx(1e-5 + 2.5 * (1e-6 + 1e-6)), "not less"
+    assert tolerated_later("bfloat16", 0.0, 0.0, 0.0) == pytest.approx(5e-3)
 
 
 @pytest.mark.parametrize(("longest", "lengths"), [(1000, [31, 21, 13, 8]), (12, [12, 12, 12, 8]), (2, [2, 2, 2, 2])])
