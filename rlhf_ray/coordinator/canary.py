@@ -276,9 +276,9 @@ class Canary:
         return task.result()
 
     def _cancel(self) -> None:
-        for task in (self._under_way, self._learner):
-            if task is not None:
-                task.cancel()
+        """The learner's answer is left to end by itself, since a generator that catches up may wait for it."""
+        if self._under_way is not None:
+            self._under_way.cancel()
         self._under_way = None
 
 

@@ -264,3 +264,32 @@ def test_what_was_ready_before_the_publication_is_kept(ppo_config, summary):
     run.meanwhile = sample_until_others_are_ready
     run.go()
     assert kept and dropped
+
+
+def test_a_generator_that_waits_for_the_learners_answer_when_learners_are_replaced_gets_the_new_ones():
+    it, slow = WithCanary(workers=1), asyncio.Event()
+    answer = it.policy.answer
+
+    async def late(rank, method, *args):
+        if method == "given_logprobs":
+            await slow.wait()
+        return await answer(rank, method, *args)
+
+    async def run():
+        await it.publish(1)
+        assert await it.sync.canary.mismatch() is None
+        it.policy.answer = late
+        slow.clear()
+        async with it.sync.changing():
+            await it.sync.publish(2)
+        it.group.doomed.append((0, "generate"))
+        asked = asyncio.create_task(it.ask_all(1))
+        await asyncio.sleep(8.0)  # it has caught up, and waits for the answer
+        await it.sync.forget()
+        slow.set()
+        async with it.sync.changing():
+            await it.sync.publish(1, resend=True)
+        return await asked
+
+    slow.set()
+    assert run_in_virtual_time(run()) == [0] and it.group.versions == [1] and it.health.down == {}
