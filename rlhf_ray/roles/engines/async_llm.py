@@ -297,5 +297,6 @@ class AsynchronousEngine(SamplingEngine):
             self._sampling.discard(request_id)
         if last is None:
             raise WorkerError(f"{self._settings.name}: vLLM ended a request without an output")
-        self._finished_tokens += len(last.outputs[0].token_ids)
+        if not request.scores_prompt:
+            self._finished_tokens += len(last.outputs[0].token_ids)
         return last

@@ -243,7 +243,8 @@ class InProcessEngine(SamplingEngine):
 
     def _hand_over(self, output: Any) -> None:
         """Pass the output of a finished request to its batch."""
-        self._finished_tokens += len(output.outputs[0].token_ids)
+        if output.prompt_logprobs is None:
+            self._finished_tokens += len(output.outputs[0].token_ids)
         self._watches.pop(output.request_id, None)
         waiting = self._waiting.pop(output.request_id, None)
         if waiting is not None:
