@@ -130,6 +130,7 @@ class _Sampler:
         self = cls(config, runtime, health)
         dispatchers = self._dispatcher, self._ranker, self._reader
         await asyncio.gather(*(dispatcher.group.start() for dispatcher in dispatchers))
+        await self._generators.call(0, "compare_with_transformers").done()
         contents: dict[str, Contents] = {}
         open_again = reopened(self._reader.group, {"training": config.prompts}, contents)
         for dispatcher in dispatchers:
