@@ -92,6 +92,10 @@ class WeightsError(RLHFError):
     """Published weights that arrived incomplete: wrong checksum, missing tensor, unexpected version."""
 
 
+class GeneratorMismatch(WeightsError):
+    """A generator that computes with other weights than the learner's of the version that it confirmed."""
+
+
 class DamagedBucket(WeightsError):
     """Bytes or description of a bucket of weights differ from those that the learner sealed. Sent again, it may arrive
     intact."""

@@ -241,6 +241,27 @@ class Rollout(SampleRows):
 
 
 @dataclass(frozen=True)
+class GivenTokens(Ragged):
+    """Rows of tokens that were not sampled, whose log-probabilities are compared."""
+
+    tokens: NDArray[np.int32] = per_token()
+    response_mask: NDArray[np.bool_] = per_token()
+    """True on the compared tokens; False on the first of each row, which has no log-probability."""
+
+
+@dataclass(frozen=True)
+class LearnerPass:
+    """A learner's log-probabilities of given tokens at temperature 1; arrays are [n] float32, one entry per compared
+    token."""
+
+    values: NDArray[np.float32]
+    rounded: NDArray[np.float32]
+    """The same in the precision of the generators, or of the learner if that is lower, with one rounding more."""
+    precision: str
+    """"float32" or "bfloat16"."""
+
+
+@dataclass(frozen=True)
 class TokenScores(Ragged):
     """One number per token of a rollout: log-probabilities under a model, or a critic's values. float32."""
 

@@ -27,11 +27,13 @@ from rlhf_ray.cli.run_commands import profile, report, scale, status
 from rlhf_ray.cli.serve_reward import serve_reward
 from rlhf_ray.cli.stage import StageCommand, ppo, preferences, process_reward, reward_model, sft
 from rlhf_ray.cli.submit import submit
-from rlhf_ray.errors import RLHFError, RunInterrupted, StoppedEarly
+from rlhf_ray.errors import ConfigError, RLHFError, RunInterrupted, StoppedEarly
 
 TRAINING, CLUSTER, MODELS, AROUND = "Stages", "On a cluster", "With a model", "Around a run"
 RUNS = ("quickstart", "sft", "reward-model", "process-reward", "preferences", "ppo", "serve-reward")
 """Commands that continue if their output cannot be written. A closed pipe ends the others."""
+MODEL_HERE = ("check-model", "generate", "compare", "serve-reward")
+"""Commands that load a model in their own process."""
 TEXTS = ("generate", "compare")
 """Commands whose output vLLM's warnings would interrupt."""
 STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -65,6 +67,9 @@ def before_command(
     ] = False,
 ) -> None:
     """Options before the command, and log levels of other libraries."""
+    if context.invoked_subcommand in MODEL_HERE and sys.flags.optimize > 1:
+        raise ConfigError(f"PYTHONOPTIMIZE={sys.flags.optimize} removes the docstrings from which transformers builds "
+                          f"its models, and `{context.invoked_subcommand}` loads one in this process; unset it")
     if context.invoked_subcommand in TEXTS:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     quiet_libraries()

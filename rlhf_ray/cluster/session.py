@@ -229,7 +229,7 @@ def require_local_directories(config: ClusterConfig) -> None:
 
 def _require_writable(directory: Path, which: str, fix: str) -> None:
     try:
-        try_to_write(directory)
+        try_to_write(directory, flush=False)
     except OSError as error:
         raise ConfigError(f"{which} cannot be written: {error.strerror or error}; {fix}") from error
 

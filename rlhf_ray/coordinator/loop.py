@@ -24,7 +24,7 @@ from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.update_step import Learning
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.errors import CheckpointError, DiskStalled, RunInterrupted, WorkerError
+from rlhf_ray.errors import CheckpointError, DiskStalled, GeneratorMismatch, RunInterrupted, WorkerError, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter
@@ -63,6 +63,8 @@ class Coordinator:
     """Step of the checkpoint that the run continued from or last saved, which may still be written."""
     _row: Future[None] | None = None
     """The newest row of metrics, while it is being written."""
+    _kept: frozenset[int] | None = None
+    """Entries of the buffer, by admission number, that were ready before the last publication; None before a step."""
     _pause_s: float | None = None
     """How long training paused for a checkpoint since the last row of metrics."""
     _save_due: bool = False
@@ -112,6 +114,7 @@ class Coordinator:
         began, received = self.roles.clock.now(), traffic.received
         # Without this check a batch that is ready would be trained before the stop, again and again.
         async with self._saved_before_the_end():
+            await self._check_generators()
             lease = None if self.stop.requested else await self.stop.unless_asked(self.pipeline.next_batch())
         if lease is not None:
             await self._step(lease, began, received)
@@ -148,12 +151,41 @@ class Coordinator:
     def _spares_learners(self, error: Exception) -> bool:
         """Whether an error that ends the run is about other workers than the learners."""
         lost = isinstance(error, WorkerError) and bool(error.role) and not self.roles.trains(error.role)
-        return lost or error is self.roles.health.irreplaceable_error
+        return lost or isinstance(error, GeneratorMismatch) or error is self.roles.health.irreplaceable_error
+
+    async def generators_agree(self) -> bool:
+        """Wait for the comparison of generators and learner after the last publication. If a generator does not compute
+        with the learner's weights, give up what was sampled since (`Pipeline.resume` starts it again), publish all
+        weights once more, and compare all generators. Returns False if that was necessary.
+
+        Raises:
+            GeneratorMismatch: a generator still computes with other weights.
+        """
+        canary = self.weights.canary
+        error = None if canary is None else await canary.mismatch()
+        if canary is None or error is None:
+            return True
+        self.progress.warn(f"{error}. All weights are published again, and what was sampled with this version is "
+                           "generated again")
+        if self._kept is not None:
+            await self.pipeline.give_up_since(self._kept, f"sampled when {first_line(error)}")
+        async with self.weights.changing():
+            await self.weights.publish(self.state.step, resend=True)
+        if (again := await canary.mismatch()) is not None:
+            raise GeneratorMismatch(f"{again}, also after all weights were published again. Resume the run with "
+                                    "--resume; if it happens again, compare vLLM with the learner by `rlhf-ray "
+                                    "check-model`, and report it with this message") from error
+        return False
+
+    async def _check_generators(self) -> None:
+        """Before anything depends on the samples of the newest version: an update, an evaluation, a checkpoint."""
+        if not await self.generators_agree():
+            self.pipeline.resume()
 
     async def _step(self, lease: Lease, began: float, received: int) -> None:
         """Learn from a batch, publish, record. `began`, `received`: clock and traffic before its rollout."""
         version, coef = self.state.step, self.state.kl.value
-        depth = self.buffer.stats()
+        depth, canary = self.buffer.stats(), self.weights.canary
         async with self.weights.changing():
             with self.calls.forward_passes_held():
                 if self.weights.phases is not None:
@@ -161,6 +193,7 @@ class Coordinator:
                 learned, summaries = await self._learning.learn(lease)
                 reached("update_consumed")
                 too_old = self.buffer.evict(self.state.step)
+                self._kept = frozenset(entry.order for entry in self.buffer.ready_entries())
                 published = await self.weights.publish(self.state.step)
         reached("publication_over")
         self.state.published = self.state.step
@@ -170,13 +203,16 @@ class Coordinator:
             self.pipeline.admit()
         outcome = StepOutcome(summaries, learned.policy, learned.critic, version, coef, published,
                               traffic.received - received, self.roles.health.metrics(), began, self.roles.clock.now(),
-                              self._pause_s)
+                              self._pause_s, canary.metrics() if canary else {})
         self._pause_s = None
         await self.profiler.end(self.state.step, began, outcome.ended)
         await self._recorded()
         self._record(outcome, depth)
-        # Evaluation comes first: a run that is killed after its last checkpoint has evaluated it.
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
+        if self._pauses:
+            async with self._saved_before_the_end():
+                await self._check_generators()
+        # Evaluation comes first: a run that is killed after its last checkpoint has evaluated it.
         if self.state.unmeasured and await self._evaluate():
             await self._keep_best()
         elif self._saves:

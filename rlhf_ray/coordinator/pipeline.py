@@ -8,7 +8,7 @@ finished.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from rlhf_ray.config.derived import concurrency_of
@@ -100,6 +100,18 @@ class Pipeline:
         """Admit the samples of evicted entries again: no prompt is lost because its experience is too old."""
         self._admit_again([key for entry in evicted for key in self._give_up(
             entry, f"{staleness(entry.min_version, self.state.step)} versions old after the update of the policy")])
+
+    async def give_up_since(self, kept: Collection[int], reason: str) -> None:
+        """Give up all chunks under way, and ready experience but for the entries `kept` (by admission number). `resume`
+        starts the chunks again; samples of experience that was given up are admitted again."""
+        begun = [] if not (self._tasks or self._failures) else [
+            chunk for chunk in self.state.chunks.values() if chunk not in self._incomplete]
+        await self.close()
+        for chunk in begun:
+            self.ledger.give_up(chunk.keys, reason)
+        dropped = [entry for entry in self.buffer.ready_entries() if entry.order not in kept]
+        self.buffer.drop(dropped)
+        self._admit_again([key for entry in dropped for key in self._give_up(entry, reason)])
 
     async def close(self) -> None:
         """Cancel all chunks under way."""

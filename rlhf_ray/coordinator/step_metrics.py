@@ -1,7 +1,7 @@
 """The row of metrics of one step, from summaries and statistics."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -48,6 +48,8 @@ class StepOutcome:
     """Seconds of the step clock."""
     save_pause: float | None = None
     """Seconds for which training paused before the step to copy the state for a checkpoint; None without one."""
+    canary: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the last comparison of generators and learner: after the publication before this step's."""
 
 
 def step_metrics(
@@ -68,6 +70,7 @@ def step_metrics(
         "throughput/samples_per_second": samples / seconds,
         "throughput/tokens_per_second": sum(s.tokens for s in outcome.summaries) / seconds,
         "coordinator/bytes_per_sample": outcome.bytes_received / samples,
+        **outcome.canary,
         **outcome.faults,
         "time/step": seconds,
     }

@@ -11,6 +11,7 @@ from typing import Any
 from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
+from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.direct_sync import DIRECT, DirectSync
 from rlhf_ray.coordinator.role_groups import RoleGroups
@@ -48,13 +49,15 @@ class WeightSync:
     """
 
     def __init__(self, config: WeightsConfig, roles: RoleGroups, finish_timeout_s: float | None = None,
-                 phases: Phases | None = None) -> None:
+                 phases: Phases | None = None, canary: Canary | None = None) -> None:
         """
         Args:
             finish_timeout_s: longest time in which a generator activates new weights, or receives a bucket from GPU to
                 GPU.
             phases: GPU sharing of generators and learners, if they share GPUs.
+            canary: compares generators with the learner after each publication; None compares nothing.
         """
+        self.canary = canary
         self.phases = phases
         """The loop switches to `learning`; `publish` switches to `publishing` and `generation`."""
         self.config, self.roles = config, roles
@@ -94,6 +97,8 @@ class WeightSync:
         catch-up is under way, so none of its calls reaches a new learner, which has no plan yet. No catch-up starts
         before the next publication, which must be a `resend`."""
         self._settled = False
+        if self.canary is not None:
+            self.canary.forget()
         if self._catching_up is not None and not self._catching_up.expired():
             self._catching_up.reschedule(0.0)
         async with self._steady:
@@ -103,6 +108,9 @@ class WeightSync:
 
     async def publish(self, version: int, resend: bool = False) -> Published:
         """Send the policy's present weights as `version`. The caller must be inside `changing`.
+
+        Afterwards the canary is under way, with one generator, or with all of them after a whole publication to
+        generators or by learners that may be new. Wait for it (`Canary.mismatch`) before the next update.
 
         Args:
             resend: as for `Receiver.begin`: generators may have any version, and learners may have been replaced.
@@ -114,13 +122,17 @@ class WeightSync:
         self.version = version
         if resend:
             self._plan = self._unchanged = None
-        if self.phases is None:
-            return await self._publish_to(BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up), resend)
-        if self.phases.drops_weights:
-            self._unchanged = None
-        await self.phases.publishing()
-        published = await self._publish_to(BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up), resend)
-        await self.phases.generation()
+        first = self._plan is None
+        if self.phases is not None:
+            if self.phases.drops_weights:
+                self._unchanged = None
+            await self.phases.publishing()
+        receivers = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up)
+        published = await self._publish_to(receivers, resend)
+        if self.phases is not None:
+            await self.phases.generation()
+        if self.canary is not None:
+            self.canary.begin(version, receivers.ranks if first else None)
         return published
 
     async def catch_up(self, rank: int, readmit: Callable[[], None]) -> str:
@@ -128,6 +140,7 @@ class WeightSync:
 
         Raises:
             WorkerLost: the generator was lost again.
+            GeneratorMismatch: it does not compute with these weights.
         """
         self.confirmed.pop(rank, None)
         untouched = True
@@ -135,19 +148,23 @@ class WeightSync:
             async with self._steady:
                 if self._settled:
                     has_it, untouched = untouched and self.version == 0, False
-                    if has_it or await self._caught_up(rank):
+                    if await self._caught_up(rank, has_it):
                         readmit()
                         return f"caught up to version {self.version}"
             await asyncio.sleep(RETRY_S)
 
-    async def _caught_up(self, rank: int) -> bool:
-        """Publish to one generator, whatever version it has. Returns False if a learner is lost or replaced meanwhile;
-        calls that wait for a generator then raise the learner's error."""
+    async def _caught_up(self, rank: int, has_it: bool) -> bool:
+        """Publish to one generator, whatever version it has, unless it `has_it`, and compare it with the learner.
+        Returns False if a learner is lost or replaced meanwhile; calls that wait for a generator then raise the
+        learner's error."""
         alone = BroadcastGroup(self._dispatcher, [rank])
         limit = self._catching_up = asyncio.timeout(None)
         try:
             async with limit:
-                await self._publish_to(alone, resend=True)
+                if not has_it:
+                    await self._publish_to(alone, resend=True)
+                if self.canary is not None and not alone.losses:
+                    await self.canary.check(rank)
             learners_available = True
         except TimeoutError:
             if not limit.expired():

@@ -32,6 +32,7 @@ from rlhf_ray.internals.deepspeed import (
     wrapped_optimizer,
 )
 from rlhf_ray.models.compiled import compile_layers
+from rlhf_ray.models.parity_pass import embedding_as_leaf
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,15 @@ class TrainEngine:
         self._set_mode(False)
         with self._cast_cache():
             return self.engine(*args, **kwargs)
+
+    @torch.no_grad()
+    def infer_rounded(self, precision: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        """As `infer`, computed in `precision`, of which the embedding's output has one rounding more. How far the
+        results are from those of `infer` shows what rounding does to them."""
+        self._set_mode(False)
+        with embedding_as_leaf(self.module.model, torch.finfo(precision).eps / 2), torch.autocast(
+                torch.device(self.device).type, torch.bfloat16, precision is torch.bfloat16, self._stage < 3):
+            return self.module(*args, **kwargs)
 
     def forward_without_engine(self, *args: Any, **kwargs: Any) -> Any:
         """The same forward pass as `forward`, outside DeepSpeed: its graph accumulates no gradients in the engine, and

@@ -30,8 +30,11 @@ class Owner(Protocol):
         """Check before a rename, and again when it fails."""
 
 
-def try_to_write(directory: Path) -> None:
+def try_to_write(directory: Path, flush: bool = True) -> None:
     """Make a directory if it does not exist, and write a file there that is removed again.
+
+    Args:
+        flush: whether to flush it to the disk.
 
     Raises:
         OSError: it cannot be written.
@@ -40,7 +43,8 @@ def try_to_write(directory: Path) -> None:
     with tempfile.TemporaryFile(dir=directory) as file:
         file.write(bytes(4096))
         file.flush()
-        fsync_descriptor(file.fileno(), directory)
+        if flush:
+            fsync_descriptor(file.fileno(), directory)
 
 
 def write_atomically(target: Path, data: bytes, owner: Owner | None = None) -> None:

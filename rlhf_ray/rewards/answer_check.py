@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import HTTPReward, NumberReward, RegexReward, RewardConfig
+from rlhf_ray.config.rewards import HTTPReward, NumberReward, RegexReward, RewardConfig, VerifiableReward
 from rlhf_ray.data.rows import brief
 from rlhf_ray.errors import DataError
-from rlhf_ray.rewards.rules import GuardedRuleSource, RuleSource
-from rlhf_ray.rewards.sources import make_source
+from rlhf_ray.rewards.rule_sources import rule_source
 
 
 class AnswerCheck:
     """Whether rows have what a reward compares responses with."""
 
-    def __init__(self, section: str, name: str, reward: RewardConfig, model: ModelConfig) -> None:
+    def __init__(self, section: str, name: str, reward: RewardConfig) -> None:
         """`section`: names the reward in messages."""
         self._section, self._reward, self.columns = section, reward, _columns(reward)
-        source = make_source(name, reward, model) if self.columns else None
-        self._usable = source.usable if isinstance(source, RuleSource | GuardedRuleSource) else lambda _: True
+        self._usable: Callable[[Any], bool] = lambda _: True
+        if self.columns and isinstance(reward, VerifiableReward):
+            self._usable = rule_source(name, reward).usable
 
     def row(self, row: Mapping[str, Any], place: str) -> None:
         """Check a row's columns other than the prompt.

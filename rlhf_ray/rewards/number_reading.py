@@ -57,8 +57,9 @@ _NAME = re.compile(r"[A-Za-z]\w*|[A-Za-z]{2,}-\w+")
 """A word that has digits and is no number: H2O, GPT-4, x_1."""
 _OPERATORS = re.escape("-+*/^_×÷·⋅∙±∓√∞∪∩…<>≤≥≠\\")
 _JOINING = re.compile(
-    rf"[0-9⅐-⅞]|^[{_OPERATORS}]|[{_OPERATORS}]$|^[b-fi-kn-rt-zXα-ω]$"  # letters that are variables, not words or units
-    "|^(?i:minus|negative|plus|mod|pi|sqrt|squared|cubed|factorial"
+    rf"(?<![A-Za-z0-9_])(?<![A-Za-z]{{2}}-)[0-9⅐-⅞]|^[{_OPERATORS}]|[{_OPERATORS}]$"
+    r"|^(?:[b-fi-kn-rt-zXα-ω]|[xyz]\d+)(?:_\w+)?$"  # variables, not units
+    r"|^(?i:minus|negative|plus|mod|pi|sqrt\d*|log_?\d*|squared|cubed|factorial"
     "|hundred|thousand|million|billion|trillion|dozen)$")
 
 

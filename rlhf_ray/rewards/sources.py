@@ -23,13 +23,12 @@ from rlhf_ray.config.rewards import (
 )
 from rlhf_ray.models.shard import WHOLE, Shard
 from rlhf_ray.records import RewardScores
-from rlhf_ray.rewards.answer_matching import exact_match_source, number_source
 from rlhf_ray.rewards.function_source import FunctionSource
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.local_model import PROBED, ModelSource
 from rlhf_ray.rewards.process_reward_model import ProcessModelSource
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, all_ended, checked, finite_scores
-from rlhf_ray.rewards.regex_and_json_schema import json_schema_source, regex_source
+from rlhf_ray.rewards.rule_sources import rule_source
 from rlhf_ray.rewards.sentiment import VaderSource
 
 MICRO_BATCH_TOKENS = 8192
@@ -69,14 +68,8 @@ def make_source(
             return ModelSource(name, config, policy, micro_batch_tokens, longest, shard, turn)
         case FunctionReward():
             return FunctionSource(name, config)
-        case ExactMatchReward():
-            return exact_match_source(name, config)
-        case NumberReward():
-            return number_source(name, config)
-        case RegexReward():
-            return regex_source(name, config)
-        case JSONSchemaReward():
-            return json_schema_source(name, config)
+        case ExactMatchReward() | NumberReward() | RegexReward() | JSONSchemaReward():
+            return rule_source(name, config)
         case ProcessReward():
             return ProcessModelSource(name, config, policy, micro_batch_tokens, longest, shard, turn)
         case VaderReward():

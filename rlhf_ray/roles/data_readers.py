@@ -122,7 +122,7 @@ class PromptReader(Reader):
                  rewards: Mapping[str, RewardConfig] | None = None) -> None:
         super().__init__(model)
         self._directory = directory
-        self._checks = [AnswerCheck(name, name, reward, model).row for name, reward in (rewards or {}).items()]
+        self._checks = [AnswerCheck(name, name, reward).row for name, reward in (rewards or {}).items()]
         self._tables: dict[str, PromptRows] = {}
 
     def open(self, table: str, config: PromptsConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -28,6 +29,7 @@ from rlhf_ray.models.loading import load_tokenizer, parameter_shapes
 from rlhf_ray.models.lora import adapter_shapes
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.records import (
+    GivenTokens,
     Prompts,
     Rollout,
     SampleKey,
@@ -47,6 +49,8 @@ from rlhf_ray.weights.receiver import Receiver
 
 __all__ = ["Generator", "generator_environment"]
 
+LARGEST_COMPARED = 2 << 30
+"""Bytes of the weights of the largest model that commands without a learner load once more, to compare it."""
 MASK_MARGIN = 2
 """With top-k sampling, this many times k most likely tokens are requested from vLLM, which keeps all tokens that are as
 likely as the k-th; in half precision there may be several."""
@@ -79,7 +83,7 @@ class Generator:
         self._receiver: Receiver[Any] | None = None
         self._publishing, self._publication = asyncio.Lock(), 0
         self._stop_tokens: list[int] = []
-        self._vocabulary = 0
+        self._vocabulary = self._bytes = 0
         self._groups: list[list[str]] = []
 
     async def start(self) -> None:
@@ -95,6 +99,7 @@ class Generator:
         self._vocabulary = config.vocab_size
         self._stop_tokens = stop_tokens(tokenizer, named_stop_tokens(tokenizer, self._model))
         shapes, adapters = parameter_shapes(config, self._model.trust_remote_code), None
+        self._bytes = sum(map(prod, shapes.values())) * (2 if self._model.dtype == "bfloat16" else 4)
         if self._lora:
             adapters = AdapterSettings(
                 self._lora.rank, adapter_shapes(config, self._lora, self._model.trust_remote_code))
@@ -141,6 +146,55 @@ class Generator:
         completions = await engine.sample(requests)
         self._require_whole_masks(requests, completions)
         return as_rollout(keys, requests, completions, self._records_masks(settings))
+
+    async def given_logprobs(self, rows: GivenTokens) -> tuple[NDArray[np.float32], int]:
+        """Log-probabilities of given tokens under the current weights at temperature 1, `[n]`, and the version of the
+        weights. They are computed before requests that wait. Rows are shorter than `max_context`, since vLLM always
+        samples one token more.
+
+        Raises:
+            WeightsError, WorkerError: as `generate`.
+        """
+        engine, receiver = self._running()
+        receiver.require_ready()
+        one = SamplingConfig(max_tokens=1, temperature=0)
+        completions = await engine.sample([
+            SampleRequest(rows.row(i, "tokens").tolist(), one, 1, 0, self._stop_tokens, scores_prompt=True)
+            for i in range(len(rows))])
+        if any(completion.prompt_logprobs is None for completion in completions):
+            raise WorkerError(f"{self.name}: vLLM returned no log-probabilities of given tokens; use the pinned "
+                              "version of vLLM")
+        values = np.concatenate([cast(Any, completion.prompt_logprobs) for completion in completions])
+        versions = np.concatenate([completion.versions for completion in completions])
+        return values[rows.response_mask], int(versions.min())
+
+    async def compare_with_transformers(self) -> float | None:
+        """Compare log-probabilities of fixed tokens with those of transformers' model, for commands without a learner.
+        Returns the gap in nats; None for a model of which a second copy on the CPU would be expensive
+        (`LARGEST_COMPARED`).
+
+        Raises:
+            ModelError: vLLM computes another model.
+        """
+        from rlhf_ray.models.generator_parity import TransformersReference, given_rows, logprob_gap
+
+        if self._bytes > LARGEST_COMPARED or self._max_context < 3:
+            return None
+        rows = given_rows(pretrained_config(self._model), self._max_context - 1)
+        values, _ = await self.given_logprobs(rows)
+
+        def compared() -> tuple[float, float]:
+            reference = TransformersReference(self._model)
+            expected = reference.logprobs(rows)
+            return logprob_gap(values, expected), reference.tolerated(rows, expected)
+
+        gap, tolerated = await asyncio.to_thread(compared)
+        if gap > tolerated:
+            raise ModelError(
+                f"vLLM computes another model from {self._model.path!r} than transformers: log-probabilities of the "
+                f"same tokens differ by {gap:.3g} nats, and rounding explains {tolerated:.3g}. Usually an entry of "
+                "config.json is read by only one of the two: compare config.json with that of the original model")
+        return gap
 
     def fused_groups(self) -> list[list[str]]:
         """Names of weights that share a fused layer: a publication contains all of a group or none."""

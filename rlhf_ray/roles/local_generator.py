@@ -59,7 +59,7 @@ class LocalGenerator:
             prompt_tokens: at least this many prompt tokens fit, as far as the model's context allows.
 
         Raises:
-            ModelError: the model is missing or cannot be run.
+            ModelError: the model is missing, cannot be run, or vLLM computes another model than transformers.
             DataError: a prompt is too long for the model.
         """
         self._tokenizer = load_tokenizer(self.model)
@@ -69,6 +69,7 @@ class LocalGenerator:
         generation = local_generation_config(config, self.model, self.context, self._sequences)
         self._generator = Generator(self.model, generation, self._seed, self.context, Path(self.model.path).name)
         await self._generator.start()
+        await self._generator.compare_with_transformers()
 
     async def generate(
         self, prompts: Sequence[PromptInput], samples: int = 1, epoch: int = 0

@@ -14,7 +14,7 @@ from rlhf_ray.algorithms.logprobs import SamplingMask
 from rlhf_ray.data.batching import rows_of_rank
 from rlhf_ray.engine.distributed import sum_over_ranks
 from rlhf_ray.models.packing import Packing, to_device
-from rlhf_ray.records import Rollout, TokenScores, offsets_of, row_indices
+from rlhf_ray.records import GivenTokens, Rollout, TokenScores, offsets_of, row_indices
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class MicroBatch:
 
 
 def score_columns(
-    rollout: Rollout,
+    rollout: Rollout | GivenTokens,
     plan: Sequence[np.ndarray],
     device: torch.device | str,
     forward: Callable[[MicroBatch], Sequence[Tensor]],

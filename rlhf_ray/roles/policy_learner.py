@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from rlhf_ray.checkpoint.state_files import save_state
 from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.batching import inference_plan
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.engine.deepspeed_engine import StepResult
@@ -27,9 +29,9 @@ from rlhf_ray.engine.ema import WeightAverage
 from rlhf_ray.models.loading import load_causal_lm, remove_dropout
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
-from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
+from rlhf_ray.records import Batch, Experience, GivenTokens, LearnerPass, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner_state import Writers
-from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, score_columns
 from rlhf_ray.roles.ppo_update import PPOLearner, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
 from rlhf_ray.roles.publication import PublishedAdapters, PublishedTensors
@@ -89,6 +91,28 @@ class PolicyLearner(PPOLearner):
         return self.score(
             rollouts, lambda micro: self.engine.infer(
                 micro.tokens, micro.packing, micro.predicted, mask=micro.sampling_mask)[:1])[0]
+
+    def given_logprobs(self, rows: GivenTokens) -> LearnerPass | None:
+        """Log-probabilities of given tokens under the current weights at temperature 1. Every rank makes all passes if
+        they are collective calls; otherwise the first one alone, and the others return None."""
+        if self.rank and not self.lockstep:
+            return None
+        halves = "bfloat16" in (self._published_as.dtype, self.model_config.dtype, self.config.autocast)
+        precision = torch.bfloat16 if halves else torch.float32
+        # Merged weights in bfloat16 may lose all that adapters add to them.
+        loses_adapters = halves and self.adapters is not None and not self._publishes_adapters
+
+        def forward(micro: MicroBatch) -> list[Tensor]:
+            given: Any = micro.tokens, micro.packing, micro.predicted
+            exact = self.engine.infer(*given, temperature=1.0)[0]
+            with self.adapters.disabled() if self.adapters and loses_adapters else nullcontext():
+                return [exact, self.engine.infer_rounded(precision, *given, temperature=1.0)[0]]
+
+        plan = inference_plan(rows.lengths, self.config.micro_batch_tokens)
+        exact, rounded = (column.values[rows.response_mask]
+                          for column in score_columns(rows, plan, self.engine.device, forward, columns=2))
+        self.engine.release_gathered()
+        return LearnerPass(exact, rounded, str(precision).removeprefix("torch."))
 
     def reference_logprobs(self, *rollouts: Rollout) -> TokenScores:
         """The same under the adapters' frozen base, which is the model that the policy started from.

@@ -37,6 +37,7 @@ from rlhf_ray.stages.ppo_attempts import RunAttempts
 from rlhf_ray.stages.ppo_builder import CoordinatorBuilder
 from rlhf_ray.stages.ppo_preflight import preflight
 from rlhf_ray.stages.ppo_roles import (
+    canary_of,
     load_generator_count,
     restart_learners,
     save_generator_count,
@@ -107,7 +108,11 @@ async def _run(
             progress.warn(warning)
         timeout_s = config.cluster.heartbeat_timeout_s
         phases = Phases(config.generator, config.policy, config.critic, roles)
-        weights = WeightSync(config.weights, roles, timeout_s, phases)
+        canary = canary_of(config, roles)
+        if canary is not None:
+            gap = await canary.compare_at_start()
+            progress.note(f"generators and learner compute the same model: log-probabilities differ by {gap:.2g} nats")
+        weights = WeightSync(config.weights, roles, timeout_s, phases, canary)
         roles.keep_alive(weights.catch_up)
         detectors: list[Detector] = [
             HeartbeatDetector(health.watched, timeout_s, health.silent),

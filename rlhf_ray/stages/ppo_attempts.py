@@ -107,6 +107,7 @@ async def restore_checkpoint(coordinator: Coordinator, start: Checkpoint | None,
         step = coordinator.state.step
         if again or step:  # they loaded version 0
             await coordinator.weights.publish(step, resend=again)
+    await coordinator.generators_agree()
     if start is None:
         return
     coordinator.saved_at = step

@@ -14,12 +14,15 @@ from rlhf_ray.config.combination_checks import check_pools, check_transport
 from rlhf_ray.config.derived import derive, judge_rewards, placements_of, reward_sections
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig, ScorerConfig
+from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.engine.distributed import fixed_segments
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.generator_parity import SAMPLED, given_rows
 from rlhf_ray.models.model_families import Use, check_family, model_family
 from rlhf_ray.models.shard import Shard
 from rlhf_ray.observability.progress import StageProgress
@@ -145,6 +148,16 @@ async def start_roles(
             roles.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in reports), 3)
             progress.note(probe_note(group.role, reports[0]))
     return sources
+
+
+def canary_of(config: PPOConfig, roles: RoleGroups) -> Canary | None:
+    """The comparison of generators and learner; None if rows have no room for two tokens and one that vLLM samples."""
+    longest, shape = derive(config).longest_sample - 1, pretrained_config(config.model)
+    if longest < 2:
+        return None
+    rows, prompt = given_rows(shape, longest), longest + 1 - SAMPLED
+    long_row = given_rows(shape, prompt, (prompt,)) if prompt > max(rows.lengths) else None
+    return Canary(roles, rows, config.model.path, long_row, config.run.seed)
 
 
 async def restart_learners(config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress) -> None:

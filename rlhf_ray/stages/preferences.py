@@ -69,7 +69,7 @@ def preflight(config: PreferencesStageConfig) -> None:
     for name, reward in rewards_of(config.pairs.judge, "pairs.judge").items():
         check_reads_longest(reward, config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                             "generator.sampling.max_tokens")
-        check_prompt_answers([config.prompts], config.model, f"pairs.judge ({name})", name, reward)
+        check_prompt_answers([config.prompts], f"pairs.judge ({name})", name, reward)
     check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                   ("prompts.max_tokens", "generator.sampling.max_tokens"))
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
@@ -130,6 +130,7 @@ class _Sampler:
         self = cls(config, runtime, health)
         dispatchers = self._dispatcher, self._ranker, self._reader
         await asyncio.gather(*(dispatcher.group.start() for dispatcher in dispatchers))
+        await self._generators.call(0, "compare_with_transformers").done()
         contents: dict[str, Contents] = {}
         open_again = reopened(self._reader.group, {"training": config.prompts}, contents)
         for dispatcher in dispatchers:

@@ -31,11 +31,11 @@ def check_rewards(config: PPOConfig) -> None:
     sections = [config.prompts, derived.evaluation_prompts]
     for name, reward in config.rewards.items():
         check_reward(name, reward, config.model)
-        check_prompt_answers(sections, config.model, f"rewards.{name}", name, reward)
+        check_prompt_answers(sections, f"rewards.{name}", name, reward)
     if config.logging.judge is not None:
         check_scorer(config.logging.judge, config.model, "logging.judge")
         for name, reward in judge_rewards(config).items():
-            check_prompt_answers(sections, config.model, f"logging.judge ({name})", name, reward)
+            check_prompt_answers(sections, f"logging.judge ({name})", name, reward)
     for field, reward in reward_sections(config).items():
         check_reads_longest(reward, config.model, config.prompts.max_tokens, derived.longest_response,
                             derived.longest_response_field)
@@ -113,7 +113,7 @@ def scored_elsewhere(config: PPOConfig) -> list[str]:
             if isinstance(reward, ModelReward) and is_decoder(pretrained_config(reward)) and pads_with_end(reward)]
 
 
-def check_prompt_answers(sections: Iterable[PromptsConfig | None], model: ModelConfig, section: str, name: str,
+def check_prompt_answers(sections: Iterable[PromptsConfig | None], section: str, name: str,
                          reward: RewardConfig) -> None:
     """Check the first rows of local data sets of prompts for the columns that a reward reads, and for answers that a
     response can be compared with. The other rows are checked when the prompt reader loads them.
@@ -126,7 +126,7 @@ def check_prompt_answers(sections: Iterable[PromptsConfig | None], model: ModelC
     """
     from rlhf_ray.rewards.answer_check import AnswerCheck
 
-    check = AnswerCheck(section, name, reward, model)
+    check = AnswerCheck(section, name, reward)
     for field, part in (named for prompts in sections if prompts for named in prompts.named_parts()):
         if not check.columns or not is_local(part.location):
             continue

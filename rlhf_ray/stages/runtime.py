@@ -151,9 +151,9 @@ def owned_directory(config: StageConfig, resume: bool) -> Iterator[RunDirectory]
             machine; the run's directory cannot be used, holds another run, or has another owner.
     """
     require_trackers(config.logging)
-    require_local_directories(config.cluster)
     files = RunFiles(config.cluster.disk_timeout_s)
     with closing(files), ExitStack() as stack:
+        files.records.do(require_local_directories, config.cluster)
         directory = files.records.do(RunDirectory.create, config.run.dir, resume)
         directory.files = files
         files.records.do(stack.enter_context, directory.owned())

@@ -112,7 +112,7 @@ def errors_name_option(name: str, option: str) -> Iterator[None]:
         raise type(error)(text if option in text else f"{option} {name}: {text}") from None
 
 
-def check_answers(name: str, questions: Sequence[PromptInput], model: ModelConfig, option: str) -> None:
+def check_answers(name: str, questions: Sequence[PromptInput], option: str) -> None:
     """Refuse prompts without the columns that the scorer reads, or with an answer that no response can be compared
     with.
 
@@ -125,7 +125,7 @@ def check_answers(name: str, questions: Sequence[PromptInput], model: ModelConfi
     from rlhf_ray.rewards.answer_check import AnswerCheck
 
     for component, reward in rewards_of(name, option).items():
-        check = AnswerCheck(f"{option} {name}", component, reward, model)
+        check = AnswerCheck(f"{option} {name}", component, reward)
         for question in questions:
             check.row(question.metadata, question.location)
 

@@ -23,13 +23,16 @@ from rlhf_ray.config.generation import GenerationConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
+from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.direct_sync import ALONE_S
 from rlhf_ray.coordinator.generator_scaling import Scaling
 from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.engine.distributed import accelerator_environment
-from rlhf_ray.errors import WorkerLost
+from rlhf_ray.errors import ModelError, WorkerLost
+from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.generator_parity import given_rows
 from rlhf_ray.records import WeightOffer
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
@@ -103,17 +106,21 @@ async def drawn(roles, sampling):
     return await roles.generators.values("generate", PROMPTS, KEYS, 3, sampling)
 
 
-async def the_whole_way(roles, transport):
-    sync = WeightSync(WeightsConfig().model_copy(update={"transport": transport}), roles)
+async def the_whole_way(roles, transport, model):
+    canary = Canary(roles, given_rows(pretrained_config(model), CONTEXT - 1), model.path)
+    sync = WeightSync(WeightsConfig().model_copy(update={"transport": transport}), roles, canary=canary)
+    with pytest.raises(ModelError, match="generator/0 and the policy learner compute different models"):
+        await canary.compare_at_start()
     assert min(await gaps(roles)) > 0.01, "the generators start with other weights"
     first = await sync.publish(1)
     assert first.nbytes > 100_000 and first.pause_seconds > 0
-    assert max(await gaps(roles)) < 1e-4
+    assert max(await gaps(roles)) < 1e-4 and await canary.mismatch() is None
     assert await roles.generators.values("version") == [1, 1]
     drawing = asyncio.create_task(drawn(roles, LONG))
     while not all(await roles.generators.values("tokens_made")):
         await asyncio.sleep(0.01)
     await sync.publish(2)
+    assert await canary.mismatch() is None and canary.metrics()["weights/canary_moved"] == 0.0
     for rollout in await drawing:
         assert set(rollout.versions[rollout.response_mask].tolist()) <= {1, 2}
     assert await roles.generators.values("version") == [2, 2]
@@ -133,7 +140,7 @@ def test_weights_reach_every_generator_verified(tmp_path, transport, zero_stage)
 
     async def run():
         async with role_groups_of(learner, generator, policy, transport) as roles:
-            await the_whole_way(roles, transport)
+            await the_whole_way(roles, transport, generator)
 
     torch.manual_seed(0)
     asyncio.run(run())

@@ -16,6 +16,7 @@ import torch
 from rlhf_ray.cluster.processes import descendants
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.errors import DamagedBucket, DataError, WeightsError, WorkerError
+from rlhf_ray.models.generator_parity import given_rows
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.engines.partial_rollouts import PartialRolloutEngine
 from rlhf_ray.weights.manifest import expand_fused_groups
@@ -38,6 +39,7 @@ from tests.cluster.generators import (
     make_generator,
     publish,
     publisher_of,
+    reference_logprobs,
 )
 from tests.models import make_tiny_llama
 from tests.threads import one_torch_thread
@@ -144,6 +146,36 @@ def test_new_weights_are_packed_as_those_that_the_engine_began_with(loop, runnin
         loop.set_default_executor(ThreadPoolExecutor())
     rollout = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
     assert gap(new_models[kind], rollout) < 1e-4
+
+
+def test_given_tokens_have_transformers_log_probabilities_before_and_after_a_publication(loop, running, new_models):
+    kind, generator, old = running
+    rows = given_rows(old.config, CONTEXT - 1, (CONTEXT - 1, 20, 2))
+    compared = rows.response_mask
+    values, version = loop.run_until_complete(generator.given_logprobs(rows))
+    assert version == 0 and np.abs(values - reference_logprobs(old, rows)[compared]).max() < 1e-4
+    loop.run_until_complete(publish(generator, new_models[kind], 1))
+    values, version = loop.run_until_complete(generator.given_logprobs(rows))
+    assert version == 1 and np.abs(values - reference_logprobs(new_models[kind], rows)[compared]).max() < 1e-4
+    assert len(values) == CONTEXT - 2 + 19 + 1
+
+
+def test_given_tokens_go_before_samples_that_wait_and_change_none(loop, running):
+    """Eight of 48 samples are sampled at a time."""
+    _, generator, old = running
+    rows = given_rows(old.config, 31)
+
+    async def both():
+        sampling = asyncio.create_task(generator.generate(PROMPTS, MANY, 3, LONG))
+        await asyncio.sleep(0.05)
+        await generator.given_logprobs(rows)
+        made = generator.tokens_made()
+        return made, await sampling
+
+    before = generator.tokens_made()
+    made, rollout = loop.run_until_complete(both())
+    assert made - before < rollout.response_mask.sum() / 2
+    assert_same(rollout, loop.run_until_complete(generator.generate(PROMPTS, MANY, 3, LONG)))
 
 
 def test_logprobs_are_those_after_temperature(loop, running):

@@ -88,7 +88,7 @@ class AsynchronousEngine(SamplingEngine):
         """The adapter of every request."""
         self._numbers = count()
         self._sampling: set[str] = set()
-        """Requests in flight that sample responses, as opposed to scoring."""
+        """Requests in flight."""
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
         self._traces = TemporaryDirectory(prefix="rlhf_ray-traces-")
@@ -273,10 +273,10 @@ class AsynchronousEngine(SamplingEngine):
 
     async def _sample(self, request: SampleRequest) -> Completion:
         watch = watch_for(request, self._settings.decode)
-        completion = completion_of(await self._finish(request.prompt, sampling_parameters(request), watch))
+        completion = completion_of(await self._finish(request, watch))
         return watch.cut(completion) if watch else completion
 
-    async def _finish(self, prompt: list[int], parameters: Any, watch: ResponseWatch | None = None) -> Any:
+    async def _finish(self, request: SampleRequest, watch: ResponseWatch | None = None) -> Any:
         """The last output of a request, which is aborted where `watch` sees its end."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -284,7 +284,8 @@ class AsynchronousEngine(SamplingEngine):
         self._sampling.add(request_id)
         try:
             async for output in engine.generate(
-                    prompt_of(prompt), parameters, request_id, lora_request=self._adapter):
+                    prompt_of(request.prompt), sampling_parameters(request), request_id, lora_request=self._adapter,
+                    priority=request.priority):
                 last = output
                 if watch and not output.finished and watch.ended(output.outputs[0].token_ids):
                     await engine.abort(request_id)
@@ -296,5 +297,6 @@ class AsynchronousEngine(SamplingEngine):
             self._sampling.discard(request_id)
         if last is None:
             raise WorkerError(f"{self._settings.name}: vLLM ended a request without an output")
-        self._finished_tokens += len(last.outputs[0].token_ids)
+        if not request.scores_prompt:
+            self._finished_tokens += len(last.outputs[0].token_ids)
         return last

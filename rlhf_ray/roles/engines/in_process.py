@@ -243,7 +243,8 @@ class InProcessEngine(SamplingEngine):
 
     def _hand_over(self, output: Any) -> None:
         """Pass the output of a finished request to its batch."""
-        self._finished_tokens += len(output.outputs[0].token_ids)
+        if output.prompt_logprobs is None:
+            self._finished_tokens += len(output.outputs[0].token_ids)
         self._watches.pop(output.request_id, None)
         waiting = self._waiting.pop(output.request_id, None)
         if waiting is not None:
@@ -277,7 +278,7 @@ class InProcessEngine(SamplingEngine):
         try:
             for request_id, (request, watch) in zip(batch.results, requests, strict=True):
                 self._engine.add_request(request_id, prompt_of(request.prompt), sampling_parameters(request),
-                                         lora_request=self._adapter)
+                                         lora_request=self._adapter, priority=request.priority)
                 self._waiting[request_id] = batch
                 if watch:
                     self._watches[request_id] = watch

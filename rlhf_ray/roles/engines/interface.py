@@ -64,6 +64,13 @@ class SampleRequest:
     """How many of the prompt's last tokens are the response's first, sampled by an earlier request."""
     top_logprobs: int = 0
     """Number of most likely tokens that vLLM reports with each token, for its sampling mask; 0 gives no masks."""
+    scores_prompt: bool = False
+    """Return the log-probabilities of the prompt's tokens, too. The request goes before all others that wait."""
+
+    @property
+    def priority(self) -> int:
+        """vLLM runs waiting requests of a lower number first."""
+        return -1 if self.scores_prompt else 0
 
     @property
     def min_tokens(self) -> int:
@@ -84,6 +91,9 @@ class Completion:
     """"stop" (a stop token or a stop string), "length" or "abort"."""
     masks: tuple[NDArray[np.int32], ...] = ()
     """Of each token, the tokens that it was sampled among; empty unless the request asks for them."""
+    prompt_logprobs: NDArray[np.float32] | None = None
+    """Log-probabilities of the prompt's tokens at temperature 1, 0 for the first; None unless the request asks for
+    them."""
 
     def first(self, count: int) -> Completion:
         """Its first tokens."""

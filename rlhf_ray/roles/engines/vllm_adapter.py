@@ -94,6 +94,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         max_model_len=settings.max_context,
         max_num_seqs=generation.max_sequences,
         max_num_batched_tokens=generation.prefill_tokens(settings.max_context),
+        scheduling_policy="priority",  # requests that score a prompt do not wait behind all others
         # vLLM 0.32 takes back the random numbers of a divided request by its generator's offset, which generators of
         # CPUs do not have (v1/worker/gpu_model_runner.py, `_bookkeeping_sync`).
         enable_chunked_prefill=False if on_cpu else None,
@@ -223,6 +224,7 @@ def sampling_parameters(request: SampleRequest) -> SamplingParams:
         seed=request.seed,
         stop_token_ids=list(request.stop_tokens),
         logprobs=request.top_logprobs,
+        prompt_logprobs=0 if request.scores_prompt else None,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.CUMULATIVE if sampling.stop else RequestOutputKind.FINAL_ONLY,
@@ -253,7 +255,16 @@ def completion_of(output: RequestOutput) -> Completion:
                           f"{output.request_id}; use the pinned version of vLLM")
     masks = () if values.shape[1] == 1 else tuple(
         row[kept] for row, kept in zip(listed[:, 1:], np.isfinite(values[:, 1:]), strict=True))
-    return Completion(tokens, values[:, 0], versions, str(drawn.finish_reason), masks)
+    return Completion(tokens, values[:, 0], versions, str(drawn.finish_reason), masks, _prompt_logprobs(output))
+
+
+def _prompt_logprobs(output: RequestOutput) -> NDArray[np.float32] | None:
+    """`[L]` log-probabilities of the prompt's tokens, if they were requested and the request was not aborted before."""
+    flat: Any = output.prompt_logprobs
+    if flat is None or not output.outputs[0].token_ids:
+        return None
+    values, _ = _listed_logprobs(flat, len(output.prompt_token_ids or ()) - 1, output.request_id)
+    return np.concatenate([[0.0], values[:, 0]]).astype(np.float32)
 
 
 def _listed_logprobs(

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError, RLHFError
 from rlhf_ray.models.config_json import context_of, is_classifier, pretrained_config
+from rlhf_ray.models.generator_parity import TransformersReference, logprob_gap
 from rlhf_ray.models.model_families import Use
-from rlhf_ray.models.parity import NOISE, root_mean_square
-from rlhf_ray.models.parity_pass import embedding_as_leaf
 from rlhf_ray.records import Prompts, Rollout, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.local_generator import local_generation_config
@@ -32,8 +30,6 @@ RESPONSE = 24
 PROMPTS = (3, 8, 13, 21)
 """Tokens of the prompts; one more is as long as `--tokens` allows."""
 CACHE_ON_GPU_MB = 1024
-FIXED = {"float32": 1e-4, "bfloat16": 0.05}
-"""Tolerated difference of log-probabilities in nats, root mean square over the tokens, by precision."""
 CHANGE, MOST_CHANGES = 0.1, 8
 """Relative change of each matrix of the published weights, made until log-probabilities move by ten times what is
 tolerated, and at most this often."""
@@ -67,7 +63,7 @@ def check_generation(model: ModelConfig, tokens: int) -> list[Outcome]:
 class _Comparison:
     """Log-probabilities of a rollout against transformers'."""
 
-    expected: Tensor
+    expected: NDArray[np.float32]
     """[n] transformers' log-probabilities of the responses' tokens."""
     gap: float
     """Root mean square of the differences, in nats."""
@@ -81,14 +77,14 @@ class _GenerationCheck:
     def __init__(self, model: ModelConfig, generation: GenerationConfig, context: int) -> None:
         self._model, self._context = model, context
         self._generator = Generator(model, generation, SEED, context, "check-model")
-        self._reference: Any = None
+        self._reference: TransformersReference
         self._random = torch.Generator().manual_seed(SEED)
 
     async def run(self) -> list[Outcome]:
         """The outcomes of both names."""
         await self._generator.start()
         try:
-            self._reference = _reference(self._model)
+            self._reference = TransformersReference(self._model, "cuda" if torch.cuda.is_available() else "cpu")
             first = await self._sample(version=0)
             compared = self._compare(first)
             if compared.gap > compared.tolerated:
@@ -111,7 +107,7 @@ class _GenerationCheck:
         enough, moved = 10 * compared.tolerated, 0.0
         for _ in range(MOST_CHANGES):
             self._change_weights()
-            if (moved := root_mean_square(compared.expected - self._logprobs(first))) >= enough:
+            if (moved := logprob_gap(compared.expected, self._reference.logprobs(first))) >= enough:
                 break
         else:
             return Outcome(PUBLICATION, "not checked", f"random changes of the weights move log-probabilities by "
@@ -134,7 +130,7 @@ class _GenerationCheck:
         """Responses to random prompts. Raises ModelError if they come from another version of the weights."""
         longest = max(self._context - RESPONSE, 1)
         lengths = [min(length, longest) for length in (*PROMPTS, longest)]
-        vocabulary = self._reference.config.get_text_config().vocab_size
+        vocabulary = self._reference.model.config.get_text_config().vocab_size
         rows = np.random.default_rng(SEED + version).integers(0, vocabulary, sum(lengths)).astype(np.int32)
         prompts = Prompts(offsets_of(lengths), rows, [""] * len(lengths), [{} for _ in lengths],
                           np.arange(len(lengths)))
@@ -146,7 +142,7 @@ class _GenerationCheck:
 
     async def _publish(self) -> None:
         """Send the reference's weights to the generator, as a learner sends its own."""
-        named = dict(self._reference.named_parameters())
+        named = dict(self._reference.model.named_parameters())
         specs = [(name, tuple(p.shape), self._model.dtype) for name, p in named.items()]
         publisher = Publisher(specs, set(named), BUCKET_BYTES, lambda names: {n: named[n].cpu() for n in names})
         buckets = publisher.plan.whole.buckets
@@ -159,35 +155,13 @@ class _GenerationCheck:
 
     @torch.no_grad()
     def _change_weights(self) -> None:
-        for parameter in self._reference.parameters():
+        for parameter in self._reference.model.parameters():
             if parameter.dim() > 1:
                 noise = torch.randn(parameter.shape, generator=self._random).to(parameter)
                 parameter.add_(CHANGE * parameter.std() * noise)
 
     def _compare(self, rollout: Rollout) -> _Comparison:
         """A rollout's log-probabilities against those of the reference's present weights."""
-        expected = self._logprobs(rollout)
-        with embedding_as_leaf(self._reference, rounding=torch.finfo(getattr(torch, self._model.dtype)).eps / 2):
-            noise = root_mean_square(self._logprobs(rollout) - expected)
-        gap = root_mean_square(torch.from_numpy(rollout.logprobs[rollout.response_mask]) - expected)
-        return _Comparison(expected, gap, FIXED[self._model.dtype] + NOISE * noise)
-
-    @torch.no_grad()
-    def _logprobs(self, rollout: Rollout) -> Tensor:
-        """[n] float32 log-probabilities of the responses' tokens, each row in a pass of its own."""
-        device, parts = next(self._reference.parameters()).device, []
-        for row in range(len(rollout)):
-            tokens = torch.from_numpy(rollout.row(row, "tokens").astype(np.int64)).to(device)
-            logits = self._reference(tokens[None], use_cache=False).logits[0, :-1].float()
-            chosen = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].cpu()
-            parts.append(chosen[torch.from_numpy(rollout.row(row, "response_mask")[1:])])
-        return torch.cat(parts)
-
-
-def _reference(model: ModelConfig) -> Any:
-    """transformers' own model, on this machine's GPU if there is one."""
-    from transformers import AutoModelForCausalLM
-
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        model.path, dtype=getattr(torch, model.dtype), attn_implementation="eager", use_safetensors=True, **model.trust)
-    return loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+        expected = self._reference.logprobs(rollout)
+        gap = logprob_gap(rollout.logprobs[rollout.response_mask], expected)
+        return _Comparison(expected, gap, self._reference.tolerated(rollout, expected))

@@ -257,3 +257,10 @@ def test_a_command_that_fails_at_once_says_so(ppo_file, body, code, said):
     for process in [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]:
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors.endswith(said)) == (code, True), errors
+
+
+@pytest.mark.parametrize("command", ["check-model", "generate", "compare", "serve-reward"])
+def test_a_model_is_not_loaded_without_docstrings(command):
+    code = f"import sys; sys.argv = ['rlhf-ray', '{command}', 'm']; from rlhf_ray.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: PYTHONOPTIMIZE=2 removes the docstrings")

@@ -129,7 +129,7 @@ def coordinator_of(config, roles, state, buffer, calls, pipeline, publish, **par
     given = {"evaluator": None, "stop": StopRequest(_nothing), "on_evaluation": _nothing, **others, **parts}
     return Coordinator(
         config=config, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
-        weights=SimpleNamespace(publish=publish, changing=nullcontext, phases=None),
+        weights=SimpleNamespace(publish=publish, changing=nullcontext, phases=None, canary=None),
         profiler=StepProfiler(RunDirectory("nowhere"), roles), **given)
 
 

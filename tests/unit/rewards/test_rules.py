@@ -44,7 +44,7 @@ RIGHT, WRONG, UNREADABLE = Verdict.RIGHT, Verdict.WRONG, Verdict.UNREADABLE
     ("It is 42!", "42"), (r"x = 5 \\", "5"),
     ("答案是42。", "42"), ("答案：42", "42"), ("=\N{FULLWIDTH HYPHEN-MINUS}\N{FULLWIDTH DIGIT FIVE}", "-5"),
     ("7 × 8 = 56", "56"), ("a = 5, b = -6", "-6"), ("5 (five)", "5"), ("(so x is 5)", "5"),
-    ("42 for GPT-4", "42"), ("H2O", None),
+    ("42 for GPT-4", "42"), ("w7 7", "7"), ("GPT-4 42", "42"), ("H2O", None),
 ])
 def test_the_last_number_of_a_text(text, expected):
     found = number_in(text)
@@ -63,8 +63,8 @@ def test_the_last_number_of_a_text(text, expected):
     r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"so 7, and 2\pi", "1, 2, 3", "1; 2", "1 2", "1, ..., 5", "3 , x", "3~100",
     "2 to 3", "2 times 3", "- 42", "Answer - 42", "is - 5", r"- \frac{1}{2}", "5 x", "2 π", "2 *(x)", "(5, x)",
     "(x, 5)", "(blue, 4)", "(4, blue)", "(100,200)", r"\{5, x\}", r"[3, \infty)", "P(X = 3)", "f(g(x) = 3)",
-    r"\sum_{i = 1}^n i", r"\sqrt{x y 3}", "5 and a half", "5 ⅛", "3万", "负5", "（甲，4）", "five hundred 5", "7 (mod 9)",
-    r"1\,00", "3{,}5", "1.000,50", "0.(3)", "42...",
+    r"\sum_{i = 1}^n i", r"\sqrt{x y 3}", "5 and a half", "5 ⅛", "3万", "负5", "（甲，4）", "five hundred 5",
+    "7 (mod 9)", r"1\,00", "3{,}5", "1.000,50", "0.(3)", "42...", "log2 8", "3 x_1", "x-3 5",
 ])
 def test_a_number_that_is_a_part_of_something_is_not_read(text):
     """Neither from a response, whatever the answer, nor from an answer."""

@@ -14,7 +14,7 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
-from rlhf_ray.records import Prompts, SampleKey, WeightRoute, offsets_of
+from rlhf_ray.records import GivenTokens, Prompts, SampleKey, WeightRoute, offsets_of
 from rlhf_ray.roles import generator as module
 from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
 from rlhf_ray.roles.engines.interface import Completion
@@ -61,6 +61,9 @@ class Engine:
         if self.broken:
             raise self.broken
         self.requests.append(list(requests))
+        if requests[0].scores_prompt:
+            return [Completion(np.array([1], np.int32), np.array([-0.5], np.float32), np.array([6], np.int32), "length",
+                               (), -np.arange(len(r.prompt), dtype=np.float32)) for r in requests]
         return [Completion(np.array([r.prompt[-1], 1], np.int32), np.array([-0.5, -0.25], np.float32),
                            np.array([3, 4], np.int32), "stop", self.masks) for r in requests]
 
@@ -93,6 +96,21 @@ def generator(engine, policy_model):
     asyncio.run(it.start())
     engine.trial, engine.requests, engine.calls = engine.requests, [], []
     return it
+
+
+def test_given_tokens_are_scored_by_requests_that_sample_one_token_and_go_first(generator, engine):
+    rows = GivenTokens(np.array([0, 3, 5]), np.array([5, 6, 7, 8, 9], np.int32),
+                       np.array([False, True, True, False, True]))
+    values, version = asyncio.run(generator.given_logprobs(rows))
+    assert values.tolist() == [-1.0, -2.0, -1.0] and version == 6
+    [requests] = engine.requests
+    assert [request.prompt for request in requests] == [[5, 6, 7], [8, 9]]
+    assert {(request.max_tokens, request.priority) for request in requests} == {(1, -1)}
+
+
+def test_a_generator_of_a_large_model_loads_it_no_second_time_to_compare_it(generator, engine, monkeypatch):
+    monkeypatch.setattr(module, "LARGEST_COMPARED", 1000)
+    assert asyncio.run(generator.compare_with_transformers()) is None and not engine.requests
 
 
 def prompts(*rows, numbers=None):
@@ -311,10 +329,15 @@ def test_bytes_that_arrive_on_a_direct_transport_are_not_confirmed(generator, en
 
 
 @pytest.fixture
-def local(engine, tmp_path_factory):
+def local(engine, tmp_path_factory, monkeypatch):
     """local(prompts, **options): a started local generator of a model with a context of 24."""
     model = ModelConfig(path=str(make_tiny_llama(tmp_path_factory.mktemp("local") / "policy", vocab=VOCABULARY,
                                                  hidden=64, layers=3, heads=2, positions=24)))
+
+    async def compared(self):
+        engine.compared = True
+
+    monkeypatch.setattr(module.Generator, "compare_with_transformers", compared)
 
     def start(asked=(), sampling=SAMPLING, **options):
         it = LocalGenerator(model, sampling, 3, False, 2)
@@ -331,7 +354,7 @@ def local(engine, tmp_path_factory):
 ])
 def test_the_local_context_holds_the_longest_prompt_and_a_response(local, engine, asked, options, context):
     it = local(asked, **options)
-    assert it.context == engine.settings.max_context == context
+    assert it.context == engine.settings.max_context == context and engine.compared
     assert (engine.settings.seed, engine.settings.name) == (3, "policy")
 
 

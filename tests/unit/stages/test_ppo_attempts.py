@@ -27,6 +27,9 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
     async def restore(_):
         return ["a place"]
 
+    async def generators_agree():
+        return True
+
     async def lost_learner(_):
         raise WorkerError("policy_learner/0 died in export")
 
@@ -44,7 +47,7 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
         pipeline=SimpleNamespace(resume=lambda: done.append("resumed"), close=close,
                                  ledger=SimpleNamespace(close=lambda: done.append("ledger closed"), open_keys=set,
                                                         position=lambda: [0])),
-        best=SimpleNamespace(resume=lost_learner), files=RunFiles(),
+        best=SimpleNamespace(resume=lost_learner), files=RunFiles(), generators_agree=generators_agree,
     )
     attempts = RunAttempts(LoggingConfig(), RunDirectory(tmp_path), None, lambda *_: coordinator)
     metrics, start = SimpleNamespace(dropped=[]), SimpleNamespace(step=0, path=tmp_path)
