@@ -10,16 +10,13 @@ import numpy as np
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import (
     LOCAL_MODELS,
-    ExactMatchReward,
     FunctionReward,
     HTTPReward,
-    JSONSchemaReward,
     ModelReward,
-    NumberReward,
     ProcessReward,
-    RegexReward,
     RewardConfig,
     VaderReward,
+    VerifiableReward,
 )
 from rlhf_ray.models.shard import WHOLE, Shard
 from rlhf_ray.records import RewardScores
@@ -68,7 +65,7 @@ def make_source(
             return ModelSource(name, config, policy, micro_batch_tokens, longest, shard, turn)
         case FunctionReward():
             return FunctionSource(name, config)
-        case ExactMatchReward() | NumberReward() | RegexReward() | JSONSchemaReward():
+        case VerifiableReward():
             return rule_source(name, config)
         case ProcessReward():
             return ProcessModelSource(name, config, policy, micro_batch_tokens, longest, shard, turn)
