@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -15,7 +16,7 @@ _STAGES = {
     "sft": "supervised fine-tuning on demonstrations",
     "reward_model": "reward modelling on preferences",
     "process_reward": "process reward modelling on labelled steps",
-    "ppo": "PPO from human feedback",
+    "ppo": "PPO",
 }
 
 
@@ -32,8 +33,10 @@ class ModelCardInfo:
     """Description of the data: a path or Hub name and how it was used."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Final numbers by name."""
+    method: str | None = None
+    """What the stage `ppo` did ("GRPO", "PPO from human feedback")."""
     rewards: str | None = None
-    """Description of the reward, for PPO."""
+    """Description of the reward, for the stage `ppo`."""
     other_models: Mapping[str, str] = field(default_factory=dict)
     """Other models that took part in the training, by their part."""
     weights: str | None = None
@@ -53,13 +56,19 @@ def model_card(info: ModelCardInfo, name: str, adapters: bool = False) -> ModelC
         license=info.license,
         library_name="peft" if adapters else "transformers",
         pipeline_tag=None if adapters else task,
-        tags=[*(["lora"] if adapters else []), "rlhf", "rlhf-ray", info.stage.replace("_", "-")],
+        tags=[*(["lora"] if adapters else []), "rlhf", "rlhf-ray", _tag(info)],
     )
     loading = _adapter_loading(info) if adapters else _loading(info)
     scoring = ""
     if info.stage == "reward_model":
         scoring = _SCORING + (_ONE_ROW if adapters else _PADDED)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name, loading, scoring)}")
+
+
+def _tag(info: ModelCardInfo) -> str:
+    """The stage, or what it did, as a tag of the Hub."""
+    method = (info.method or info.stage).removesuffix(" from human feedback")
+    return re.sub(r"[^a-z0-9+]+", "-", method.lower())
 
 
 _SCORING = """
@@ -82,9 +91,10 @@ def _text(info: ModelCardInfo, name: str, loading: str, scoring: str) -> str:
     reward = f"\n- Rewarded for: {info.rewards}" if info.rewards else ""
     others = "".join(f"\n- {part}: {model}" for part, model in info.other_models.items())
     weights = f"\n- Weights: {info.weights}" if info.weights else ""
+    method = info.method or _STAGES[info.stage]
     return f"""# {name}
 
-Trained by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {datetime.now(UTC).date().isoformat()}.
+Trained by {method} with `rlhf_ray`, {info.step} updates, on {datetime.now(UTC).date().isoformat()}.
 
 - Base model: `{info.base_model}`{reward}{others}
 - Trained on: {info.trained_on}{weights}

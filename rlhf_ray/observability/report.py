@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_ray.config.algorithm import method_in_words
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.errors import DataError
 from rlhf_ray.files.writing import write_atomically
@@ -26,9 +27,8 @@ from rlhf_ray.observability.sample_texts import some_rollouts
 from rlhf_ray.observability.still_policy import still_policy
 from rlhf_ray.observability.tables import changes, workers_text
 
-KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "sft": "Supervised fine-tuning",
-         "process_reward": "Process reward model"}
-"""Stage by the prefix of its metrics."""
+KINDS = {"reward_model": "Reward model", "sft": "Supervised fine-tuning", "process_reward": "Process reward model"}
+"""Stage by the prefix of its metrics; a run whose policy is trained by rewards says how."""
 
 FACTS = {
     "Model": ("model", "path"),
@@ -142,6 +142,8 @@ def _numbers(side: Any) -> dict[str, float]:
 
 def _kind(rows: Rows, config: Mapping[str, Any]) -> str:
     prefixes = {name.split("/")[0] for row in rows for name in row} or set(config)
+    if "policy" in prefixes:
+        return method_in_words(config)
     return next((kind for prefix, kind in KINDS.items() if prefix in prefixes), "Run")
 
 

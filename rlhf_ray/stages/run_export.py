@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.config.algorithm import method_in_words
 from rlhf_ray.config.derived import derive, reference_in_words
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.rewards import rewards_in_words
@@ -50,7 +51,8 @@ def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo
     if derived.starts_critic:
         others["Critic, started from"] = derived.critic_model.path
     return ModelCardInfo(
-        stage="ppo", step=coordinator.state.step, base_model=config.model.path,
+        stage="ppo", method=method_in_words(config.model_dump()),
+        step=coordinator.state.step, base_model=config.model.path,
         trained_on=f"prompts in {config.prompts.title}{text}",
         rewards=rewards_in_words({name: reward.model_dump() for name, reward in config.rewards.items()}),
         other_models=others, metrics=evaluations.last(),
