@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from rlhf_ray.config.algorithm import method_in_words
+from rlhf_ray.config.derived import derive, reference_in_words
+from rlhf_ray.config.model import NewModelConfig
+from rlhf_ray.config.rewards import rewards_in_words
+from rlhf_ray.config.stages import PPOConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -43,6 +49,38 @@ class ModelCardInfo:
     """Description of the weights, if they are not simply the trained ones."""
     license: str | None = None
     """Hub licence id; none is assumed, since it depends on base model and data."""
+
+
+def card_of(config: SFTConfig | RewardModelConfig | ProcessRewardConfig | PPOConfig, step: int,
+            metrics: Mapping[str, float]) -> ModelCardInfo:
+    """The card of the model after `step` updates of a run; `metrics` are those of its latest evaluation."""
+    if isinstance(config, PPOConfig):
+        return _card_of_policy(config, step, metrics)
+    base = "scratch" if isinstance(config.model, NewModelConfig) else config.model.path
+    if isinstance(config, RewardModelConfig):
+        return ModelCardInfo("reward_model", step, base, f"preference pairs in {config.data.title}", metrics)
+    if isinstance(config, ProcessRewardConfig):
+        return ModelCardInfo("process_reward", step, base, f"steps labelled in {config.data.title}", metrics)
+    return ModelCardInfo("sft", step, base, f"demonstrations in {config.data.title}", metrics)
+
+
+def _card_of_policy(config: PPOConfig, step: int, metrics: Mapping[str, float]) -> ModelCardInfo:
+    text = f", and text in {config.ptx.title}" if config.ptx else ""
+    derived, others = derive(config), {"Reference, from which the KL is measured": reference_in_words(config)}
+    if derived.starts_critic:
+        others["Critic, started from"] = derived.critic_model.path
+    rewards = {name: reward.model_dump() for name, reward in config.rewards.items()}
+    return ModelCardInfo(
+        stage="ppo", method=method_in_words(config.model_dump()), step=step, base_model=config.model.path,
+        trained_on=f"prompts in {config.prompts.title}{text}", rewards=rewards_in_words(rewards),
+        other_models=others, metrics=metrics,
+    )
+
+
+def card_of_average(card: ModelCardInfo, decay: float) -> ModelCardInfo:
+    """The card of the average of the weights, given that of the weights."""
+    return replace(card, metrics={}, weights=f"exponential moving average, decay {decay:g} an optimizer step; not "
+                   "evaluated separately")
 
 
 def model_card(info: ModelCardInfo, name: str, adapters: bool = False) -> ModelCard:

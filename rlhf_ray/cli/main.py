@@ -19,6 +19,7 @@ from rlhf_ray.cli.check_model import check_model
 from rlhf_ray.cli.data_inspect import app as data
 from rlhf_ray.cli.doctor import doctor
 from rlhf_ray.cli.examples import example, quickstart
+from rlhf_ray.cli.export import export
 from rlhf_ray.cli.generate_commands import compare, generate
 from rlhf_ray.cli.jobs import jobs, logs, stop
 from rlhf_ray.cli.ledger import ledger
@@ -124,6 +125,7 @@ app.command(rich_help_panel=CLUSTER, context_settings=STAGE_ARGUMENTS)(submit)
 for about_jobs in (jobs, logs, stop):
     app.command(rich_help_panel=CLUSTER)(about_jobs)
 app.command(rich_help_panel=MODELS)(check_model)
+app.command(rich_help_panel=MODELS)(export)
 app.command(rich_help_panel=MODELS)(generate)
 app.command(rich_help_panel=MODELS)(compare)
 app.command(rich_help_panel=MODELS)(serve_reward)
