@@ -31,15 +31,17 @@ def require_run(run: Path) -> None:
 
 def status(
     run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN",
-        help="A run's directory; or a job's id, with --address.")],
+        help="A run's directory, or one that holds several runs; or a job's id, with --address.")],
     watch: Annotated[bool, typer.Option(
         "--watch", "-w", help="Update every two seconds until the run is finished, its driver has not moved for a "
         "minute, or Ctrl-C.")] = False,
+    workers: Annotated[bool, typer.Option("--workers", help="Show calls under way, leases, and each worker's node and "
+                                          "process too.")] = False,
     address: Annotated[str | None, typer.Option(
         envvar="RAY_API_SERVER_ADDRESS", help="Job server of the cluster with the job (http://HOST:8265).")] = None,
     allow_plain_http: AllowPlainHTTP = False,
 ) -> None:
-    """Show a run's progress, the work and waiting times of each role, the workers, and a recommendation.
+    """Show what a run has learned, one of its texts, the work and waiting times of each role, and a recommendation.
 
     The command reads only the run's directory, so it works on any machine that can read it, during the run and
     afterwards. For a job of a cluster it shows the job's status, and the run if this machine can read its directory.
@@ -55,24 +57,24 @@ def status(
     from rlhf_ray.observability.owner_record import read_owner
     from rlhf_ray.observability.ownership import SILENT_S
     from rlhf_ray.observability.run_directory import RunDirectory
-    from rlhf_ray.observability.status_page import is_finished, status_page
+    from rlhf_ray.observability.status_page import is_finished, runs_below, status_page
 
     begun, files = time.monotonic(), RunDirectory(run)
-    while watch and not (read_owner(run) or files.summary.exists() or files.metrics.exists()) \
+    while watch and not (read_owner(run) or files.summary.exists() or files.metrics.exists() or runs_below(run)) \
             and time.monotonic() - begun < STARTS_S:
         time.sleep(0.2)
     require_run(run)
     console = Console(highlight=False, soft_wrap=not watch)
     if not watch:
-        console.print(status_page(run))
+        console.print(status_page(run, workers))
         return
-    with Live(status_page(run), console=console, refresh_per_second=2) as view:
+    with Live(status_page(run, workers), console=console, refresh_per_second=2) as view:
         finished, record, unchanged_s = is_finished(run), read_owner(run), 0
         while not finished and unchanged_s < SILENT_S:  # a live driver renews its record every few seconds
             time.sleep(WATCH_EVERY_S)
             before, finished, record = record, is_finished(run), read_owner(run)
             unchanged_s = unchanged_s + WATCH_EVERY_S if record == before else 0
-            view.update(status_page(run))
+            view.update(status_page(run, workers))
 
 
 def scale(

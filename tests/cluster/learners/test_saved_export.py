@@ -114,7 +114,7 @@ def test_a_policy_that_is_its_own_critic(checkpoint, files, experiences, world, 
 @pytest.mark.parametrize(("stage", "start", "lora"), [
     pytest.param("sft", "new", LORA, marks=pytest.mark.slow), pytest.param("sft", "tied", None, marks=pytest.mark.slow),
     ("reward_model", "tied", LORA), pytest.param("reward_model", "reward", None, marks=pytest.mark.slow),
-    ("process_reward", "policy", None)])
+    pytest.param("process_reward", "policy", None, marks=pytest.mark.slow)])
 def test_the_supervised_stages(checkpoint, files, stage, start, lora, world, zero):
     cls, learner, rows = SUPERVISED[stage]
     model = {**NEW, "tokenizer": str(files.tied)} if start == "new" else {"path": str(getattr(files, start))}
