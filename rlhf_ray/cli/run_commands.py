@@ -9,7 +9,7 @@ import typer
 
 from rlhf_ray.cli.jobs import AllowPlainHTTP
 from rlhf_ray.cli.paths import local_path
-from rlhf_ray.errors import DataError
+from rlhf_ray.errors import ConfigError, DataError
 
 WATCH_EVERY_S = 2
 """Interval of `status --watch`."""
@@ -130,9 +130,22 @@ def _print_operators(summary: dict[str, Any]) -> None:
     Console(highlight=False, soft_wrap=True).print(table)
 
 
-def report(run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="A run's directory.")]) -> None:
-    """Write report.html of a run again, from its metrics and samples."""
-    require_run(run)
-    from rlhf_ray.observability.report import write_report
+def report(
+    runs: Annotated[list[Path], typer.Argument(parser=local_path, metavar="RUN [RUN ...]", help="Runs' directories.")],
+    output: Annotated[Path | None, typer.Option("--output", parser=local_path, metavar="PATH",
+        help="Where to write the page of several runs; runs.html by default.", show_default=False)] = None,
+) -> None:
+    """Write report.html of a run again, from its metrics and samples; or one page with the curves of several runs."""
+    for run in runs:
+        require_run(run)
+    if len(runs) == 1:
+        if output is not None:
+            raise ConfigError(f"--output {output}: the report of one run is {runs[0] / 'report.html'}; name several "
+                              "runs for a page of your own")
+        from rlhf_ray.observability.report import write_report
 
-    typer.echo(f"wrote {write_report(run)}")
+        typer.echo(f"wrote {write_report(runs[0])}")
+        return
+    from rlhf_ray.observability.runs_page import write_runs_page
+
+    typer.echo(f"wrote {write_runs_page(runs, output or Path('runs.html'))}")

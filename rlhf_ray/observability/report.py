@@ -79,7 +79,7 @@ def write_report(run_dir: Path, term: Term | None = None) -> Path:
     charts = sorted(charts_of(rows), key=lambda c: ("Learning", "Optimisation", "System").index(c.section))
     text = page(
         ASSETS / "report.html", charts, kind=kind_of_run(rows, config), title=run.path.resolve().name,
-        lead=_lead(rows, summary), facts=_facts(config), tiles=_tiles(rows),
+        lead=lead_of_run(rows, summary), facts=_facts(config), tiles=_tiles(rows),
         notes=(*_endings(summary), *_losses(run), *_stillness(rows), *_speed(rows, config)),
         changes=changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after"))),
         texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=some_rollouts(run.samples),
@@ -153,7 +153,7 @@ def kind_of_run(rows: Rows, config: Mapping[str, Any]) -> str:
     return next((kind for prefix, kind in KINDS.items() if prefix in prefixes), "Run")
 
 
-def _lead(rows: Rows, summary: Mapping[str, Any]) -> str:
+def lead_of_run(rows: Rows, summary: Mapping[str, Any]) -> str:
     """The length of the run: steps, and the time between its first and last rows; for a stage without steps, its
     results."""
     if not rows:
