@@ -24,8 +24,11 @@ def export(
     Needs neither Ray nor a GPU, and only reads the run's files. Beside the model are adapter/, model_ema/ and
     value_head/ where the run trains them.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     from rlhf_ray.stages.export_checkpoint import export_checkpoint
 
+    disable_progress_bar()
     exported = export_checkpoint(run, _step(step), output, typer.echo)
     for name, path in exported.files.items():
         typer.echo(f"{name}: {path}")

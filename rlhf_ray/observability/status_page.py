@@ -161,12 +161,12 @@ def _ends(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]],
 
 
 def _change(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]], name: str) -> str:
-    """"0.83 (from 0.12)"; "" without the metric."""
+    """"0.12 → 0.83"; "" without the metric."""
     ends = _ends(first, last, name)
     if ends is None:
         return ""
     start, now = ends
-    return number(now[name]) + (f" (from {number(start[name])})" if start["step"] != now["step"] else "")
+    return (f"{number(start[name])} → " if start["step"] != now["step"] else "") + number(now[name])
 
 
 def _learning_table(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[str, Any]]) -> Table | None:

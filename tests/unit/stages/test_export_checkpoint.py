@@ -213,7 +213,8 @@ def _made(config):
 
 
 def test_generate_uses_the_newest_export_of_a_run_and_says_so(run):
-    with pytest.raises(ModelError, match=rf"is the directory of a run with checkpoints, .*`rlhf-ray export {run.path}`"):
+    advice = rf"is the directory of a run with checkpoints, .*`rlhf-ray export {run.path}`"
+    with pytest.raises(ModelError, match=advice):
         model_at(str(run.path))
     with pytest.raises(ModelError, match="is a checkpoint of a run, .*`rlhf-ray export "):
         model_at(str(run.checkpoints / "step_2"))
