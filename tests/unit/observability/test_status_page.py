@@ -224,7 +224,7 @@ class TestSeveralRuns:
     def test_a_directory_of_runs_is_a_table_of_them(self, runs):
         head, first, second, damaged = self.page(runs)
         assert head == "run trains by step state reward or loss held out KL last row"
-        assert first.startswith("a RLOO 3 of 10 running since 1970-01-01 00:00:00 0.125 → 0.875 0.25 → 0.75 0 → 4.5 ")
+        assert first.startswith("a RLOO 3 of 10 running 0.125 → 0.875 0.25 → 0.75 0 → 4.5 ")
         assert second.startswith("mine/sft Supervised fine-tuning 4 of 4 finished 2 ") and second.endswith(" ago")
         assert damaged.startswith(f"z {runs}/z/status.json cannot be read")
 
