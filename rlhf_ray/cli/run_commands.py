@@ -82,7 +82,7 @@ def scale(
     generators: Annotated[int, typer.Option(min=1, help="New number of generators.")],
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the answer.")] = 900.0,
 ) -> None:
-    """Add generators to a running PPO run, or remove some, and print the result.
+    """Add generators to a run of ppo, grpo, rloo or reinforce that is under way, or remove some.
 
     New generators receive the present weights before they get prompts. If their pool is full, it grows by a bundle.
     Removed generators finish their calls, or other generators repeat them. The results of the run do not change, and
@@ -95,7 +95,7 @@ def scale(
 
 
 def profile(
-    run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="Directory of a running PPO run.")],
+    run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="Directory of a running PPO or GRPO run.")],
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the start and the end "
                                            "of the step.")] = 3600.0,
 ) -> None:

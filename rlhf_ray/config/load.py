@@ -122,8 +122,8 @@ def resolve(config: C) -> C:
 
 
 def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
-    """The values of `STARTED_WITH` of the run in `run.dir`; empty without a checkpoint there, and where the command and
-    the run have the defaults of `ppo`."""
+    """The values of `STARTED_WITH` of the run in `run.dir`; empty without a checkpoint there, where the command and the
+    run have the defaults of `ppo`, and for an estimator that is set now and is another one."""
     run = values.get("run")
     named = run.get("dir") if isinstance(run, dict) else None
     try:
@@ -142,8 +142,11 @@ def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
             kept = kept.setdefault(section, {})
         if isinstance(found, dict) and name in found:
             kept[name] = found[name]
-    own_defaults = cls is PPOConfig and started["algorithm"].get("estimator") not in COMMANDS
-    return Layer({}) if own_defaults else Layer(started, saved.origins)
+    estimator, algorithm = started["algorithm"].get("estimator"), values.get("algorithm")
+    set_now = algorithm.get("estimator") if isinstance(algorithm, dict) else None
+    own_defaults = cls is PPOConfig and estimator not in COMMANDS
+    another = set_now is not None and set_now != estimator
+    return Layer({}) if own_defaults or another else Layer(started, saved.origins)
 
 
 def _with(config: C, section: str, **values: Any) -> C:

@@ -152,6 +152,11 @@ class TestResume:
         resumed = load(PPOConfig, path, ["--algorithm.epochs=4"], resume=True).algorithm
         assert (resumed.epochs, resumed.kl.coef, resumed.estimator) == (4, 0, "grpo")
 
+    def test_another_estimator_that_is_set_now_has_its_own_defaults(self, run):
+        path, _ = run(GRPOConfig)
+        resumed = load(PPOConfig, path, ["--algorithm.estimator=gae"], resume=True)
+        assert resumed.model_dump() == load(PPOConfig, path, []).model_dump()
+
     def test_a_run_of_another_estimator_is_refused(self, run, tmp_path):
         path, _ = run(PPOConfig)
         refusal = rf"estimator=gae contradicts `rlhf-ray grpo`.*\[{tmp_path}/run/config.yaml:"

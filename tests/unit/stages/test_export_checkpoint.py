@@ -148,6 +148,12 @@ def test_an_output_that_exists_is_never_replaced(run, base):
     assert {file: file.read_bytes() for file in base.iterdir()} == before
 
 
+def test_an_output_that_cannot_be_written_is_named(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/model cannot be written: .*; name another"):
+        export_checkpoint(run.path, output=tmp_path / "file" / "model")
+
+
 def test_the_usual_place_is_written_again(run, base):
     first = export_checkpoint(run.path, 2).files["model"]
     (first / "model.safetensors").unlink()
