@@ -1,8 +1,8 @@
-"""PPO from human feedback on Ray.
+"""GRPO and PPO on Ray, from rewards or human feedback.
 
-    from rlhf_ray import PPOConfig, run
+    from rlhf_ray import GRPOConfig, run
 
-    run(PPOConfig(model={"path": "..."}, rewards={...}, prompts={"path": "..."}))
+    run(GRPOConfig(model={"path": "..."}, rewards={...}, prompts={"path": "..."}))
 
 Names are imported when they are first used, so that importing the package is instant.
 """
@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf_ray.config.load import load
     from rlhf_ray.config.stages import (
+        GRPOConfig,
         PPOConfig,
         PreferencesStageConfig,
         ProcessRewardConfig,
+        ReinforceConfig,
         RewardModelConfig,
+        RLOOConfig,
         SFTConfig,
     )
     from rlhf_ray.errors import RLHFError
@@ -30,12 +33,15 @@ HOMES = {
     "RewardModelConfig": "config.stages",
     "ProcessRewardConfig": "config.stages",
     "PPOConfig": "config.stages",
+    "GRPOConfig": "config.stages",
+    "RLOOConfig": "config.stages",
+    "ReinforceConfig": "config.stages",
     "RLHFError": "errors",
 }
 """Public name -> its module."""
 
-__all__ = ["PPOConfig", "PreferencesStageConfig", "ProcessRewardConfig", "RLHFError", "RewardModelConfig", "SFTConfig",
-           "load", "run"]
+__all__ = ["GRPOConfig", "PPOConfig", "PreferencesStageConfig", "ProcessRewardConfig", "RLHFError", "RLOOConfig",
+           "ReinforceConfig", "RewardModelConfig", "SFTConfig", "load", "run"]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from rlhf_ray.config.algorithm import method_in_words
+from rlhf_ray.config.derived import derive, reference_in_words
+from rlhf_ray.config.model import NewModelConfig
+from rlhf_ray.config.rewards import rewards_in_words
+from rlhf_ray.config.stages import PPOConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -15,7 +22,7 @@ _STAGES = {
     "sft": "supervised fine-tuning on demonstrations",
     "reward_model": "reward modelling on preferences",
     "process_reward": "process reward modelling on labelled steps",
-    "ppo": "PPO from human feedback",
+    "ppo": "PPO",
 }
 
 
@@ -32,14 +39,48 @@ class ModelCardInfo:
     """Description of the data: a path or Hub name and how it was used."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Final numbers by name."""
+    method: str | None = None
+    """What the stage `ppo` did ("GRPO", "PPO from human feedback")."""
     rewards: str | None = None
-    """Description of the reward, for PPO."""
+    """Description of the reward, for the stage `ppo`."""
     other_models: Mapping[str, str] = field(default_factory=dict)
     """Other models that took part in the training, by their part."""
     weights: str | None = None
     """Description of the weights, if they are not simply the trained ones."""
     license: str | None = None
     """Hub licence id; none is assumed, since it depends on base model and data."""
+
+
+def card_of(config: SFTConfig | RewardModelConfig | ProcessRewardConfig | PPOConfig, step: int,
+            metrics: Mapping[str, float]) -> ModelCardInfo:
+    """The card of the model after `step` updates of a run; `metrics` are those of its latest evaluation."""
+    if isinstance(config, PPOConfig):
+        return _card_of_policy(config, step, metrics)
+    base = "scratch" if isinstance(config.model, NewModelConfig) else config.model.path
+    if isinstance(config, RewardModelConfig):
+        return ModelCardInfo("reward_model", step, base, f"preference pairs in {config.data.title}", metrics)
+    if isinstance(config, ProcessRewardConfig):
+        return ModelCardInfo("process_reward", step, base, f"steps labelled in {config.data.title}", metrics)
+    return ModelCardInfo("sft", step, base, f"demonstrations in {config.data.title}", metrics)
+
+
+def _card_of_policy(config: PPOConfig, step: int, metrics: Mapping[str, float]) -> ModelCardInfo:
+    text = f", and text in {config.ptx.title}" if config.ptx else ""
+    derived, others = derive(config), {"Reference, from which the KL is measured": reference_in_words(config)}
+    if derived.starts_critic:
+        others["Critic, started from"] = derived.critic_model.path
+    rewards = {name: reward.model_dump() for name, reward in config.rewards.items()}
+    return ModelCardInfo(
+        stage="ppo", method=method_in_words(config.model_dump()), step=step, base_model=config.model.path,
+        trained_on=f"prompts in {config.prompts.title}{text}", rewards=rewards_in_words(rewards),
+        other_models=others, metrics=metrics,
+    )
+
+
+def card_of_average(card: ModelCardInfo, decay: float) -> ModelCardInfo:
+    """The card of the average of the weights, given that of the weights."""
+    return replace(card, metrics={}, weights=f"exponential moving average, decay {decay:g} an optimizer step; not "
+                   "evaluated separately")
 
 
 def model_card(info: ModelCardInfo, name: str, adapters: bool = False) -> ModelCard:
@@ -53,13 +94,19 @@ def model_card(info: ModelCardInfo, name: str, adapters: bool = False) -> ModelC
         license=info.license,
         library_name="peft" if adapters else "transformers",
         pipeline_tag=None if adapters else task,
-        tags=[*(["lora"] if adapters else []), "rlhf", "rlhf-ray", info.stage.replace("_", "-")],
+        tags=[*(["lora"] if adapters else []), "rlhf", "rlhf-ray", _tag(info)],
     )
     loading = _adapter_loading(info) if adapters else _loading(info)
     scoring = ""
     if info.stage == "reward_model":
         scoring = _SCORING + (_ONE_ROW if adapters else _PADDED)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name, loading, scoring)}")
+
+
+def _tag(info: ModelCardInfo) -> str:
+    """The stage, or what it did, as a tag of the Hub."""
+    method = (info.method or info.stage).removesuffix(" from human feedback")
+    return re.sub(r"[^a-z0-9+]+", "-", method.lower())
 
 
 _SCORING = """
@@ -82,9 +129,10 @@ def _text(info: ModelCardInfo, name: str, loading: str, scoring: str) -> str:
     reward = f"\n- Rewarded for: {info.rewards}" if info.rewards else ""
     others = "".join(f"\n- {part}: {model}" for part, model in info.other_models.items())
     weights = f"\n- Weights: {info.weights}" if info.weights else ""
+    method = info.method or _STAGES[info.stage]
     return f"""# {name}
 
-Trained by {_STAGES[info.stage]} with `rlhf_ray`, {info.step} updates, on {datetime.now(UTC).date().isoformat()}.
+Trained by {method} with `rlhf_ray`, {info.step} updates, on {datetime.now(UTC).date().isoformat()}.
 
 - Base model: `{info.base_model}`{reward}{others}
 - Trained on: {info.trained_on}{weights}

@@ -124,11 +124,14 @@ def _from_json(value: Any) -> Any:
     return {key: _from_json(item) for key, item in value.items()}
 
 
-def load_tensors(path: Path | str) -> Any:
+def load_tensors(path: Path | str, mapped: bool = False) -> Any:
     """Read a file written by `torch.save` without running what is in it.
 
     A pickle may call any function. Here only tensors and plain containers are rebuilt; a file that contains
     anything else is refused before any of it has run.
+
+    Args:
+        mapped: the tensors are pages of the file, which are read when they are used.
 
     Raises:
         CheckpointError: the file is missing or damaged, or contains other objects or calls.
@@ -136,7 +139,7 @@ def load_tensors(path: Path | str) -> Any:
     import torch
 
     try:
-        return torch.load(path, weights_only=True)
+        return torch.load(path, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         match = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(f"{path} was not read: it contains {match[1] if match else 'objects'}, which no "

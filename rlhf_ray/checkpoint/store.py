@@ -27,7 +27,7 @@ from rlhf_ray.checkpoint.manifest import (
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.fsync import fsync_path, fsync_tree
-from rlhf_ray.observability.owner_record import Term
+from rlhf_ray.observability.owner_record import Term, read_owner
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -144,6 +144,16 @@ class CheckpointStore:
             )
         return None
 
+    def at(self, step: int) -> Checkpoint | None:
+        """The checkpoint of `step`, verified byte by byte; None if there is none.
+
+        Raises:
+            NewerSchemaError: it was written by a later version of this package.
+            CheckpointError: it is damaged.
+        """
+        path = dict(self.steps()).get(step)
+        return self._verified(step, path) if path else None
+
     def _verified(self, step: int, path: Path) -> Checkpoint:
         manifest = verify_manifest(path)
         if manifest.step != step:
@@ -174,7 +184,7 @@ class CheckpointStore:
 
     def _disowned(self, cleaning: bool = False) -> set[Path]:
         """Checkpoints that do not belong to the run: see the class, and `Record.disowns`."""
-        record = self._term.record() if self._term else None
+        record = self._term.record() if self._term else read_owner(self.root.parent)
         disowned = set()
         for step, path in self._named() if record else ():
             with suppress(CheckpointError):  # damaged checkpoints are reported by `latest`

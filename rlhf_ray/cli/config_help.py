@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_ray.config.fields import FieldDescription, describe_fields
-from rlhf_ray.config.load import STAGES
+from rlhf_ray.config.load import COMMANDS
 from rlhf_ray.config.stages import StageConfig
 
 COMMON: dict[str, list[str]] = {
@@ -43,6 +43,8 @@ COMMON: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 """Command -> the fields that its `--help` shows."""
+COMMON |= {command: [path for path in COMMON["ppo"] if not path.startswith("critic.") and path != "algorithm.estimator"]
+           for command in ("grpo", "rloo", "reinforce")}
 
 _EXAMPLES = {
     "sft": "rlhf-ray sft configs/quickstart/sft.yaml --run.steps=200 --learner.optimizer.learning_rate=3e-4",
@@ -50,12 +52,16 @@ _EXAMPLES = {
     "process-reward": "rlhf-ray process-reward configs/examples/arithmetic/process_reward.yaml --run.steps=50",
     "preferences": "rlhf-ray preferences configs/quickstart/preferences.yaml --pairs.min_margin=0.3",
     "ppo": "rlhf-ray ppo configs/quickstart/ppo.yaml --run.steps=20 --algorithm.kl.coef=0.1",
+    "grpo": "rlhf-ray grpo configs/examples/arithmetic/grpo.yaml --run.steps=20 --algorithm.kl.coef=0",
+    "rloo": "rlhf-ray rloo configs/examples/arithmetic/rloo.yaml --run.steps=20 --coordinator.samples_per_prompt=2",
+    "reinforce": "rlhf-ray reinforce configs/examples/arithmetic/rloo.yaml --algorithm.estimator=reinforce "
+                 "--coordinator.samples_per_prompt=1",
 }
 
 
 def print_common_fields(command: str) -> None:
     """The sections of a stage, its most used fields, and an example."""
-    cls, console = STAGES[command], Console(highlight=False)
+    cls, console = COMMANDS[command], Console(highlight=False)
     console.print("[bold]Sections[/] of the configuration")
     sections = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
     for name, info in cls.model_fields.items():
@@ -71,7 +77,7 @@ def print_common_fields(command: str) -> None:
 
 def print_all_fields(command: str) -> None:
     """Every field of a stage, by section."""
-    cls, console = STAGES[command], Console(highlight=False)
+    cls, console = COMMANDS[command], Console(highlight=False)
     for section in cls.model_fields:
         console.print(_heading(cls, section))
         _print_fields(console, (f for f in describe_fields(cls) if f.section == section))

@@ -10,14 +10,16 @@ if __name__ == "__main__" and not sys.flags.safe_path:  # `python -m` would sear
 
 import errno
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rlhf_ray.cli.check_model import check_model
 from rlhf_ray.cli.data_inspect import app as data
 from rlhf_ray.cli.doctor import doctor
 from rlhf_ray.cli.examples import example, quickstart
+from rlhf_ray.cli.export import export
 from rlhf_ray.cli.generate_commands import compare, generate
 from rlhf_ray.cli.jobs import jobs, logs, stop
 from rlhf_ray.cli.ledger import ledger
@@ -25,12 +27,23 @@ from rlhf_ray.cli.library_logging import quiet_libraries
 from rlhf_ray.cli.plan import plan
 from rlhf_ray.cli.run_commands import profile, report, scale, status
 from rlhf_ray.cli.serve_reward import serve_reward
-from rlhf_ray.cli.stage import StageCommand, ppo, preferences, process_reward, reward_model, sft
+from rlhf_ray.cli.stage import (
+    StageCommand,
+    grpo,
+    ppo,
+    preferences,
+    process_reward,
+    reinforce,
+    reward_model,
+    rloo,
+    sft,
+)
 from rlhf_ray.cli.submit import submit
 from rlhf_ray.errors import ConfigError, RLHFError, RunInterrupted, StoppedEarly
 
 TRAINING, CLUSTER, MODELS, AROUND = "Stages", "On a cluster", "With a model", "Around a run"
-RUNS = ("quickstart", "sft", "reward-model", "process-reward", "preferences", "ppo", "serve-reward")
+RUNS = ("quickstart", "sft", "reward-model", "process-reward", "preferences", "ppo", "grpo", "rloo", "reinforce",
+        "serve-reward")
 """Commands that continue if their output cannot be written. A closed pipe ends the others."""
 MODEL_HERE = ("check-model", "generate", "compare", "serve-reward")
 """Commands that load a model in their own process."""
@@ -38,10 +51,44 @@ TEXTS = ("generate", "compare")
 """Commands whose output vLLM's warnings would interrupt."""
 STAGE_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-HELP = "PPO from human feedback on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs."
+HELP = "GRPO and PPO on Ray: vLLM rollouts, DeepSpeed learners, verified weights, resumable runs."
+STAGES_HERE = "sft, reward-model, process-reward, preferences, grpo, ppo, rloo, reinforce"
+NOT_HERE = {
+    "train": f"each stage has its own command: {STAGES_HERE}. Reinforcement learning on rewards is grpo or ppo",
+    "eval": "a run evaluates its model itself, on the prompts of its section `evaluation`; `rlhf-ray compare` compares "
+            "two models on a file of prompts, and `rlhf-ray generate` writes responses",
+    "dpo": "DPO is not among the stages. From preference pairs, train a reward model with `rlhf-ray reward-model`, and "
+           "the policy on it with `rlhf-ray ppo` or `rlhf-ray grpo`",
+    "dapo": "use `rlhf-ray grpo` with --algorithm.clip_high=0.28 and --algorithm.overlong_buffer (docs/algorithms.md)",
+    "gspo": "use `rlhf-ray grpo` with --algorithm.ratio=sequence (docs/algorithms.md)",
+    "dr-grpo": "use `rlhf-ray ppo --algorithm.estimator=dr_grpo`, with --coordinator.samples_per_prompt",
+    "reinforce-pp": "use `rlhf-ray ppo --algorithm.estimator=reinforce_pp`",
+    "rm": "use `rlhf-ray reward-model`",
+    "prm": "use `rlhf-ray process-reward`",
+    "resume": "repeat the run's command with --resume",
+    "merge": "use `rlhf-ray export RUN`, which merges adapters into the model",
+    "serve": "use `rlhf-ray serve-reward` for a reward model; a trained one is a Hugging Face model, which vLLM serves",
+}
+"""What people look for by a name that other systems have, and what to use here."""
+SAME = {"evaluate": "eval", "kto": "dpo", "orpo": "dpo", "simpo": "dpo", "ipo": "dpo", "reward": "rm",
+        "reinforce++": "reinforce-pp", "drgrpo": "dr-grpo", "rlhf": "train", "fit": "train", "finetune": "train"}
+"""Other words for the keys of `NOT_HERE`."""
+
+class Commands(TyperGroup):
+    """The commands; the names of other systems' commands get an answer that says what to use."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """As typer's, whose suggestion of a similar name would mislead for the names in `NOT_HERE`."""
+        name = args[0].lower().replace("_", "-") if args else ""
+        answer = NOT_HERE.get(SAME.get(name, name))
+        if answer and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"There is no command '{args[0]}': {answer}.")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="rlhf-ray",
+    cls=Commands,
     epilog="Start with: rlhf-ray quickstart",
     no_args_is_help=True,
     add_completion=False,
@@ -77,12 +124,13 @@ def before_command(
 
 for first_command in (quickstart, example):
     app.command(rich_help_panel="Start here", context_settings=STAGE_ARGUMENTS)(first_command)
-for stage in (sft, reward_model, process_reward, preferences, ppo):
+for stage in (sft, reward_model, process_reward, preferences, grpo, ppo, rloo, reinforce):
     app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
 app.command(rich_help_panel=CLUSTER, context_settings=STAGE_ARGUMENTS)(submit)
 for about_jobs in (jobs, logs, stop):
     app.command(rich_help_panel=CLUSTER)(about_jobs)
 app.command(rich_help_panel=MODELS)(check_model)
+app.command(rich_help_panel=MODELS)(export)
 app.command(rich_help_panel=MODELS)(generate)
 app.command(rich_help_panel=MODELS)(compare)
 app.command(rich_help_panel=MODELS)(serve_reward)

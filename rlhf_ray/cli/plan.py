@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,18 +68,26 @@ def load_any(path: Path | None, overrides: list[str], stage: str | None) -> Stag
     Raises:
         ConfigError: as `config.load.load`, and for a stage there is not.
     """
-    from rlhf_ray.config.config_layers import read_yaml
-    from rlhf_ray.config.load import STAGES, load
+    from rlhf_ray.config.config_layers import merge, read_overrides, read_yaml
+    from rlhf_ray.config.load import COMMANDS, load
+    from rlhf_ray.config.stages import PPOConfig
 
-    named = stage or stage_of_file(read_yaml(path).values if path else {}, path)
-    if named not in STAGES:
-        raise ConfigError(f"--stage={named}: there is no such stage; there are {', '.join(STAGES)}")
-    return load(STAGES[named], path, overrides)
+    layers = [*([read_yaml(path)] if path else []), read_overrides(overrides)]
+    named = stage or stage_of_file(merge(PPOConfig, layers), path)
+    if named not in COMMANDS:
+        raise ConfigError(f"--stage={named}: there is no such stage; there are {', '.join(COMMANDS)}")
+    return load(COMMANDS[named], path, overrides)
 
 
 def stage_of_file(values: object, path: Path | None) -> str:
-    """Whose configuration a file is, by the sections that one stage alone has; else by its name; else sft."""
+    """Whose configuration a file is, by the sections that one stage alone has; else by its name; else sft. One with
+    rewards and without `algorithm.estimator` is for the command in its name, such as grpo; else for ppo."""
     sections = values if isinstance(values, dict) else {}
+    algorithm = sections.get("algorithm") or {}
+    if "rewards" in sections and path and isinstance(algorithm, dict) and "estimator" not in algorithm:
+        named = {"grpo", "rloo", "reinforce"}.intersection(re.split(r"[^a-z0-9]+", path.stem.lower()))
+        if len(named) == 1:
+            return named.pop()
     for section, stage in (("rewards", "ppo"), ("pairs", "preferences"), ("steps", "process-reward"),
                            ("prompts", "preferences")):
         if section in sections:

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.memory_breakdown import PARTS, gib
 from rlhf_ray.planning.model_shape import ModelShape
@@ -142,6 +143,8 @@ def _bar(load: Load, width: int) -> Text:
 
 def _facts(plan: Plan) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    if isinstance(plan.config, PPOConfig):
+        table.add_row("method", plan.config.algorithm.method)
     for name, text in plan.geometry.items():
         table.add_row(name, text)
     files = ", ".join(f"{gib(amount)} {name}" for name, amount in plan.disk.items())
@@ -176,7 +179,9 @@ def plan_as_json(plan: Plan) -> str:
 
 def plan_as_values(plan: Plan) -> dict[str, Any]:
     """The same as a dictionary."""
+    config = plan.config
     return {
+        "method": config.algorithm.method if isinstance(config, PPOConfig) else None,
         "fits": not plan.refused,
         "nodes": [{"name": n.name, "cpus": n.cpus, "gpus": n.gpus, "gpu": n.gpu.name if n.gpu else None,
                    "memory_bytes": n.memory_bytes, "labels": dict(n.labels), "resources": n.custom}

@@ -9,7 +9,7 @@ import typer
 
 from rlhf_ray.cli.jobs import AllowPlainHTTP
 from rlhf_ray.cli.paths import local_path
-from rlhf_ray.errors import DataError
+from rlhf_ray.errors import ConfigError, DataError
 
 WATCH_EVERY_S = 2
 """Interval of `status --watch`."""
@@ -31,15 +31,17 @@ def require_run(run: Path) -> None:
 
 def status(
     run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN",
-        help="A run's directory; or a job's id, with --address.")],
+        help="A run's directory, or one that holds several runs; or a job's id, with --address.")],
     watch: Annotated[bool, typer.Option(
         "--watch", "-w", help="Update every two seconds until the run is finished, its driver has not moved for a "
         "minute, or Ctrl-C.")] = False,
+    workers: Annotated[bool, typer.Option("--workers", help="Show calls under way, leases, and each worker's node and "
+                                          "process too.")] = False,
     address: Annotated[str | None, typer.Option(
         envvar="RAY_API_SERVER_ADDRESS", help="Job server of the cluster with the job (http://HOST:8265).")] = None,
     allow_plain_http: AllowPlainHTTP = False,
 ) -> None:
-    """Show a run's progress, the work and waiting times of each role, the workers, and a recommendation.
+    """Show what a run has learned, one of its texts, the work and waiting times of each role, and a recommendation.
 
     The command reads only the run's directory, so it works on any machine that can read it, during the run and
     afterwards. For a job of a cluster it shows the job's status, and the run if this machine can read its directory.
@@ -55,24 +57,24 @@ def status(
     from rlhf_ray.observability.owner_record import read_owner
     from rlhf_ray.observability.ownership import SILENT_S
     from rlhf_ray.observability.run_directory import RunDirectory
-    from rlhf_ray.observability.status_page import is_finished, status_page
+    from rlhf_ray.observability.status_page import is_finished, runs_below, status_page
 
     begun, files = time.monotonic(), RunDirectory(run)
-    while watch and not (read_owner(run) or files.summary.exists() or files.metrics.exists()) \
+    while watch and not (read_owner(run) or files.summary.exists() or files.metrics.exists() or runs_below(run)) \
             and time.monotonic() - begun < STARTS_S:
         time.sleep(0.2)
     require_run(run)
     console = Console(highlight=False, soft_wrap=not watch)
     if not watch:
-        console.print(status_page(run))
+        console.print(status_page(run, workers))
         return
-    with Live(status_page(run), console=console, refresh_per_second=2) as view:
+    with Live(status_page(run, workers), console=console, refresh_per_second=2) as view:
         finished, record, unchanged_s = is_finished(run), read_owner(run), 0
         while not finished and unchanged_s < SILENT_S:  # a live driver renews its record every few seconds
             time.sleep(WATCH_EVERY_S)
             before, finished, record = record, is_finished(run), read_owner(run)
             unchanged_s = unchanged_s + WATCH_EVERY_S if record == before else 0
-            view.update(status_page(run))
+            view.update(status_page(run, workers))
 
 
 def scale(
@@ -80,7 +82,7 @@ def scale(
     generators: Annotated[int, typer.Option(min=1, help="New number of generators.")],
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the answer.")] = 900.0,
 ) -> None:
-    """Add generators to a running PPO run, or remove some, and print the result.
+    """Add generators to a run of ppo, grpo, rloo or reinforce that is under way, or remove some.
 
     New generators receive the present weights before they get prompts. If their pool is full, it grows by a bundle.
     Removed generators finish their calls, or other generators repeat them. The results of the run do not change, and
@@ -93,7 +95,7 @@ def scale(
 
 
 def profile(
-    run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="Directory of a running PPO run.")],
+    run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="Directory of a running PPO or GRPO run.")],
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the start and the end "
                                            "of the step.")] = 3600.0,
 ) -> None:
@@ -128,9 +130,22 @@ def _print_operators(summary: dict[str, Any]) -> None:
     Console(highlight=False, soft_wrap=True).print(table)
 
 
-def report(run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="A run's directory.")]) -> None:
-    """Write report.html of a run again, from its metrics and samples."""
-    require_run(run)
-    from rlhf_ray.observability.report import write_report
+def report(
+    runs: Annotated[list[Path], typer.Argument(parser=local_path, metavar="RUN [RUN ...]", help="Runs' directories.")],
+    output: Annotated[Path | None, typer.Option("--output", parser=local_path, metavar="PATH",
+        help="Where to write the page of several runs; runs.html by default.", show_default=False)] = None,
+) -> None:
+    """Write report.html of a run again, from its metrics and samples; or one page with the curves of several runs."""
+    for run in runs:
+        require_run(run)
+    if len(runs) == 1:
+        if output is not None:
+            raise ConfigError(f"--output {output}: the report of one run is {runs[0] / 'report.html'}; name several "
+                              "runs for a page of your own")
+        from rlhf_ray.observability.report import write_report
 
-    typer.echo(f"wrote {write_report(run)}")
+        typer.echo(f"wrote {write_report(runs[0])}")
+        return
+    from rlhf_ray.observability.runs_page import write_runs_page
+
+    typer.echo(f"wrote {write_runs_page(runs, output or Path('runs.html'))}")

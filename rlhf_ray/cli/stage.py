@@ -1,4 +1,5 @@
-"""The commands that run one stage each: `sft`, `reward-model`, `process-reward`, `preferences`, `ppo`."""
+"""The commands that run one stage each: `sft`, `reward-model`, `process-reward`, `preferences`, and `ppo`, which is
+also called `grpo`, `rloo` and `reinforce` with the defaults of these."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ KeepFinished = Annotated[bool, typer.Option(
     "--resume", help="Keep what a finished run left in run.dir; an unfinished one, which has no checkpoints, begins "
     "anew.")]
 Stage = Annotated[str | None, typer.Option(
-    "--stage", help="Whose configuration it is, where its sections do not tell: ppo, sft, reward-model, ...")]
+    "--stage", help="Whose configuration it is, where its sections do not tell: ppo, grpo, sft, reward-model, ...")]
 HelpAll = Annotated[bool, typer.Option("--help-all", help="List every field, then stop.", is_eager=True)]
 
 
@@ -62,8 +63,23 @@ def preferences(arguments: Arguments = None, resume: KeepFinished = False, help_
 
 
 def ppo(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
-    """Train a policy against a reward model, held near its reference by a KL penalty."""
+    """Train a policy by its rewards, with a critic, held near its reference by a KL penalty."""
     _run("ppo", arguments, resume, help_all)
+
+
+def grpo(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
+    """Train a policy by its rewards: compare 8 samples of each prompt. No critic, and no reference by default."""
+    _run("grpo", arguments, resume, help_all)
+
+
+def rloo(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
+    """Train a policy by its rewards: compare each of 4 samples of a prompt with the others. No critic."""
+    _run("rloo", arguments, resume, help_all)
+
+
+def reinforce(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:
+    """Train a policy by its rewards, one sample of each prompt. No critic."""
+    _run("reinforce", arguments, resume, help_all)
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
@@ -102,12 +118,12 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     path, overrides = split_arguments(arguments)
     from rlhf_ray.checkpoint.store import CheckpointStore
     from rlhf_ray.cli.auto_resume import Outage, is_child, run_and_resume
-    from rlhf_ray.config.load import STAGES, load
+    from rlhf_ray.config.load import COMMANDS, load
     from rlhf_ray.observability.progress import FINISHED
     from rlhf_ray.observability.run_directory import RunDirectory
     from rlhf_ray.stages.run_stage import run
 
-    config = load(STAGES[command], path, overrides)
+    config = load(COMMANDS[command], path, overrides, resume)
     if config.run.auto_resume and not is_child():
         store = CheckpointStore(RunDirectory(config.run.dir).checkpoints, keep=1)
         from rlhf_ray.cluster.head_node import is_listening

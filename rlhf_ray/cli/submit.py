@@ -76,7 +76,7 @@ def submit(
 def _configuration(stage: str | None, path: Path | None, overrides: list[str]) -> tuple["StageConfig", str]:
     """The configuration, if a job of a cluster may have such a one, and its stage."""
     from rlhf_ray.cli.plan import load_any
-    from rlhf_ray.config.load import STAGES
+    from rlhf_ray.config.load import COMMANDS
 
     if taken := [text for text in overrides if text.startswith("--cluster.address")]:
         raise ConfigError(f"{taken[0]}: a job runs on the cluster that it is submitted to; leave this out and name the "
@@ -87,7 +87,7 @@ def _configuration(stage: str | None, path: Path | None, overrides: list[str]) -
         raise ConfigError(
             f"run.dir={config.run.dir!r} is relative, so the job would write into its working directory on the "
             "cluster, which is removed with it: give an absolute path that all nodes see, --run.dir=/shared/runs/NAME")
-    return config, next(name for name, kind in STAGES.items() if type(config) is kind)
+    return config, next(name for name, kind in COMMANDS.items() if type(config) is kind)
 
 
 def _refuse_expanded(config: "StageConfig", path: Path | None, overrides: list[str]) -> None:

@@ -1,8 +1,9 @@
 """Hyperparameters of PPO. Each field names the source of its default."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhf_ray.config.data import DataSection, MixedSource
 from rlhf_ray.config.section import Section
@@ -14,6 +15,21 @@ GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
 """Estimators that compare a sample with the other samples of its prompt."""
 WHITENED_ESTIMATORS = ("gae", "reinforce_pp")
 """Estimators whose advantages are whitened over the batch by default."""
+METHODS = {"gae": "PPO", "reinforce": "REINFORCE", "reinforce_pp": "REINFORCE++",
+           "reinforce_baseline": "REINFORCE++-baseline", "rloo": "RLOO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO"}
+"""Estimator -> what its papers call the training with it."""
+COMMAND_OF = {"gae": "ppo", "reinforce": "reinforce", "rloo": "rloo", "grpo": "grpo"}
+"""Estimator -> the command with its defaults; `ppo` takes every estimator."""
+
+
+def method_in_words(config: Mapping[str, Any]) -> str:
+    """What a run of the stage `ppo` does, from its values: "GRPO", or "PPO from human feedback" if one of its rewards
+    is a model, or none is known."""
+    algorithm, rewards = config.get("algorithm"), config.get("rewards")
+    estimator = algorithm.get("estimator") if isinstance(algorithm, Mapping) else None
+    sources = rewards.values() if isinstance(rewards, Mapping) else ()
+    learned = not sources or any(isinstance(source, Mapping) and source.get("type") == "model" for source in sources)
+    return METHODS.get(str(estimator), METHODS["gae"]) + (" from human feedback" if learned else "")
 
 
 class KLConfig(Section):
@@ -111,6 +127,11 @@ class AlgorithmConfig(Section):
     """KL penalty towards the reference."""
 
     @property
+    def method(self) -> str:
+        """What the training is called: PPO, GRPO, ..."""
+        return METHODS.get(self.estimator, self.estimator)
+
+    @property
     def has_critic(self) -> bool:
         """Whether a critic is trained."""
         return self.estimator == "gae"
@@ -131,12 +152,26 @@ class AlgorithmConfig(Section):
         """Fill in the defaults that depend on other fields, so that the saved configuration contains them."""
         if not isinstance(given, dict) or not isinstance(kl := given.get("kl", {}), dict | KLConfig):
             return given
-        estimator = given.get("estimator", "gae")
+        estimator = given.get("estimator", cls.model_fields["estimator"].default)
         chosen = dict(kl) if isinstance(kl, dict) else kl.model_dump(exclude_unset=True)
         chosen.setdefault("placement", "loss" if estimator in GROUP_ESTIMATORS else "reward")
         chosen.setdefault("estimator", "k3" if chosen["placement"] == "loss" else "k1")
         importance = "none" if given.get("old_logprobs") == "generator" else "truncate"
-        return {"whiten_advantages": estimator in WHITENED_ESTIMATORS, "importance": importance, **given, "kl": chosen}
+        return {"estimator": estimator, "whiten_advantages": estimator in WHITENED_ESTIMATORS, "importance": importance,
+                **given, "kl": chosen}
+
+    @field_validator("estimator", mode="before")
+    @classmethod
+    def _estimator_of_the_command(cls, given: Any) -> Any:
+        """The commands that are named after an estimator take no other one."""
+        own = get_args(cls.model_fields["estimator"].annotation)
+        if len(own) == 1 and given in METHODS and given not in own:
+            instead = "`rlhf-ray ppo`, which takes them all"
+            if given in COMMAND_OF:
+                instead = f"`rlhf-ray {COMMAND_OF[given]}`"
+            raise ValueError(f"estimator={given} contradicts `rlhf-ray {COMMAND_OF[own[0]]}`, which trains with "
+                             f"estimator={own[0]}; leave it out, or use {instead}")
+        return given
 
     @model_validator(mode="after")
     def _penalises(self) -> "AlgorithmConfig":
@@ -157,6 +192,43 @@ class AlgorithmConfig(Section):
             raise ValueError("estimator=reinforce_pp is reinforce with whitened advantages; leave whiten_advantages on "
                              "or use estimator=reinforce")
         return self
+
+
+class GRPOPenalty(KLConfig):
+    """As `KLConfig`, off by default."""
+
+    coef: float = Field(0.0, ge=0)
+    """Coefficient β; 0, as in TRL's GRPO and slime (DeepSeekMath: 0.04, verl: 0.001), so that no reference is
+    started."""
+
+
+class GRPOAlgorithm(AlgorithmConfig):
+    """Group relative policy optimisation (Shao et al. 2024)."""
+
+    estimator: Literal["grpo"] = "grpo"
+    """Advantage estimator: a score minus the mean of its prompt's scores, over their standard deviation."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each batch of experience (1 in DeepSeekMath, TRL, verl)."""
+    kl: GRPOPenalty = Field(default_factory=GRPOPenalty)
+    """KL penalty towards the reference."""
+
+
+class RLOOAlgorithm(AlgorithmConfig):
+    """REINFORCE leave-one-out (Kool et al. 2019, Ahmadian et al. 2024)."""
+
+    estimator: Literal["rloo"] = "rloo"
+    """Advantage estimator: a score minus the mean of the prompt's other scores."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each batch of experience (1 in Ahmadian et al. 2024 and TRL)."""
+
+
+class ReinforceAlgorithm(AlgorithmConfig):
+    """REINFORCE (Williams 1992)."""
+
+    estimator: Literal["reinforce"] = "reinforce"
+    """Advantage estimator: the discounted return."""
+    epochs: int = Field(1, ge=1)
+    """Passes over each batch of experience (1 in Williams 1992 and OpenRLHF)."""
 
 
 class TextsSource(MixedSource):

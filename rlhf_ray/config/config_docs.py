@@ -1,10 +1,11 @@
 """Generates `docs/configuration.md` from the models: every stage, section and field. `make docs` runs it."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from rlhf_ray.config.fields import FieldDescription, describe_fields
-from rlhf_ray.config.load import STAGES
+from rlhf_ray.config.load import COMMANDS, STAGES, module_of
 from rlhf_ray.config.stages import StageConfig
 
 _OPENING = """\
@@ -42,10 +43,16 @@ configuration, with every derived value filled in, is saved as `config.yaml` in 
 
 
 def reference() -> str:
-    """The page as Markdown. A section that several stages share unchanged is listed in the first of them."""
+    """The page as Markdown. A section that several stages share unchanged is listed in the first of them; of a command
+    with other defaults than its stage, these alone."""
     parts = [_OPENING]
     seen: dict[tuple[object, ...], str] = {}
-    for command, cls in STAGES.items():
+    for command, cls in COMMANDS.items():
+        if (stage := module_of(command)) in STAGES and command != stage:
+            others = sorted(set(describe_fields(cls)) - set(describe_fields(STAGES[stage])), key=lambda f: f.path)
+            parts.append(f"## `rlhf-ray {command}`\n\n{_sentence(cls)} All else is as in "
+                         f"[`rlhf-ray {stage}`](#rlhf-ray-{stage}).\n\n{_table(others)}")
+            continue
         parts.append(f"## `rlhf-ray {command}`\n\n{_sentence(cls)}\n")
         for section in cls.model_fields:
             fields = [f for f in describe_fields(cls) if f.section == section]
@@ -64,8 +71,12 @@ def _section(cls: type[StageConfig], section: str, fields: list[FieldDescription
     head = f"### `{section}`\n\n{sentence}"
     if same_as:
         return f"{head} Same as in [`rlhf-ray {same_as}`](#rlhf-ray-{same_as}).\n"
+    return f"{head}\n\n{_table(fields)}"
+
+
+def _table(fields: Iterable[FieldDescription]) -> str:
     rows = [_row(f) for f in fields]
-    return "\n".join([f"{head}\n", "| field | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows, ""])
 
 
 def _row(f: FieldDescription) -> str:

@@ -19,11 +19,15 @@ from rlhf_ray.config.conditional_fields import without_effect
 from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
 from rlhf_ray.config.derived import buffer_capacity_mb, placements_of, transport_of
 from rlhf_ray.config.error_messages import explain, suggestion
+from rlhf_ray.config.run import RunConfig
 from rlhf_ray.config.stages import (
+    GRPOConfig,
     PPOConfig,
     PreferencesStageConfig,
     ProcessRewardConfig,
+    ReinforceConfig,
     RewardModelConfig,
+    RLOOConfig,
     SFTConfig,
     StageConfig,
 )
@@ -38,14 +42,33 @@ STAGES: dict[str, type[StageConfig]] = {
     "process-reward": ProcessRewardConfig,
     "ppo": PPOConfig,
 }
-"""Command -> configuration of its stage."""
+"""Stage, which is also a command -> its configuration."""
+COMMANDS: dict[str, type[StageConfig]] = {
+    **STAGES,
+    "grpo": GRPOConfig,
+    "rloo": RLOOConfig,
+    "reinforce": ReinforceConfig,
+}
+"""Command -> configuration of its stage: the stage `ppo` has four, with different defaults."""
+STARTED_WITH = (("algorithm", "estimator"), ("algorithm", "epochs"), ("algorithm", "kl", "coef"),
+                ("coordinator", "samples_per_prompt"))
+"""Fields whose defaults the commands of the stage `ppo` differ in."""
 
 
-def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
+def module_of(command: str) -> str:
+    """The module of a command's stage in `rlhf_ray.stages`."""
+    return "ppo" if issubclass(COMMANDS[command], PPOConfig) else command.replace("-", "_")
+
+
+def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bool = False) -> C:
     """The resolved configuration of a stage.
 
     `path` is a YAML file (None: defaults, environment and overrides alone); `overrides` are command-line arguments
     `--section.key=value` or `--section.key value`.
+
+    Args:
+        resume: the run in `run.dir` goes on. One that was started by another command of the same stage (`grpo`, now
+            `ppo`) keeps that command's defaults.
 
     Raises:
         ConfigError: the configuration cannot run; lists all problems, each with its field, value, origin and fix.
@@ -55,6 +78,9 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
     layers = [file, read_environment(cls), read_overrides(overrides)]
     _refuse_unknown_variables(cls)
     values = merge(cls, layers)
+    if resume and issubclass(cls, PPOConfig):
+        layers = [_started_with(cls, values), *layers]
+        values = merge(cls, layers)
     try:
         config = cls(**values)
     except ValidationError as e:
@@ -93,6 +119,34 @@ def resolve(config: C) -> C:
         config = _with(config, "buffer", capacity_mb=buffer_capacity_mb(config.buffer, config.cluster))
         config = _with(config, "weights", transport=transport_of(config))
     return config
+
+
+def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
+    """The values of `STARTED_WITH` of the run in `run.dir`; empty without a checkpoint there, where the command and the
+    run have the defaults of `ppo`, and for an estimator that is set now and is another one."""
+    run = values.get("run")
+    named = run.get("dir") if isinstance(run, dict) else None
+    try:
+        directory = Path(RunConfig(**({} if named is None else {"dir": named})).dir)
+    except ValidationError:  # reported with the other problems
+        return Layer({})
+    if not any(directory.glob("checkpoints/step_*")) or not (directory / "config.yaml").is_file():
+        return Layer({})
+    saved = read_yaml(directory / "config.yaml")
+    started: dict[str, Any] = {}
+    for *sections, name in STARTED_WITH:
+        found: Any = saved.values
+        kept = started
+        for section in sections:
+            found = found.get(section) if isinstance(found, dict) else None
+            kept = kept.setdefault(section, {})
+        if isinstance(found, dict) and name in found:
+            kept[name] = found[name]
+    estimator, algorithm = started["algorithm"].get("estimator"), values.get("algorithm")
+    set_now = algorithm.get("estimator") if isinstance(algorithm, dict) else None
+    own_defaults = cls is PPOConfig and estimator not in COMMANDS
+    another = set_now is not None and set_now != estimator
+    return Layer({}) if own_defaults or another else Layer(started, saved.origins)
 
 
 def _with(config: C, section: str, **values: Any) -> C:

@@ -14,6 +14,14 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _with_own_defaults(cls, given: Any) -> Any:
+        """A section of a base class, such as a `CoordinatorConfig` for GRPO's, gives the values that are set in it."""
+        if isinstance(given, Section) and type(given) is not cls and issubclass(cls, type(given)):
+            return {name: getattr(given, name) for name in given.model_fields_set}
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
     def _no_truth_value_for_a_number(cls, given: Any) -> Any:
         """YAML reads yes, no, on and off as true and false, which pydantic would take for 1 and 0."""
         for name, value in given.items() if isinstance(given, dict) else ():

@@ -7,7 +7,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_ray.config.algorithm import AlgorithmConfig, PtxConfig
+from rlhf_ray.config.algorithm import (
+    AlgorithmConfig,
+    GRPOAlgorithm,
+    PtxConfig,
+    ReinforceAlgorithm,
+    RLOOAlgorithm,
+)
 from rlhf_ray.config.data import (
     DemonstrationsConfig,
     PreferencesConfig,
@@ -28,7 +34,9 @@ from rlhf_ray.config.training_loop import (
     CoordinatorConfig,
     EarlyStopConfig,
     EvaluationConfig,
+    GRPOGroups,
     LoggingConfig,
+    RLOOGroups,
 )
 
 
@@ -274,3 +282,30 @@ class PPOConfig(StageConfig):
     """Held-out evaluation; off if empty."""
     early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
     """When to end a run that went wrong."""
+
+
+class GRPOConfig(PPOConfig):
+    """`rlhf-ray grpo`: the stage `ppo` with the defaults of GRPO, which compares several samples of each prompt and
+    needs neither critic nor reference."""
+
+    algorithm: GRPOAlgorithm = Field(default_factory=GRPOAlgorithm)
+    """Losses and their hyperparameters."""
+    coordinator: GRPOGroups = Field(default_factory=GRPOGroups)
+    """Batch size, staleness and concurrency."""
+
+
+class RLOOConfig(PPOConfig):
+    """`rlhf-ray rloo`: the stage `ppo` with the defaults of RLOO, which compares several samples of each prompt and
+    needs no critic."""
+
+    algorithm: RLOOAlgorithm = Field(default_factory=RLOOAlgorithm)
+    """Losses and their hyperparameters."""
+    coordinator: RLOOGroups = Field(default_factory=RLOOGroups)
+    """Batch size, staleness and concurrency."""
+
+
+class ReinforceConfig(PPOConfig):
+    """`rlhf-ray reinforce`: the stage `ppo` with the defaults of REINFORCE, which has neither critic nor groups."""
+
+    algorithm: ReinforceAlgorithm = Field(default_factory=ReinforceAlgorithm)
+    """Losses and their hyperparameters."""

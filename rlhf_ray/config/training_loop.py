@@ -39,6 +39,20 @@ class CoordinatorConfig(Section):
         return (self.max_staleness + 1) * self.samples_per_step
 
 
+class GRPOGroups(CoordinatorConfig):
+    """As `CoordinatorConfig`, with GRPO's groups."""
+
+    samples_per_prompt: int = Field(8, ge=1)
+    """Responses per prompt (8 in TRL; DeepSeekMath: 64)."""
+
+
+class RLOOGroups(CoordinatorConfig):
+    """As `CoordinatorConfig`, with RLOO's groups."""
+
+    samples_per_prompt: int = Field(4, ge=1)
+    """Responses per prompt (2 and 4 in Ahmadian et al. 2024)."""
+
+
 class BufferConfig(Section):
     """The replay buffer: references to experience in Ray's object store, of at most max_staleness + 1 steps."""
 

@@ -16,6 +16,34 @@ from rlhf_ray.errors import CheckpointError
 from rlhf_ray.internals.deepspeed import full_shape
 
 
+class SavedAverage:
+    """The average in the files that all ranks wrote to a directory, `average_<rank>.pt`."""
+
+    def __init__(self, directory: Path) -> None:
+        """
+        Raises:
+            CheckpointError: there are no files.
+        """
+        self._directory, ranks = directory, len(list(directory.glob("average_*.pt")))
+        if not ranks:
+            raise CheckpointError("the checkpoint has no average of the weights: it was saved without "
+                                  "policy.ema_decay. Leave policy.ema_decay empty to resume, or start a new run.")
+        self._saved = [load_tensors(directory / f"average_{rank}.pt", mapped=True) for rank in range(ranks)]
+
+    def whole(self, name: str, numel: int) -> Tensor:
+        """[numel] the flattened average of one parameter.
+
+        Raises:
+            CheckpointError: the files hold other parameters.
+        """
+        parts = [shards[name] for shards in self._saved if name in shards]
+        if [len(part) for part in parts] != [-(-numel // len(self._saved))] * len(self._saved):
+            raise CheckpointError(f"{self._directory} holds averages of other weights than this run trains: "
+                                  f"{name} is missing or has another size. Resume with the model it was saved "
+                                  "with, or start a new run.")
+        return torch.cat(parts)[:numel]
+
+
 class WeightAverage:
     """average <- decay x average + (1 - decay) x weights, starting at the current weights.
 
@@ -57,24 +85,15 @@ class WeightAverage:
         """A copy of this rank's shards, for `torch.save`."""
         return {name: shard.to("cpu", copy=True) for name, shard in self._shards.items()}
 
-    def load(self, *paths: Path) -> None:
-        """Restore the average from the files of all ranks, in rank order; the number of ranks may have changed.
+    def load(self, directory: Path) -> None:
+        """Restore the average from the files of all ranks; the number of ranks may have changed.
 
         Raises:
             CheckpointError: there are no files, or they hold other parameters.
         """
-        if not paths:
-            raise CheckpointError("the checkpoint has no average of the weights: it was saved without "
-                                  "policy.ema_decay. Leave policy.ema_decay empty to resume, or start a new run.")
-        saved = [load_tensors(path) for path in paths]
+        saved = SavedAverage(directory)
         for name, shard in self._shards.items():
-            numel = full_shape(self._parameters[name]).numel()
-            parts = [shards[name] for shards in saved if name in shards]
-            if [len(part) for part in parts] != [-(-numel // len(saved))] * len(saved):
-                raise CheckpointError(f"{paths[0].parent} holds averages of other weights than this run trains: "
-                                      f"{name} is missing or has another size. Resume with the model it was saved "
-                                      "with, or start a new run.")
-            shard.copy_(shard_of(torch.cat(parts)[:numel]))
+            shard.copy_(shard_of(saved.whole(name, full_shape(self._parameters[name]).numel())))
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():

@@ -43,12 +43,23 @@ def check_model_directory(config: ModelConfig, field: str, *, argument: bool = F
         return
     if not (path / "config.json").is_file() and (path / "model/config.json").is_file():
         raise ModelError(f"{named}={config.path!r} is the directory of a run; its model is {path / 'model'}")
+    if not (path / "config.json").is_file() and (checkpoints := _checkpoints_of(path)):
+        raise ModelError(f"{named}={config.path!r} is {checkpoints}, and no model in Hugging Face format yet. Write "
+                         f"one with `rlhf-ray export {config.path}`, and name the directory that it prints.")
     if not (path / "config.json").is_file():
         raise ModelError(f"{named}={config.path!r} has no config.json, so it is not a model in Hugging Face format. "
-                         "Save one there with `save_pretrained`.")
+                         "Name the directory of one: that of a download, model/ of a finished run, or what `rlhf-ray "
+                         "export RUN` writes from a checkpoint.")
     if not any(path.glob("*.safetensors")):
         raise ModelError(f"{named}={config.path!r} has no *.safetensors file. Weights are read from safetensors "
                          "only (pickled weights run code); convert them with `save_pretrained`.")
+
+
+def _checkpoints_of(path: Path) -> str | None:
+    """What a directory is, in words, from which `rlhf-ray export` writes a model; None if it cannot."""
+    if (path / "manifest.json").is_file() and path.resolve().parent.name == "checkpoints":
+        return "a checkpoint of a run"
+    return "the directory of a run with checkpoints" if any(path.glob("checkpoints/step_*")) else None
 
 
 def check_on_hub(name: str, revision: str | None, field: str) -> None:

@@ -174,7 +174,7 @@ def live_progress(stream: TextIO) -> Progress:
 
 
 STEP = re.compile(
-    r"(?P<name>[\w /-]+): step (?P<step>\d+)/(?P<total>\d+)(?P<numbers>.*?)(?P<left>(?:  \S+( \S+)* left)?)")
+    r"(?P<name>[\w /.+-]+): step (?P<step>\d+)/(?P<total>\d+)(?P<numbers>.*?)(?P<left>(?:  \S+( \S+)* left)?)")
 """A progress line of `StageProgress` in plain output; its parts are separated by two spaces."""
 
 

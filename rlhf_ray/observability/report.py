@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_ray.config.algorithm import method_in_words
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.errors import DataError
 from rlhf_ray.files.writing import write_atomically
@@ -26,9 +27,9 @@ from rlhf_ray.observability.sample_texts import some_rollouts
 from rlhf_ray.observability.still_policy import still_policy
 from rlhf_ray.observability.tables import changes, workers_text
 
-KINDS = {"policy": "PPO from human feedback", "reward_model": "Reward model", "sft": "Supervised fine-tuning",
-         "process_reward": "Process reward model"}
-"""Stage by the prefix of its metrics."""
+KINDS = {"reward_model": "Reward model", "sft": "Supervised fine-tuning", "process_reward": "Process reward model",
+         "pairs": "Preference pairs"}
+"""Stage by the prefix of its metrics; a run whose policy is trained by rewards says how."""
 
 FACTS = {
     "Model": ("model", "path"),
@@ -74,11 +75,11 @@ def write_report(run_dir: Path, term: Term | None = None) -> Path:
         raise DataError(f"{run.path} holds no run: it has neither {run.metrics.name} nor {run.config.name}; name a "
                         "stage's run.dir")
     config_text = run.config.read_text(errors="replace") if run.config.exists() else ""
-    config, evaluation, summary = _values(run.config), read_json(run.evaluation), read_json(run.summary)
+    config, evaluation, summary = saved_values(run), read_json(run.evaluation), read_json(run.summary)
     charts = sorted(charts_of(rows), key=lambda c: ("Learning", "Optimisation", "System").index(c.section))
     text = page(
-        ASSETS / "report.html", charts, kind=_kind(rows, config), title=run.path.resolve().name,
-        lead=_lead(rows, summary), facts=_facts(config), tiles=_tiles(rows),
+        ASSETS / "report.html", charts, kind=kind_of_run(rows, config), title=run.path.resolve().name,
+        lead=lead_of_run(rows, summary), facts=_facts(config), tiles=_tiles(rows),
         notes=(*_endings(summary), *_losses(run), *_stillness(rows), *_speed(rows, config)),
         changes=changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after"))),
         texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=some_rollouts(run.samples),
@@ -127,12 +128,16 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _values(config: Path) -> dict[str, Any]:
-    """The values of a saved configuration; {} without the file."""
+def saved_values(run: RunDirectory) -> dict[str, Any]:
+    """The values of a run's saved configuration; {} without the file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     try:
-        return dict(yaml.safe_load(config.read_text())) if config.exists() else {}
+        return dict(yaml.safe_load(run.config.read_text())) if run.config.exists() else {}
     except (yaml.YAMLError, ValueError, TypeError) as error:
-        raise DataError(f"{config} cannot be read: {error}; fix or remove it") from error
+        raise DataError(f"{run.config} cannot be read: {error}; fix or remove it") from error
 
 
 def _numbers(side: Any) -> dict[str, float]:
@@ -140,12 +145,15 @@ def _numbers(side: Any) -> dict[str, float]:
     return {name: value for name, value in (side or {}).items() if isinstance(value, (int, float))}
 
 
-def _kind(rows: Rows, config: Mapping[str, Any]) -> str:
+def kind_of_run(rows: Rows, config: Mapping[str, Any]) -> str:
+    """What a run does, from its rows and its configuration: "GRPO", "Reward model"."""
     prefixes = {name.split("/")[0] for row in rows for name in row} or set(config)
+    if "policy" in prefixes or "rewards" in config:
+        return method_in_words(config)
     return next((kind for prefix, kind in KINDS.items() if prefix in prefixes), "Run")
 
 
-def _lead(rows: Rows, summary: Mapping[str, Any]) -> str:
+def lead_of_run(rows: Rows, summary: Mapping[str, Any]) -> str:
     """The length of the run: steps, and the time between its first and last rows; for a stage without steps, its
     results."""
     if not rows:

@@ -88,14 +88,14 @@ def _line_chart(plan: ChartPlan, rows: Rows) -> Chart | None:
     for name, (steps, values) in lines.items():
         place = plan.metrics.index(name)
         title = plan.names[place] if plan.names else describe(name).title
-        data += _traces(title, steps, values, plan.colours[place], plan.smooth)
+        data += lines_of(title, steps, values, plan.colours[place], plan.smooth)
     return Chart(
         title=plan.title,
         healthy=plan.healthy,
         section=plan.section,
         latest=_latest(plan, lines),
         data=data,
-        layout=_layout(plan.axis, legend=len(lines) > 1, ticks=plan.ticks),
+        layout=layout_of(plan.axis, legend=len(lines) > 1, ticks=plan.ticks),
     )
 
 
@@ -106,7 +106,7 @@ def _latest(plan: ChartPlan, lines: dict[str, Any]) -> str:
     return f"{newest:.1%}" if plan.ticks.endswith("%") else f"{newest:.3g}" if abs(newest) < 1000 else f"{newest:,.0f}"
 
 
-def _traces(title: str, steps: list[int], values: list[float], colour: str, smooth: bool) -> list[go.Scatter]:
+def lines_of(title: str, steps: list[int], values: list[float], colour: str, smooth: bool) -> list[go.Scatter]:
     """A line; for long series a faint line of the steps under a strong line of their running mean."""
     x, y = thin(steps, MAX_POINTS), thin(values, MAX_POINTS)
     mode = "lines" if len(x) > 12 else "lines+markers"
@@ -158,7 +158,7 @@ def _time_chart(rows: Rows) -> Chart | None:
         section="System",
         latest="",
         data=data,
-        layout=_layout("Work in a step (seconds)", legend=True).update(barmode="stack", bargap=0.15),
+        layout=layout_of("Work in a step (seconds)", legend=True).update(barmode="stack", bargap=0.15),
     )
 
 
@@ -194,7 +194,8 @@ def _did(cause: str) -> str:
     return "Handing over" if cause == COORDINATOR else f"Waits for {readable(cause).lower()}"
 
 
-def _layout(y_title: str, legend: bool, ticks: str = "") -> go.Layout:
+def layout_of(y_title: str, legend: bool, ticks: str = "") -> go.Layout:
+    """The layout of a chart over steps; `ticks` as in `ChartPlan`."""
     return go.Layout(xaxis_title_text=STEP_AXIS, yaxis_title_text=y_title, showlegend=legend,
                      **({"yaxis_tickformat": ticks, "yaxis_rangemode": "tozero"} if ticks else {}))
 

@@ -62,6 +62,7 @@ class RunDirectory:
         self.profile = self.path / "profile"
         self.generators = self.path / "generators.json"
         self.report = self.path / "report.html"
+        self.exports = self.path / "export"
 
     @classmethod
     def create(cls, path: str | Path, resume: bool = False, need_mb: int = 64) -> RunDirectory:
@@ -124,6 +125,12 @@ class RunDirectory:
         files = [f for f in (self.metrics, self.summary) if f.is_file() and f.stat().st_size]
         folders = (self.samples, self.checkpoints, self.model, self.model_ema, self.adapter, self.best)
         return [f.name for f in files] + [d.name + "/" for d in folders if d.is_dir() and any(d.iterdir())]
+
+    def newest_export(self) -> Path | None:
+        """The model of the highest step that `rlhf-ray export` wrote to its usual place; None without one."""
+        found = {int(match[1]): file.parent for file in self.exports.glob("step_*/config.json")
+                 if (match := re.fullmatch(r"step_(\d+)", file.parent.name))}
+        return found[max(found)] if found else None
 
     def best_step(self) -> int | None:
         """The best step of the run by best.json; None without the file."""

@@ -19,6 +19,8 @@ from rlhf_ray.roles.ppo_update import training_batch
 
 CRITIC = "critic/"
 """Prefix of the critic's metrics among those of an update."""
+VALUE_HEAD = "value_head.weight"
+"""Name of the head's weight, in the module and in its file."""
 
 
 class ActorCriticLearner(PolicyLearner):
@@ -70,6 +72,11 @@ class ActorCriticLearner(PolicyLearner):
         weight = self.engine.module.value_head.weight
         gathered = gather_parameter(weight).cpu()
         if self.rank == 0:
-            from safetensors.torch import save
+            write_value_head(gathered, Path(path), term)
 
-            write_atomically(Path(path), save({"value_head.weight": gathered.contiguous()}), term)
+
+def write_value_head(weight: Tensor, path: Path, term: Term | None = None) -> None:
+    """Write the weight of a value head as safetensors."""
+    from safetensors.torch import save
+
+    write_atomically(path, save({VALUE_HEAD: weight.contiguous()}), term)

@@ -13,7 +13,8 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import inference_plan, rank_plan
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.deepspeed_engine import StepResult, TrainEngine
-from rlhf_ray.models.lora import Adapters
+from rlhf_ray.engine.saved_weights import SavedWeights
+from rlhf_ray.models.lora import Adapters, check_adapter_description
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.models.router_balance import RouterBalance
@@ -95,11 +96,7 @@ class Learner:
             ModelError: the model cannot be loaded, or packed passes do not compute it.
         """
         distributed.join(address, self.rank, self.world, timeout_s)
-        torch.manual_seed(self.seed)
-        module = self.build()
-        if self.config.lora:
-            base = str(getattr(self.model_config, "path", ""))
-            self.adapters = Adapters(module.model, self.config.lora, base, self.config.autocast == "bfloat16")
+        module = self._build_adapted()
         torch.manual_seed(self.seed + self.rank)  # ranks use different dropout
         if self.config.router_aux_loss_coef:
             self._router_balance = RouterBalance(module.model)
@@ -116,6 +113,32 @@ class Learner:
         self.published = PublishedModel(self.engine, self.adapters, self._published_as, self.rank, self.lockstep)
         self.publication.model = self.published_tensors()
         return sizes | compared
+
+    def open_saved(self, directory: Path) -> SavedWeights:
+        """Instead of `start`: only what exports need, with the weights of a checkpoint, in this process alone and
+        without DeepSpeed.
+
+        Args:
+            directory: this learner's part of the checkpoint; the caller has verified the files.
+
+        Raises:
+            ModelError: the model that training started from cannot be loaded.
+            CheckpointError: the checkpoint is of another model, or of other adapters.
+        """
+        module = self._build_adapted()
+        check_adapter_description(self.adapters, directory)
+        saved = SavedWeights(module, directory)
+        self.published = PublishedModel(saved, self.adapters, self._published_as, self.rank, lockstep=False)
+        return saved
+
+    def _build_adapted(self) -> "nn.Module":
+        """The module, with adapters if configured; new weights follow from the seed."""
+        torch.manual_seed(self.seed)
+        module = self.build()
+        if self.config.lora:
+            base = str(getattr(self.model_config, "path", ""))
+            self.adapters = Adapters(module.model, self.config.lora, base, self.config.autocast == "bfloat16")
+        return module
 
     def published_tensors(self) -> PublishedTensors:
         """What publications send to the generators: the model."""

@@ -231,6 +231,6 @@ class PolicyLearner(PPOLearner):
         super().load(directory)
         path = Path(directory)
         if self.average:
-            self.average.load(*(path / f"average_{rank}.pt" for rank in range(len(list(path.glob("average_*.pt"))))))
+            self.average.load(path)
         if self.ptx:
             self.ptx.load(path / "ptx_0.json")  # the same on all ranks

@@ -13,6 +13,7 @@ from rlhf_ray.checkpoint.export import export_adapter, export_model
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.engine.deepspeed_engine import TrainEngine
+from rlhf_ray.engine.saved_weights import SavedWeights
 from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
@@ -34,7 +35,7 @@ class PublishedTensors(ABC):
     Gathering is a collective call under ZeRO-3 (`lockstep`).
     """
 
-    def __init__(self, engine: TrainEngine, rank: int, lockstep: bool) -> None:
+    def __init__(self, engine: TrainEngine | SavedWeights, rank: int, lockstep: bool) -> None:
         self.device, self._engine = engine.device, engine
         self._rank, self._lockstep = rank, lockstep
 
@@ -73,8 +74,8 @@ class PublishedTensors(ABC):
 class PublishedModel(PublishedTensors):
     """The model in its own precision, under the base model's names, with adapters merged in."""
 
-    def __init__(self, engine: TrainEngine, adapters: Adapters | None, model: ModelConfig | NewModelConfig, rank: int,
-                 lockstep: bool) -> None:
+    def __init__(self, engine: TrainEngine | SavedWeights, adapters: Adapters | None,
+                 model: ModelConfig | NewModelConfig, rank: int, lockstep: bool) -> None:
         """`model`: its precision and tokenizer are those of the published model."""
         super().__init__(engine, rank, lockstep)
         self._adapters, self._model = adapters, model

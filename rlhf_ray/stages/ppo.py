@@ -1,4 +1,4 @@
-"""`rlhf-ray ppo`: proximal policy optimisation for rewards."""
+"""`rlhf-ray ppo`, `grpo`, `rloo` and `reinforce`: a policy is trained by rewards."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -88,7 +88,8 @@ async def _run(
     store = checkpoint_store(config, directory, config.checkpoint.keep)
     start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
     async with AsyncExitStack() as stack:
-        progress = stack.enter_context(StageProgress("PPO", config.run.steps, start.step if start else 0))
+        progress = stack.enter_context(
+            StageProgress(config.algorithm.method, config.run.steps, start.step if start else 0))
         if session.dashboard_url:
             progress.note(f"Ray dashboard at {session.dashboard_url}")
         stop = StopRequest(progress.warn, files.hurry)
@@ -138,7 +139,8 @@ async def _run(
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
     first_rollout = roles.clock.first_end.get("phase:generate", roles.clock.now())
     return {
-        "stage": "ppo", **stopped, "steps": coordinator.state.step, "samples": coordinator.state.samples,
+        "stage": "ppo", "method": config.algorithm.method, **stopped,
+        "steps": coordinator.state.step, "samples": coordinator.state.samples,
         "seconds": time.perf_counter() - began, "seconds_loop": attempts.seconds, "probe_seconds": roles.probe_seconds,
         "first_rollout_at": round(time.time() - (roles.clock.now() - first_rollout), 3),
         "samples_per_second": attempts.samples / attempts.seconds, **attempts.evaluations.summary(),

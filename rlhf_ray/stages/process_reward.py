@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from rlhf_ray.checkpoint.model_card import ModelCardInfo
-from rlhf_ray.config.model import NewModelConfig
 from rlhf_ray.config.stages import ProcessRewardConfig
 from rlhf_ray.roles.data_readers import DataReader
 from rlhf_ray.roles.supervised_learner import ProcessRewardLearner
@@ -20,11 +18,6 @@ def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
     return run_supervised(SupervisedStage(
         config=config, name="process_reward", title="process reward model", learner=ProcessRewardLearner,
         reader=DataReader, method="process_rows", reading=(config.steps,), options={"steps": config.steps},
-        card=lambda step, metrics: ModelCardInfo(
-            stage="process_reward", step=step, metrics=metrics,
-            trained_on=f"steps labelled in {config.data.title}",
-            base_model="scratch" if isinstance(config.model, NewModelConfig) else config.model.path,
-        ),
     ), resume)
 
 

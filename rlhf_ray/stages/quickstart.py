@@ -24,8 +24,7 @@ from rlhf_ray.stages.preflight import check_engine
 
 VOCABULARY = 1024
 RECIPE = Recipe("quickstart", home="runs/quickstart")
-STAGE_TITLES = {"sft": "SFT", "reward_model": "pairs and reward model", "ppo": "PPO",
-                "total": "in all, with Ray's start"}
+STAGE_TITLES = {"sft": "SFT", "reward_model": "pairs and reward model", "total": "in all, with Ray's start"}
 VERDICT = ("gold", "reward", "kl", "perplexity", "length", "finished", "distinct", "distinct_bigrams")
 
 
@@ -100,6 +99,7 @@ def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:
     evaluation = read_json(home.evaluation)
     numbers = read_json(home.summary)
     accuracy = read_json(home.path / "reward_model" / "summary.json")["accuracy"]
+    titles = {**STAGE_TITLES, "ppo": numbers.get("method", "PPO")}
     summary = {**numbers, "stage": "quickstart", "reward_model_accuracy": accuracy,
                "seconds": seconds}
     home.write_json("summary.json", summary)
@@ -111,7 +111,7 @@ def _verdict(home: RunDirectory, seconds: dict[str, float]) -> dict[str, Any]:
     print(f"reward model: {accuracy:.1%} of held-out pairs ranked as the judge does")
     print(f"verdict: the independent judge, which was not used in training, gives {before['gold']:.2f} before and "
           f"{after['gold']:.2f} after" + (f", at a KL of {after['kl']:.1f} nats" if "kl" in after else ""))
-    print("seconds: " + ", ".join(f"{STAGE_TITLES.get(name, name)} {value:.0f}" for name, value in seconds.items()))
+    print("seconds: " + ", ".join(f"{titles.get(name, name)} {value:.0f}" for name, value in seconds.items()))
     print(f"model: {home.model}\nreport: {report}")
     return summary
 

@@ -30,7 +30,7 @@ def check_output(path: Path) -> None:
 def model_at(name: str, argument: str = "MODEL",
              dtype: Literal["auto", "float32", "bfloat16"] = "auto") -> tuple[ModelConfig, str | None]:
     """The model called `name` (a directory, a Hub id, or the run that made it), and a notice when a run's directory
-    stands for its model/.
+    stands for its model/, or for what `rlhf-ray export` wrote.
 
     Args:
         argument: the command-line argument with the name, for messages.
@@ -45,6 +45,8 @@ def model_at(name: str, argument: str = "MODEL",
         path, notice = str(run.model), f"{name} is a run; using its model, {run.model}"
         if run.best.is_dir():
             notice += f" (its best step is in {run.best})"
+    elif exported := run.newest_export():
+        path, notice = str(exported), f"{name} is a run without a model/; using its export, {exported}"
     config = ModelConfig(path=path, dtype=_on_this_machine() if dtype == "auto" else dtype)
     check_model_directory(config, argument, argument=True)
     return config, notice

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.stages import RewardModelConfig
 from rlhf_ray.models.loading import has_scalar_head, pads_with_end
 from rlhf_ray.roles.data_readers import DataReader
@@ -22,10 +21,6 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
         config=config, name="reward_model", title="reward model", learner=RewardModelLearner, reader=DataReader,
         method="preferences", options={"head_dropout": training.head_dropout, "new_head": training.new_head},
         start=_start_in_words(config, kept), measured_first=kept,
-        card=lambda step, metrics: ModelCardInfo(
-            stage="reward_model", step=step, base_model=config.model.path,
-            trained_on=f"preference pairs in {config.data.title}", metrics=metrics,
-        ),
     ), resume)
 
 

@@ -1,13 +1,11 @@
 """Exports of trained models to the run's directory: model/, adapter/ and, for PPO, value head and average."""
 
-from dataclasses import replace
 from pathlib import Path
 
-from rlhf_ray.checkpoint.model_card import ModelCardInfo
+from rlhf_ray.checkpoint.model_card import ModelCardInfo, card_of, card_of_average
 from rlhf_ray.cluster.worker_group import WorkerGroup
-from rlhf_ray.config.derived import derive, reference_in_words
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -31,8 +29,7 @@ async def export_run(coordinator: Coordinator, evaluations: EvaluationLog, direc
     if derive(config).shares_backbone:
         await policy.values("export_value_head", str(directory.value_head.absolute()), directory.term)
     if config.policy.ema_decay is not None:
-        card = replace(_card(coordinator, evaluations), metrics={}, weights="exponential moving average, decay "
-                       f"{config.policy.ema_decay:g} an optimizer step; not evaluated separately")
+        card = card_of_average(_card(coordinator, evaluations), config.policy.ema_decay)
         await policy.values("export_average", str(directory.model_ema.absolute()), card, directory.term)
 
 
@@ -44,14 +41,4 @@ async def export_policy(
 
 
 def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo:
-    config = coordinator.config
-    text = f", and text in {config.ptx.title}" if config.ptx else ""
-    derived, others = derive(config), {"Reference, from which the KL is measured": reference_in_words(config)}
-    if derived.starts_critic:
-        others["Critic, started from"] = derived.critic_model.path
-    return ModelCardInfo(
-        stage="ppo", step=coordinator.state.step, base_model=config.model.path,
-        trained_on=f"prompts in {config.prompts.title}{text}",
-        rewards=rewards_in_words({name: reward.model_dump() for name, reward in config.rewards.items()}),
-        other_models=others, metrics=evaluations.last(),
-    )
+    return card_of(coordinator.config, coordinator.state.step, evaluations.last())

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from rlhf_ray.config.load import STAGES
+from rlhf_ray.config.load import COMMANDS, module_of
 from rlhf_ray.config.stages import StageConfig
 
 
@@ -22,6 +22,6 @@ def run(config: StageConfig, resume: bool = False) -> dict[str, Any]:
         RLHFError: the run failed, or was refused; the message says what to do. Ctrl-C saves a checkpoint and raises
             `RunInterrupted`.
     """
-    (command,) = (command for command, kind in STAGES.items() if type(config) is kind)
-    summary: dict[str, Any] = import_module(f"rlhf_ray.stages.{command.replace('-', '_')}").run(config, resume=resume)
+    (command,) = (command for command, kind in COMMANDS.items() if type(config) is kind)
+    summary: dict[str, Any] = import_module(f"rlhf_ray.stages.{module_of(command)}").run(config, resume=resume)
     return summary

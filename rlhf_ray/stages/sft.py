@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from rlhf_ray.checkpoint.model_card import ModelCardInfo
-from rlhf_ray.config.model import NewModelConfig
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.roles.data_readers import DataReader
 from rlhf_ray.roles.supervised_learner import SFTLearner
@@ -19,10 +17,6 @@ def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
     preflight(config)
     return run_supervised(SupervisedStage(
         config=config, name="sft", title="SFT", learner=SFTLearner, reader=DataReader, method="demonstrations",
-        card=lambda step, metrics: ModelCardInfo(
-            stage="sft", step=step, trained_on=f"demonstrations in {config.data.title}", metrics=metrics,
-            base_model="scratch" if isinstance(config.model, NewModelConfig) else config.model.path,
-        ),
     ), resume)
 
 

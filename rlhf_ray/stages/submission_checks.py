@@ -17,6 +17,7 @@ from rlhf_ray.checkpoint.remote import require_no_password
 from rlhf_ray.cluster.jobs.package import exists_here
 from rlhf_ray.config.config_layers import environment_of
 from rlhf_ray.config.fields import strings_of
+from rlhf_ray.config.load import module_of
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ConfigError, ModelError, first_line
 from rlhf_ray.planning.node_spec import Node
@@ -42,7 +43,7 @@ def check_before_submission(stage: str, config: StageConfig) -> list[str]:
                     - {config.run.dir})
     if unseen:
         return [f"not visible from here, so the job will check it when it starts: {', '.join(unseen)}"]
-    importlib.import_module(f"rlhf_ray.stages.{stage.replace('-', '_')}").preflight(config)
+    importlib.import_module(f"rlhf_ray.stages.{module_of(stage)}").preflight(config)
     return []
 
 

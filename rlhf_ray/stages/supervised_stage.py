@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.cluster.worker_group import WorkerGroup
@@ -74,7 +73,6 @@ class SupervisedStage:
     reader: type[DataReader]
     method: str
     """The reader's method that returns training rows, held-out rows and a `DataSummary`."""
-    card: Callable[[int, Mapping[str, float]], ModelCardInfo]
     reading: tuple[Any, ...] = ()
     """Arguments of the reader's method besides the section `data`."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -125,7 +123,7 @@ async def _run(
 
                     async def attempt(metrics: MetricsWriter, start: Checkpoint | None, *_: Any) -> SupervisedRun:
                         run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
-                                            stage.card, data.summary.contents, geometry, stage.measured_first)
+                                            data.summary.contents, geometry, stage.measured_first)
                         if start is not None:
                             await run.restore(start.path)
                             await files.records.run(note_restart, directory.faults, start.step, directory.term)

@@ -1,9 +1,13 @@
 """A run as its own process: watched through Ray's metrics endpoint, stopped by a signal, gone on with."""
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.stages.export_checkpoint import export_checkpoint
 from tests.cluster.outside import gauge
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -42,6 +46,16 @@ def test_an_interrupted_run_does_not_look_like_a_finished_one(interrupted):
 
 def test_the_ledger_of_an_interrupted_run_adds_up_with_samples_under_way(interrupted):
     assert interrupted.problems == []
+
+
+def test_its_checkpoint_becomes_the_model_that_was_interrupted(interrupted, tmp_path):
+    step = interrupted.rows[-1]["step"]
+    model = export_checkpoint(interrupted.directory, output=tmp_path / "model").files["model"]
+    saved = TrainingState(interrupted.directory / f"checkpoints/step_{step}/policy_learner")
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    for name, weight in loaded.named_parameters():
+        assert torch.equal(weight.flatten(), saved.whole("weights", f"model.{name}", weight.numel())), name
+    assert f"{step} updates" in (model / "README.md").read_text()
 
 
 def test_resume_finishes_the_run(interrupted, resumed_outside):

@@ -14,6 +14,7 @@ from rlhf_ray.checkpoint.manifest import verify_manifest
 from rlhf_ray.cli.main import main
 from rlhf_ray.engine.training_state import TrainingState
 from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.stages.export_checkpoint import export_checkpoint
 from tests.cluster.tiny import PROMPT_TOKENS
 
 STEPS, SAMPLES = 4, 16
@@ -133,6 +134,22 @@ def test_the_exported_average_lies_between_where_the_weights_began_and_where_the
     steps = [float((average[name] - last[name]).norm() / (first[name] - last[name]).norm()) for name in last]
     assert 0.1 < np.mean(steps) < 0.9, "16 optimizer steps at a decay of 0.9"
     assert "exponential moving average" in (finished.directory / "model_ema/README.md").read_text()
+
+
+def test_exports_from_checkpoints_are_the_run_s_own_export_and_an_earlier_model(finished, tmp_path):
+    exported = export_checkpoint(finished.directory, output=tmp_path / "last")
+    assert exported.step == 4
+    for name, own in (("model", "model"), ("model_ema", "model_ema")):
+        for file in (finished.directory / own).iterdir():
+            if file.name != "README.md":
+                assert (exported.files[name] / file.name).read_bytes() == file.read_bytes(), file
+    cards = [(place / "README.md").read_text().partition("Trained by")[2]
+             for place in (exported.files["model"], finished.directory / "model")]
+    assert cards[0] == cards[1]
+    earlier = export_checkpoint(finished.directory, 2, tmp_path / "earlier").files["model"]
+    saved = TrainingState(finished.directory / "checkpoints/step_2/policy_learner")
+    for name, weight in load_file(earlier / "model.safetensors").items():
+        assert torch.equal(weight.flatten(), saved.whole("weights", f"model.{name}", weight.numel())), name
 
 
 def test_transformers_loads_the_model_and_generates_with_it(finished, model):

@@ -33,6 +33,13 @@ def card(stage="ppo", **kwargs):
     )
 
 
+@pytest.mark.parametrize(("method", "tag"), [
+    ("GRPO", "grpo"), ("PPO from human feedback", "ppo"), ("REINFORCE++-baseline", "reinforce++-baseline")])
+def test_the_card_names_what_the_run_did(method, tag):
+    made = model_card(card(method=method), "mine")
+    assert f"Trained by {method} with `rlhf_ray`, 12 updates" in made.text and tag in made.data.tags
+
+
 @pytest.fixture(params=["tied", "untied", "reward"])
 def trained(request, tmp_path):
     """A model with its tokenizer, and the class that should load its export."""

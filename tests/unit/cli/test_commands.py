@@ -2,27 +2,42 @@
 
 import errno
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from rlhf_ray.cli import examples
 from rlhf_ray.cli.examples import set_aside
 from rlhf_ray.cli.stage import print_results, split_arguments
 from rlhf_ray.config.model import Family
-from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
+from rlhf_ray.config.stages import (
+    GRPOConfig,
+    PPOConfig,
+    PreferencesStageConfig,
+    ProcessRewardConfig,
+    ReinforceConfig,
+    RewardModelConfig,
+    RLOOConfig,
+    SFTConfig,
+)
 from rlhf_ray.errors import ConfigError, RunInterrupted, WorkerError
 from rlhf_ray.observability.run_directory import RunDirectory
 
 MODEL_AND_DATA = "model: {path: m}\ndata: {path: d}\n"
+WITH_REWARDS = "model: {path: m}\nrewards: {main: {type: model, path: r}}\nprompts: {path: p}\n"
 FILES = {
     "sft": ("sft", SFTConfig, MODEL_AND_DATA),
     "reward-model": ("reward_model", RewardModelConfig, MODEL_AND_DATA),
     "process-reward": ("process_reward", ProcessRewardConfig, MODEL_AND_DATA + "steps: {placeholder: x}\n"),
     "preferences": ("preferences", PreferencesStageConfig, "model: {path: m}\nprompts: {path: p}\n"),
-    "ppo": ("ppo", PPOConfig, "model: {path: m}\nrewards: {main: {type: model, path: r}}\nprompts: {path: p}\n"),
+    "ppo": ("ppo", PPOConfig, WITH_REWARDS),
+    "grpo": ("ppo", GRPOConfig, WITH_REWARDS),
+    "rloo": ("ppo", RLOOConfig, WITH_REWARDS),
+    "reinforce": ("ppo", ReinforceConfig, WITH_REWARDS),
 }
 
 
@@ -115,6 +130,25 @@ def test_an_unknown_command_suggests_one(command_line):
     outcome = command_line("pqo")
     assert outcome.code == 2
     assert "ppo" in outcome.err
+
+
+@pytest.mark.parametrize(("command", "answer"), [
+    ("train", "each stage has its own command: sft, reward-model"), ("eval", "`rlhf-ray compare` compares two models"),
+    ("dpo", "train a reward model with `rlhf-ray reward-model`"), ("reward_model_", "Did you mean 'reward-model'"),
+    ("reinforce++", "--algorithm.estimator=reinforce_pp"), ("Evaluate", "`rlhf-ray compare`")])
+def test_the_name_of_another_systems_command_gets_an_answer(command, answer, command_line):
+    outcome = command_line(command, "x.yaml")
+    assert outcome.code == 2
+    assert answer in " ".join(outcome.err.replace("│", "").split())
+
+
+def test_every_answer_names_commands_that_exist():
+    from rlhf_ray.cli.main import NOT_HERE, SAME, app
+
+    known = set(typer.main.get_command(app).commands)
+    named = {word for answer in NOT_HERE.values() for word in re.findall(r"`rlhf-ray ([a-z-]+)", answer)}
+    assert named <= known
+    assert not known & (NOT_HERE.keys() | SAME.keys()) and NOT_HERE.keys() >= set(SAME.values())
 
 
 class TestQuickstart:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from rlhf_ray.cli.main import app
 from rlhf_ray.cli.plan import stage_of_file
+from rlhf_ray.config.algorithm import COMMAND_OF
 from rlhf_ray.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -43,6 +44,19 @@ def test_who_plans_for_gpus_on_a_machine_without_is_told_how(monkeypatch):
 def test_json_is_nothing_else():
     values = json.loads(plan(RECIPE, "--nodes", "1x1xL40S", "--json").output)
     assert values["fits"] and values["nodes"][0]["gpu"] == "L40S"
+
+
+@pytest.mark.parametrize(("name", "options", "method"), [
+    ("a.yaml", ["--stage=grpo"], "GRPO"), ("my_grpo.yaml", [], "GRPO"), ("a.yaml", [], "PPO"),
+    ("my_grpo.yaml", ["--algorithm.estimator=reinforce"], "REINFORCE"), ("rloo-or-grpo.yaml", [], "PPO")])
+def test_the_method_is_planned_with_its_own_defaults_and_named(name, options, method, tmp_path):
+    file = tmp_path / name
+    file.write_text("model: {path: Qwen/Qwen2.5-0.5B}\nrewards: {r: {type: exact_match}}\nprompts: {path: p.jsonl}\n")
+    values = json.loads(plan(str(file), *options, "--nodes=1x1xH100", "--json").output)
+    assert (values["method"], "critic" in values["roles"]) == (method, method == "PPO")
+    assert (" x 8 samples" in values["batch"]["batch"], "reference" in values["roles"]) == (
+        method == "GRPO", method != "GRPO")
+    assert f"method      {method} " in plan(str(file), *options, "--nodes=1x1xH100").output
 
 
 def test_this_machine_is_the_default(tmp_path):
@@ -100,3 +114,13 @@ def test_what_makes_no_sense_is_refused(arguments, told):
     answer = plan(*arguments)
     assert isinstance(answer.exception, ConfigError)
     assert told in str(answer.exception)
+
+
+def test_a_submitted_run_is_started_by_the_command_of_its_method(tmp_path):
+    from rlhf_ray.cli.submit import _configuration
+
+    file = tmp_path / "a.yaml"
+    file.write_text("run: {dir: /shared/a}\nmodel: {path: m}\nrewards: {r: {type: exact_match}}\nprompts: {path: p}\n")
+    for stage in ("grpo", "rloo", "reinforce", "ppo"):
+        config, command = _configuration(stage, file, [])
+        assert command == stage and COMMAND_OF[config.algorithm.estimator] == stage

@@ -14,6 +14,7 @@ MINIMAL = {
     "ppo": {"model": {"path": "m"}, "rewards": {"main": {"type": "model", "path": "r"}},
             "prompts": {"path": "p.jsonl"}},
 }
+"""Of the stages; `grpo`, `rloo` and `reinforce` take a file of `ppo`."""
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import io
 
 import pytest
 
+from rlhf_ray.config.algorithm import METHODS
 from rlhf_ray.observability.progress import STEP, FollowedProgress, StageProgress, newest_step
 
 
@@ -27,6 +28,14 @@ def test_the_lines_of_a_stage_are_understood():
     (first, second) = [found for line in lines if (found := STEP.fullmatch(line))]
     assert (first["name"], first["step"], first["total"]) == ("reward model", "1", "20")
     assert second["numbers"].strip() == "loss 0.5  KL 3" and second["left"].strip().endswith("left")
+
+
+@pytest.mark.parametrize("name", METHODS.values())
+def test_the_lines_of_every_method_are_understood(name):
+    out = io.StringIO()
+    with StageProgress(name, 20, stream=out, every_s=0) as progress:
+        progress.update(1, loss=0.5)
+    assert STEP.fullmatch(out.getvalue().splitlines()[1])["name"] == name
 
 
 def test_in_a_pipe_everything_passes_as_it_is_however_it_is_cut():

@@ -142,6 +142,14 @@ def test_every_kind_of_run_has_its_report(tmp_path, room, values, kind, plots):
     assert re.findall(r"<h3>(.*?)</h3>", page) == plots
 
 
+@pytest.mark.parametrize(("estimator", "reward", "kind"), [
+    ("grpo", "function", "GRPO"), ("rloo", "model", "RLOO from human feedback"), ("gae", "number", "PPO")])
+def test_a_report_says_how_the_policy_was_trained(estimator, reward, kind, run):
+    write_rows(run.path, [{"reward/mean": 0.5, "policy/entropy": 2.0}])
+    run.config.write_text(f"algorithm: {{estimator: {estimator}}}\nrewards: {{r: {{type: {reward}}}}}\n")
+    assert f'<div class="eyebrow">{kind}</div>' in write_report(run.path).read_text()
+
+
 def test_the_verdict_is_coloured_by_which_way_is_better(run):
     run.write_json("evaluation.json", {"before": {"gold": 0.25, "eval/loss": 1.0, "kl": 0.0},
                                        "after": {"gold": 0.5, "eval/loss": 2.0, "kl": 4.0}})
