@@ -52,7 +52,7 @@ def test_each_kind_of_failure_of_a_function_is_blamed_on_its_sample(tmp_path):
     found, error = blamed(source, requests_of(6))
     assert sorted(found) == [1, 2, 3, 4]
     words = {1: "no label for it", 2: "no answer within 1 s", 3: "gave nan", 4: "exit code 3"}
-    assert all(word in found[row].reason and f"row {row}" in found[row].reason for row, word in words.items())
+    assert all(word in found[row].reason and f"prompt: 'Question {row}'" in found[row].reason for row, word in words.items())
     assert (found[1].prompt, found[1].response) == ("Question 1", "Answer 1") and "row 1" in str(error)
 
 
