@@ -208,6 +208,7 @@ def _shortened(text: str) -> str:
 
 def with_lines(text: str, lines: str, advice: str) -> str:
     """A message with lines below its first sentence, and the advice below them."""
+    advice = advice[:1].upper() + advice[1:]
     if not lines and "\n" not in text:
         return f"{text}. {advice}"
     return "\n".join(filter(None, (text, lines, advice)))
