@@ -123,6 +123,6 @@ def _built(cls: Any, values: dict[str, Any]) -> Any:
     from rlhf_ray.errors import ConfigError
 
     try:
-        return cls(**values)
+        return cls.model_validate(values)
     except ValidationError as error:
         raise ConfigError(explain(cls, error, [Layer(values)])) from None

@@ -45,7 +45,7 @@ def sampling_of(stop: list[str] | None, stop_token_id: list[int] | None, **optio
         option = without_effect[0].replace("_", "-")
         raise ConfigError(f"--temperature 0 takes the most likely token, whatever --{option}; leave one of them out")
     try:
-        return SamplingConfig(stop=stop or [], stop_token_ids=stop_token_id or [], **options)
+        return SamplingConfig.model_validate({"stop": stop or [], "stop_token_ids": stop_token_id or [], **options})
     except ValidationError as error:
         problems = [": ".join([*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ")])
                     for problem in error.errors()]

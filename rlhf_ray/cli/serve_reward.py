@@ -71,7 +71,7 @@ def serve_reward(
     try:
         named = ModelConfig.model_validate({"path": model, "dtype": dtype, "revision": revision,
                                             "tokenizer": tokenizer})
-        config = ServingConfig(model=named, **settings)
+        config = ServingConfig.model_validate({"model": named, **settings})
     except ValidationError as error:
         raise ConfigError(_problems(error)) from None
     from rlhf_ray.serving.server import serve

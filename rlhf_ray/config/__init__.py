@@ -1,1 +1,126 @@
-"""Typed configuration: one file a section, `stages` for what a run reads as a whole, `load` to resolve it."""
+"""Typed configuration: one file a section, `stages` for what a run reads as a whole, `load` to resolve it.
+
+The classes of all sections can be imported from here:
+
+    from rlhf_ray.config import FunctionReward, PromptsConfig
+
+They are imported when they are first used, so that importing the package is instant.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rlhf_ray.config.algorithm import (
+        AlgorithmConfig,
+        KLConfig,
+        PtxConfig,
+        TextsSource,
+    )
+    from rlhf_ray.config.data import (
+        DemonstrationsConfig,
+        DemonstrationsSource,
+        PreferencesConfig,
+        PreferencesSource,
+        ProcessRowsConfig,
+        ProcessRowsSource,
+        PromptsConfig,
+        PromptsSource,
+        StepsConfig,
+    )
+    from rlhf_ray.config.generation import (
+        GenerationConfig,
+        SamplingConfig,
+        WeightsConfig,
+    )
+    from rlhf_ray.config.learner import (
+        LoRAConfig,
+        OptimizerConfig,
+        PolicyConfig,
+        RewardLearnerConfig,
+        SFTLearnerConfig,
+    )
+    from rlhf_ray.config.model import (
+        ArchitectureConfig,
+        ModelConfig,
+        NewModelConfig,
+    )
+    from rlhf_ray.config.rewards import (
+        ExactMatchReward,
+        FunctionReward,
+        HTTPReward,
+        JSONSchemaReward,
+        ModelReward,
+        NumberReward,
+        ProcessReward,
+        RegexReward,
+        VaderReward,
+    )
+    from rlhf_ray.config.run import (
+        ClusterConfig,
+        PlacementConfig,
+        PoolConfig,
+        RunConfig,
+    )
+    from rlhf_ray.config.stages import (
+        CriticConfig,
+        PPOConfig,
+        PreferencesStageConfig,
+        ProcessRewardConfig,
+        ReferenceConfig,
+        RewardModelConfig,
+        RewardModelTrainingConfig,
+        RewardScorerConfig,
+        SamplePairsConfig,
+        SFTConfig,
+        SupervisedTrainingConfig,
+    )
+    from rlhf_ray.config.training_loop import (
+        BufferConfig,
+        CheckpointConfig,
+        CoordinatorConfig,
+        EarlyStopConfig,
+        EvaluationConfig,
+        LoggingConfig,
+    )
+
+SECTIONS = {
+    "algorithm": ("AlgorithmConfig", "KLConfig", "PtxConfig", "TextsSource"),
+    "data": ("DemonstrationsConfig", "DemonstrationsSource", "PreferencesConfig", "PreferencesSource",
+             "ProcessRowsConfig", "ProcessRowsSource", "PromptsConfig", "PromptsSource", "StepsConfig"),
+    "generation": ("GenerationConfig", "SamplingConfig", "WeightsConfig"),
+    "learner": ("LoRAConfig", "OptimizerConfig", "PolicyConfig", "RewardLearnerConfig", "SFTLearnerConfig"),
+    "model": ("ArchitectureConfig", "ModelConfig", "NewModelConfig"),
+    "rewards": ("ExactMatchReward", "FunctionReward", "HTTPReward", "JSONSchemaReward", "ModelReward", "NumberReward",
+                "ProcessReward", "RegexReward", "VaderReward"),
+    "run": ("ClusterConfig", "PlacementConfig", "PoolConfig", "RunConfig"),
+    "stages": ("CriticConfig", "PPOConfig", "PreferencesStageConfig", "ProcessRewardConfig", "ReferenceConfig",
+               "RewardModelConfig", "RewardModelTrainingConfig", "RewardScorerConfig", "SFTConfig",
+               "SamplePairsConfig", "SupervisedTrainingConfig"),
+    "training_loop": ("BufferConfig", "CheckpointConfig", "CoordinatorConfig", "EarlyStopConfig", "EvaluationConfig",
+                      "LoggingConfig"),
+}
+"""Module -> the sections in it."""
+HOMES = {name: module for module, names in SECTIONS.items() for name in names}
+
+__all__ = ["AlgorithmConfig", "ArchitectureConfig", "BufferConfig", "CheckpointConfig", "ClusterConfig",
+           "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig", "DemonstrationsSource", "EarlyStopConfig",
+           "EvaluationConfig", "ExactMatchReward", "FunctionReward", "GenerationConfig", "HTTPReward",
+           "JSONSchemaReward", "KLConfig", "LoRAConfig", "LoggingConfig", "ModelConfig", "ModelReward",
+           "NewModelConfig", "NumberReward", "OptimizerConfig", "PPOConfig", "PlacementConfig", "PolicyConfig",
+           "PoolConfig", "PreferencesConfig", "PreferencesSource", "PreferencesStageConfig", "ProcessReward",
+           "ProcessRewardConfig", "ProcessRowsConfig", "ProcessRowsSource", "PromptsConfig", "PromptsSource",
+           "PtxConfig", "ReferenceConfig", "RegexReward", "RewardLearnerConfig", "RewardModelConfig",
+           "RewardModelTrainingConfig", "RewardScorerConfig", "RunConfig", "SFTConfig", "SFTLearnerConfig",
+           "SamplePairsConfig", "SamplingConfig", "StepsConfig", "SupervisedTrainingConfig", "TextsSource",
+           "VaderReward", "WeightsConfig"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *HOMES])

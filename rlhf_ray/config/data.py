@@ -5,11 +5,11 @@ Rows of each kind come from one data set, or from several that are mixed by weig
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from rlhf_ray.config.paths import UserPath
+from rlhf_ray.config.given_objects import DataPath, is_rows
 from rlhf_ray.config.section import Section
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -24,7 +24,7 @@ def is_file_of_rows(path: str) -> bool:
 class MixedSource(Section):
     """One data set of a mix. Empty fields are taken from the section."""
 
-    path: UserPath
+    path: DataPath
     """File, pattern, saved directory or Hub data set name."""
     subset: str | None = None
     """Subset (configuration) of a Hub data set."""
@@ -48,7 +48,7 @@ class DataSection(Section):
     COLUMNS: ClassVar[tuple[str, ...]] = ()
     """Fields that name columns."""
 
-    path: UserPath | None = None
+    path: DataPath | None = None
     """jsonl, parquet or csv file, a pattern such as data/*.jsonl, a directory saved by `datasets`, or a Hub data set
     name; or use `mix`."""
     subset: str | None = None
@@ -104,6 +104,12 @@ class DataSection(Section):
         given = {name: value for name in type(source).model_fields if (value := getattr(source, name)) is not None}
         given.pop("weight")
         return self.model_copy(update={**given, "mix": []})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rows_alone(cls, given: Any) -> Any:
+        """Rows in place of the section, from Python."""
+        return {"path": given} if is_rows(given) else given
 
     @model_validator(mode="after")
     def _path_or_mix(self) -> Self:

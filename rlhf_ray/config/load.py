@@ -19,6 +19,8 @@ from rlhf_ray.config.conditional_fields import without_effect
 from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
 from rlhf_ray.config.derived import buffer_capacity_mb, placements_of, transport_of
 from rlhf_ray.config.error_messages import explain, suggestion
+from rlhf_ray.config.fields import strings_of
+from rlhf_ray.config.given_objects import GivenRows
 from rlhf_ray.config.run import RunConfig
 from rlhf_ray.config.stages import (
     GRPOConfig,
@@ -82,9 +84,12 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bo
         layers = [_started_with(cls, values), *layers]
         values = merge(cls, layers)
     try:
-        config = cls(**values)
+        config = cls.model_validate(values)
     except ValidationError as e:
         raise ConfigError(explain(cls, e, layers)) from None
+    if rows := [field for field, value in strings_of(config) if isinstance(value, GivenRows)]:
+        raise ConfigError(f"{rows[0]} is a list of rows, which can be given from Python only; write them to a .jsonl "
+                          "file and name it")
     resolved = resolve(config)
     for sentence in without_effect(config, warns=True):
         logging.getLogger(__name__).warning(sentence)

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from rlhf_ray.config.given_objects import FunctionPath
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.paths import UserPath, expand_path
@@ -59,7 +60,7 @@ class FunctionReward(Section):
     """A Python function."""
     weight: float = 1.0
     """Factor of this component in the sum; negative for a penalty."""
-    function: UserPath
+    function: FunctionPath
     """`module:name`, or `file.py:name`."""
     keep_special_tokens: bool = False
     """Give it responses with their special tokens, but for the one that ended each."""
@@ -220,10 +221,19 @@ class HTTPReward(Section):
         return self
 
 
+def _with_type(given: Any) -> Any:
+    """The section of a function that is given in its place, or without `type`, from Python."""
+    if callable(given):
+        return {"type": "function", "function": given}
+    if isinstance(given, dict) and "type" not in given and callable(given.get("function")):
+        return {"type": "function", **given}
+    return given
+
+
 RewardConfig = Annotated[
     ModelReward | ProcessReward | HTTPReward | FunctionReward | ExactMatchReward | NumberReward | RegexReward
     | JSONSchemaReward | VaderReward,
-    Field(discriminator="type"),
+    Field(discriminator="type"), BeforeValidator(_with_type),
 ]
 
 

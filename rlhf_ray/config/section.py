@@ -2,7 +2,9 @@
 
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from rlhf_ray.errors import ConfigError
 
 
 class Section(BaseModel):
@@ -11,6 +13,31 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    def __init__(self, **values: Any) -> None:
+        """A section of these values.
+
+        Raises:
+            ConfigError: lists all problems, each with its field, value and fix.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            from rlhf_ray.config.error_messages import explain
+
+            raise ConfigError(explain(type(self), error, [])) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+    """pydantic makes inner sections without it, and so reports the problems of all together."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refused.
+
+        Raises:
+            ConfigError: says how to change a configuration.
+        """
+        raise ConfigError(f"{type(self).__name__}.{name} cannot be set to {str(value)[:60]!r}: a configuration does "
+                          "not change; make another one")
 
     @model_validator(mode="before")
     @classmethod

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from rlhf_ray.config.data import PromptsSource
 from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.config.given_objects import DataPath
 from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.section import Section
 
@@ -111,7 +112,7 @@ class EarlyStopConfig(Section):
 class EvaluationConfig(Section):
     """Evaluates the policy on held-out prompts, with the same seeds every time."""
 
-    prompts: UserPath | None = None
+    prompts: DataPath | None = None
     """jsonl, parquet or csv file, a pattern such as data/*.jsonl, a directory saved by `datasets`, or a Hub data set
     name; the rows of `prompts.held_out` if this and `mix` are empty."""
     mix: list[PromptsSource] = Field(default_factory=list)

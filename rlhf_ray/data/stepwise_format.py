@@ -97,8 +97,8 @@ def load_steps(model: ModelConfig, field: str) -> StepsConfig:
                          "a step. Train one with `rlhf-ray process-reward`; for another process reward model, "
                          'write the file yourself: {"placeholder": ..., "good": ..., "bad": ..., "separator": ...}')
     try:
-        return StepsConfig(**json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, ValidationError) as error:
+        return StepsConfig.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, ValidationError) as error:
         raise ModelError(f"{file} is not the step format of a process reward model; fix the file: {error}") from None
 
 

@@ -48,8 +48,10 @@ class NonBlockingStream(io.TextIOBase):
             with suppress(Exception):  # a closed stream
                 self._terminal = stream.isatty()
                 stream.flush()
-            with suppress(Exception):  # not a file: text kept in memory
-                self._descriptor = os.dup(stream.fileno())
+            # Others keep the text in memory, or send it elsewhere than to their descriptor, as a notebook does.
+            if isinstance(stream, io.TextIOWrapper | NonBlockingStream):
+                with suppress(Exception):
+                    self._descriptor = os.dup(stream.fileno())
         if self._descriptor >= 0:
             threading.Thread(target=self._work, daemon=True, name=f"output {self._name}").start()
 

@@ -14,14 +14,18 @@ import importlib.machinery
 import importlib.util
 import inspect
 import json
+import linecache
 import os
 import pickle
 import signal
 import socket
 import struct
 import sys
+import sysconfig
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,17 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 ERROR_LENGTH = 2000
 """Longest text of an error, in characters."""
+CODE_LENGTH = 200
+"""Longest line of code that an error shows, in characters."""
+SEARCH_S = 1.0
+"""How long the row that made a call fail is searched for."""
+COMPLETIONS = ("prompts", "completions", "completion_ids")
+"""What a function gets that is written for TRL, beside the columns of the rows."""
+OF_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")
+"""Further arguments that TRL's trainer passes, which only it has."""
+LIBRARIES = ("<", *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""How file names begin whose code is not the user's."""
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -46,31 +61,62 @@ def main(descriptor: int, parent: int) -> None:
 
 def serve(socket_to_caller: socket.socket) -> None:
     """Load the function that the first frame names, and call it for each later frame, until the socket closes."""
+    for stream in (sys.stdout, sys.stderr):  # a pipe: what is printed would wait for more
+        with suppress(AttributeError, ValueError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with socket_to_caller as channel, asyncio.Runner() as runner:
         setup = receive(channel)
         if setup is None:
             return
         try:
             function = load(setup["function"])
-            names = accepted(function, setup["offers"])
+            send(channel, {**accepted(function, setup["offers"], setup["columns"]), "place": definition(function)})
         except BaseException as error:
             send(channel, {"error": describe(error)})
             return
-        send(channel, {"takes": names})
         while (arguments := receive(channel)) is not None:
-            send(channel, answer(function, {name: arguments[name] for name in names}, runner))
+            reply = answer(function, arguments, runner)
+            with suppress(Exception):  # the function may have replaced or closed it
+                sys.stdout.flush()
+            send(channel, reply)
 
 
 def answer(function: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
     """The function's result as {"scores": [...]}, or {"error": ..., "sample": number of the row or None}."""
     try:
-        result = function(**arguments)
-        if inspect.isawaitable(result):
-            result = runner.run(_awaited(result))
-        return {"scores": plain(result, max((len(given) for given in arguments.values()), default=0))}
+        return {"scores": _scores(function, arguments, runner)}
     except BaseException as error:  # also SystemExit: it is reported and does not end the process
         sample = getattr(error, "sample", None)
-        return {"error": describe(error), "sample": sample if isinstance(sample, int) else None}
+        if not isinstance(sample, int):
+            sample = _culprit(function, arguments, runner, type(error))
+        return {"error": describe(error), "sample": sample}
+
+
+def _scores(function: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner) -> list[float]:
+    result = function(**arguments)
+    if inspect.isawaitable(result):
+        result = runner.run(_awaited(result))
+    return plain(result, _rows(arguments))
+
+
+def _rows(arguments: dict[str, Any]) -> int:
+    return max((len(given) for given in arguments.values() if isinstance(given, list)), default=0)
+
+
+def _culprit(function: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner,
+             kind: type[BaseException]) -> int | None:
+    """The first row for which the function fails alike when it is called with that row alone; None if none is found."""
+    until = time.monotonic() + SEARCH_S
+    for row in range(_rows(arguments)):
+        if time.monotonic() > until:
+            return None
+        alone = {name: given[row : row + 1] if isinstance(given, list) else given for name, given in arguments.items()}
+        try:
+            _scores(function, alone, runner)
+        except BaseException as error:
+            if type(error) is kind:
+                return row
+    return None
 
 
 def plain(result: Any, rows: int) -> list[float]:
@@ -112,32 +158,67 @@ def load(target: str) -> Callable[..., Any]:
     return target_object
 
 
-def accepted(function: Callable[..., Any], offers: list[str]) -> list[str]:
-    """Which of the arguments on offer the function takes: those it names, or all with `**kwargs`.
+def accepted(function: Callable[..., Any], offers: Sequence[str], columns: bool = False) -> dict[str, Any]:
+    """What the function takes, by its signature: {"columns": ..., "named": [...], "required": [...], "all": ...}.
+
+    `columns` is whether it is written for TRL: it gets `COMPLETIONS` and the columns of the rows instead of `offers`.
+    That is so if it names completions, or requires others than `offers` and names none that are offered only there.
+    `all` is whether it takes all that there is (`**kwargs`).
+
+    Args:
+        columns: functions for TRL are accepted.
 
     Raises:
-        TypeError: it takes none of them, or requires others.
+        TypeError: it takes none of the arguments, or requires others.
     """
     parameters = inspect.signature(function).parameters.values()
-    if required := [p.name for p in parameters
-                   if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-                   and (p.name not in offers or p.kind == p.POSITIONAL_ONLY)]:
-        raise TypeError(f"it requires {', '.join(required)}; it is called with keyword arguments from "
-                        f"{', '.join(offers)}")
-    if any(p.kind == p.VAR_KEYWORD for p in parameters):
-        return offers
-    taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    if not taken & set(offers):
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [p.name for p in parameters
+                if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    other = [name for name in required if name not in offers or name not in named]
+    own = set(named) & (set(offers) - set(COMPLETIONS))
+    if columns and ({"completions", "completion_ids"} & set(named) or (other and not own)):
+        if missing := [name for name in required if name in OF_TRAINER or name not in named]:
+            raise TypeError(f"it requires {', '.join(missing)}; it is called with keyword arguments: "
+                            f"{', '.join(COMPLETIONS)}, and the columns of the prompts' rows")
+        return {"columns": True, "named": named, "required": required, "all": takes_all}
+    if other:
+        fix = "; columns of the rows are in labels, or take completions instead, as for TRL" if columns else ""
+        raise TypeError(f"it requires {', '.join(other)}; it is called with keyword arguments from "
+                        f"{', '.join(offers)}{fix}")
+    if not takes_all and not set(named) & set(offers):
         raise TypeError(f"it takes none of {', '.join(offers)}")
-    return [name for name in offers if name in taken]
+    return {"columns": False, "named": named, "required": required, "all": takes_all}
+
+
+def definition(function: Callable[..., Any]) -> str:
+    """File, line and code of a function's first line, as in `describe`; "" for one without."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return _line(code.co_filename, code.co_firstlineno) if code else ""
 
 
 def describe(error: BaseException) -> str:
-    """An exception with the line of the user's code that raised it."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__
+    """An exception, and below it file, line and code of the user's line that raised it."""
+    text = f"{type(error).__name__}: {str(error)[:ERROR_LENGTH]}".removesuffix(": ")
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg}\n  {_line(error.filename, error.lineno or 1)}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(PACKAGE)
               and "importlib" not in f.filename]
-    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:ERROR_LENGTH]}{place}"
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
+    if not frames:
+        return text
+    frame = (own or frames)[-1]
+    return f"{text}\n  {_line(frame.filename, frame.lineno or 1)}"
+
+
+def _line(file: str, number: int) -> str:
+    """A line of code with its place; the path is relative if it is below the working directory."""
+    code = linecache.getline(file, number).strip()
+    shown = code if len(code) <= CODE_LENGTH else f"{code[:CODE_LENGTH]} ..."
+    with suppress(ValueError, OSError):
+        file = str(Path(file).resolve().relative_to(Path.cwd()))
+    return f"{file}:{number}: {shown}" if shown else f"{file}:{number}"
 
 
 def receive(channel: socket.socket) -> Any:

@@ -27,6 +27,9 @@ from rlhf_ray.records import Prompts, Rollout, SampleKey, response_start
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NEVER_REPLACED = "A missing score is never replaced by a default"
+SHOWN = 200
+"""Characters of a prompt or a response that an error message shows."""
 NAMED = 3
 """Samples that an error message names."""
 
@@ -189,26 +192,52 @@ def finished(rollout: Rollout) -> np.ndarray:
     return np.array([rollout.finish_reasons[rows[-1]] == "stop" for rows in rollout.sample_rows])
 
 
-def finite_scores(values: Any, requests: Sequence[RewardRequest], who: str, fix: str) -> NDArray[np.float32]:
+def shown_sample(request: RewardRequest) -> str:
+    """Prompt and response for a message, on a line each, shortened in the middle."""
+    prompt = request.prompt
+    if request.messages is not None:
+        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in request.messages)
+    return f"  prompt: {_shortened(prompt)}\n  response: {_shortened(request.text())}"
+
+
+def _shortened(text: str) -> str:
+    if len(text) > SHOWN:
+        text = f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+    return repr(text)
+
+
+def with_lines(text: str, lines: str, advice: str) -> str:
+    """A message with lines below its first sentence, and the advice below them."""
+    advice = advice[:1].upper() + advice[1:]
+    if not lines and "\n" not in text:
+        return f"{text}. {advice}"
+    return "\n".join(filter(None, (text, lines, advice)))
+
+
+def finite_scores(
+    values: Any, requests: Sequence[RewardRequest], who: str, fix: str, place: str = ""
+) -> NDArray[np.float32]:
     """[N] float32 of `values`, one for each request.
 
     Args:
         who: the source as the subject of the message: "the reward model 'x'".
         fix: what to do, as the end of the message.
+        place: line of code that the message shows.
 
     Raises:
-        RewardError: not as many values as requests, or one that is not finite; names the samples.
+        RewardError: not as many values as requests, or one that is not finite; shows the first such sample.
     """
     with np.errstate(over="ignore"):  # numbers beyond float32 become infinite, and are refused below
         scores = np.asarray(values, dtype=np.float32)
+    lines = f"  {place}" if place else ""
     if scores.shape != (len(requests),):
-        raise SampleError(f"{who} gave {_count(scores)} for {len(requests)} samples "
-                          f"({sample_names([r.key for r in requests])}); it must give one number for each: {fix}")
+        raise SampleError(with_lines(f"{who} gave {_count(scores)} for {len(requests)} responses; it must give one "
+                                     "number for each", lines, fix))
     wrong = np.flatnonzero(~np.isfinite(scores))
     if len(wrong):
-        keys = sample_names([requests[i].key for i in wrong])
-        raise SampleError(f"{who} gave {scores[wrong[0]]} for {len(wrong)} of {len(requests)} samples ({keys}). A "
-                          f"missing score is never replaced by a default: {fix}")
+        lines = "\n".join(filter(None, (lines, shown_sample(requests[wrong[0]]))))
+        raise SampleError(with_lines(f"{who} gave {scores[wrong[0]]} for {len(wrong)} of {len(requests)} responses",
+                                     lines, f"{NEVER_REPLACED}: {fix}"))
     return scores
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from rlhf_ray.config.rewards import VerifiableReward
 from rlhf_ray.errors import SampleError
 from rlhf_ray.rewards.function_source import KillableFunction
-from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, sample_names
+from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, sample_names, shown_sample
 
 
 class Verdict(IntEnum):
@@ -84,7 +84,7 @@ class GuardedRuleSource:
         """
         given = {"settings": self._settings, "responses": [self._read(r) for r in requests],
                  "answers": answers_of(requests, self._column, self._name, self.usable)}
-        verdicts = await self._process.call(given, [sample_names([r.key]) for r in requests])
+        verdicts = await self._process.call(given, [shown_sample(r) for r in requests])
         return verdicts_as_answer(verdicts, self._config)
 
     async def stop(self) -> None:

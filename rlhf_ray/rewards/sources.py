@@ -111,6 +111,11 @@ class WeightedSum:
             token_rewards=np.sum(dense, axis=0).astype(np.float32) if dense else None,
         )
 
+    def printed(self) -> list[str]:
+        """The lines that functions have printed since the last call, each with its component's name."""
+        return [line for _, source in self._sources.values() if isinstance(source, FunctionSource)
+                for line in source.printed()]
+
     async def stop(self) -> None:
         """Stop all sources, in any state."""
         await asyncio.gather(*(source.stop() for _, source in self._sources.values()), return_exceptions=True)

@@ -59,6 +59,10 @@ class PairRanker:
             })
         return pairs
 
+    async def printed(self) -> list[str]:
+        """The lines that the judge's functions have printed since the last call."""
+        return self._judge.printed()
+
     async def stop(self) -> None:
         """Stop the judge."""
         await self._judge.stop()

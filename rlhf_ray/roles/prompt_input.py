@@ -71,13 +71,13 @@ def encode_prompt_inputs(
         ModelError: a prompt has messages, and the tokenizer has no chat template.
     """
     form = PromptFormat(tokenizer, "prompt")
-    formatted = [_format(form, prompt, chat and bool(tokenizer.chat_template)) for prompt in prompts]
+    formatted = [formatted_prompt(form, prompt, chat and bool(tokenizer.chat_template)) for prompt in prompts]
     messages = [prompt.messages for prompt in formatted]
     texts = [prompt.text for prompt in formatted]
     return texts, encode_prompts(tokenizer, formatted), messages if any(messages) else None
 
 
-def _format(form: PromptFormat, prompt: PromptInput, as_chat: bool) -> PromptText:
+def formatted_prompt(form: PromptFormat, prompt: PromptInput, as_chat: bool) -> PromptText:
     """The prompt as the tokenizer receives it."""
     content, location = prompt.content, prompt.location
     if isinstance(content, list):

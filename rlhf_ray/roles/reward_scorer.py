@@ -107,6 +107,10 @@ class RewardScorer:
         pairs = cast(Iterable[tuple[Rollout, Prompts]], zip(records[:half], records[half:], strict=True))
         return await all_ended(*(self.score(rollout, prompts) for rollout, prompts in pairs))
 
+    async def printed(self) -> list[str]:
+        """The lines that reward functions have printed since the last call."""
+        return [*self._sources.printed(), *(self._judge.printed() if self._judge else [])]
+
     async def stop(self) -> None:
         """Stop processes and close connections."""
         await self._sources.stop()

@@ -68,7 +68,7 @@ def run(options: CompareOptions) -> Comparison:
     models = [_model(name, which, options.sampling) for name, which in ((options.first, "A"), (options.second, "B"))]
     questions = read_prompt_inputs(options.prompts, options.column, options.limit)
     check_scorer(options.scorer, models[0], "--scorer")
-    check_answers(options.scorer, questions, "--scorer")
+    check_answers(options.scorer, questions, models[0], "--scorer")
     comparison = asyncio.run(_compare(options, models, questions))
     write_atomically(numbers, (json.dumps(comparison.summary(), indent=1, ensure_ascii=False) + "\n").encode())
     write_atomically(options.output, comparison_page(comparison).encode())

@@ -110,7 +110,7 @@ class _GenerateSession:
         """Load, answer, unload. Returns the answers as rows; none for a conversation."""
         options = self._options
         if options.reward:
-            check_answers(options.reward, questions, "--reward")
+            check_answers(options.reward, questions, self._model, "--reward")
         sequences = min(64, max(1, len(questions)) * options.n)
         generator = LocalGenerator(self._model, options.sampling, options.seed, options.chat, sequences)
         await generator.start(questions, prompt_tokens=TALK_ROOM if talking else 0)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_ray.cluster.session import Session
-from rlhf_ray.config.derived import placements_of
+from rlhf_ray.config.derived import placements_of, reward_sections
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
@@ -47,6 +47,7 @@ from rlhf_ray.stages.ppo_roles import (
 )
 from rlhf_ray.stages.preflight import check_resume
 from rlhf_ray.stages.reward_preflight import scored_elsewhere, trained_on_other_ends
+from rlhf_ray.stages.reward_prints import prints_shown
 from rlhf_ray.stages.runtime import (
     checkpoint_store,
     fetch_uploaded,
@@ -133,7 +134,8 @@ async def _run(
         async with (live_status(lambda: attempts.coordinator, directory, show_live(config, directory), log.failed),
                     background_task("the watch for drained nodes", drains.run, log.failed),
                     health.at_work(detectors),
-                    answering(directory, {"profile": attempts.profile, "scale": scaling.asked}, log.failed)):
+                    answering(directory, {"profile": attempts.profile, "scale": scaling.asked}, log.failed),
+                    prints_shown(reward_sections(config).values(), roles.reward, progress.note)):
             coordinator = await attempts.run(start, resume)
         samples = await files.records.run(finalize_ledger, coordinator.pipeline.ledger, coordinator.open_keys())
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}

@@ -37,6 +37,8 @@ from rlhf_ray.stages.preflight import (
     check_stop_tokens,
 )
 from rlhf_ray.stages.reward_preflight import check_prompt_answers, check_reads_longest
+from rlhf_ray.stages.reward_prints import prints_shown
+from rlhf_ray.stages.reward_trial import trials_of
 from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage, write_left_out
 from rlhf_ray.stages.scorers import check_scorer, rewards_of
 
@@ -65,7 +67,7 @@ def preflight(config: PreferencesStageConfig) -> None:
     check_family(config.model, "model", {Use.GENERATION})
     check_first_rows(config.prompts, config.model)
     check_fit(config)
-    check_scorer(config.pairs.judge, config.model, "pairs.judge")
+    check_scorer(config.pairs.judge, config.model, "pairs.judge", trials_of([config.prompts], config.model))
     for name, reward in rewards_of(config.pairs.judge, "pairs.judge").items():
         check_reads_longest(reward, config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
                             "generator.sampling.max_tokens")
@@ -94,7 +96,7 @@ async def _sample_pairs(config: PreferencesStageConfig, directory: RunDirectory)
         with StageProgress("preferences", sampler.prompts.rows) as progress:
             for report in sampler.prompts.reports:
                 progress.note(report)
-            async with sampler.watched():
+            async with sampler.watched(), sampler.prints_shown(progress):
                 pairs, left_out = await sampler.sample_all(progress)
             progress.note(f"{len(pairs)} pairs, {left_out} left out with a margin under {config.pairs.min_margin}")
     return pairs, left_out
@@ -113,7 +115,7 @@ class _Sampler:
             {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
         )
         self._dispatcher = WorkerDispatcher(self._generators, health)
-        judge = scorer_rewards(config.pairs.judge, "pairs.judge")
+        self._judge = judge = scorer_rewards(config.pairs.judge, "pairs.judge")
         ranker = runtime.spawn("pair_ranker", PairRanker, pool,
                                lambda _: {"model": model, "judge": judge, "min_margin": config.pairs.min_margin,
                                           "longest": config.longest_sample}, shutdown_method="stop")
@@ -144,6 +146,10 @@ class _Sampler:
         timeout_s = self._config.cluster.heartbeat_timeout_s
         return self._health.at_work([HeartbeatDetector(self._health.watched, timeout_s, self._health.silent),
                                      TokenProgress(self._dispatcher.scheduler, self._health, timeout_s)])
+
+    def prints_shown(self, progress: StageProgress) -> AbstractAsyncContextManager[None]:
+        """Show what the judge's functions print during the enclosed work."""
+        return prints_shown(self._judge.values(), self._ranker.group, progress.note)
 
     async def sample_all(self, progress: StageProgress) -> tuple[list[dict[str, Any]], int]:
         """All pairs in the order of their prompts, and the number of pairs left out."""

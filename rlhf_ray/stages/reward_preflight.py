@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive, judge_rewards, reward_sections
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import LOCAL_MODELS, ModelReward, RewardConfig
+from rlhf_ray.config.rewards import LOCAL_MODELS, FunctionReward, ModelReward, RewardConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.answers import TurnEnds
 from rlhf_ray.data.load_report import RowErrors
@@ -18,6 +18,7 @@ from rlhf_ray.models.loading import load_tokenizer, pads_with_end
 from rlhf_ray.models.model_families import is_decoder
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_same_tokens
+from rlhf_ray.stages.reward_trial import trials_of
 from rlhf_ray.stages.scorers import check_reward, check_scorer
 
 
@@ -29,11 +30,14 @@ def check_rewards(config: PPOConfig) -> None:
     """
     derived = derive(config)
     sections = [config.prompts, derived.evaluation_prompts]
+    functions = any(isinstance(reward, FunctionReward) for reward in reward_sections(config).values())
+    trials = trials_of(sections, config.model) if functions else []
+    lenient = config.reward.on_failure == "quarantine"
     for name, reward in config.rewards.items():
-        check_reward(name, reward, config.model)
+        check_reward(name, reward, config.model, trials, lenient=lenient)
         check_prompt_answers(sections, f"rewards.{name}", name, reward)
     if config.logging.judge is not None:
-        check_scorer(config.logging.judge, config.model, "logging.judge")
+        check_scorer(config.logging.judge, config.model, "logging.judge", trials, lenient=lenient)
         for name, reward in judge_rewards(config).items():
             check_prompt_answers(sections, f"logging.judge ({name})", name, reward)
     for field, reward in reward_sections(config).items():

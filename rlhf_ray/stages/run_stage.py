@@ -1,27 +1,58 @@
 """Runs a stage from Python."""
 
+import sys
+from html import escape
 from importlib import import_module
 from typing import Any
 
 from rlhf_ray.config.load import COMMANDS, module_of
 from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.errors import ConfigError, StoppedEarly
+from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.stages.inputs import with_inputs
 
 
 def run(config: StageConfig, resume: bool = False) -> dict[str, Any]:
     """Run a stage to its end, as its command does: with checks before anything starts, progress on standard output, and
-    all files in `config.run.dir`. `run.auto_resume` has no effect here: it starts the command again.
+    all files in `config.run.dir`. A notebook shows the report below the progress. `run.auto_resume` has no effect here:
+    it starts the command again.
 
     Args:
-        config: of the stage, which its class determines.
-        resume: go on from the newest checkpoint in `run.dir`, or begin if there is none.
+        config: of the stage, which its class determines. Rows and functions in it are written to `inputs/` in
+            `run.dir`.
+        resume: go on from the newest checkpoint in `run.dir`, or begin if there is none. A run that was given objects
+            is resumed by the same call.
 
     Returns:
         The contents of `summary.json`.
 
     Raises:
-        RLHFError: the run failed, or was refused; the message says what to do. Ctrl-C saves a checkpoint and raises
-            `RunInterrupted`.
+        RLHFError: the run failed, or was refused; the message says what to do. Ctrl-C, and the interruption of a cell,
+            save a checkpoint and raise `RunInterrupted`.
     """
-    (command,) = (command for command, kind in COMMANDS.items() if type(config) is kind)
-    summary: dict[str, Any] = import_module(f"rlhf_ray.stages.{module_of(command)}").run(config, resume=resume)
+    command = next((command for command, kind in COMMANDS.items() if type(config) is kind), None)
+    if command is None:
+        kinds = ", ".join(kind.__name__ for kind in COMMANDS.values())
+        raise ConfigError(f"run() got a {type(config).__name__}; give it one of {kinds}")
+    config = with_inputs(config, resume)
+    stage = import_module(f"rlhf_ray.stages.{module_of(command)}")
+    directory = RunDirectory(config.run.dir)
+    try:
+        summary: dict[str, Any] = stage.run(config, resume=resume)
+    except StoppedEarly:
+        _show_report(directory)
+        raise
+    _show_report(directory)
     return summary
+
+
+def _show_report(directory: RunDirectory) -> None:
+    """Show the report in the notebook that this is called in, if it is one."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if not hasattr(shell, "kernel") or not directory.report.is_file():
+        return
+    from IPython.display import HTML, display
+
+    page = escape(directory.report.read_text(encoding="utf-8"))
+    display(HTML(f'<iframe srcdoc="{page}" title="report of {escape(str(directory.path))}" '
+                 'style="width: 100%; height: 48em; border: 0"></iframe>'))

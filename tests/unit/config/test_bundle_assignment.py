@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
+from rlhf_ray.errors import ConfigError
 
 
 def place(workers=1, cpus=0.0, gpus=0.0):
@@ -69,5 +70,5 @@ def test_a_share_that_is_given_back_can_be_taken_again():
     ({"resources": {"fast_disk": 0}}, "reserves nothing"),
 ])
 def test_pools_that_make_no_sense_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         PoolConfig(**fields)

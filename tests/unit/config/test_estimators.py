@@ -114,7 +114,7 @@ class TestCommands:
                             algorithm=AlgorithmConfig(estimator="grpo", clip_high=0.28, kl=KLConfig(kind="fixed")))
         assert (config.coordinator.prompts_per_step, config.coordinator.samples_per_prompt) == (4, 8)
         assert (config.algorithm.clip_high, config.algorithm.epochs, config.algorithm.kl.coef) == (0.28, 1, 0)
-        with pytest.raises(ValueError, match="estimator=gae contradicts"):
+        with pytest.raises(ConfigError, match="estimator=gae contradicts"):
             GRPOConfig(**rest, algorithm=AlgorithmConfig(clip_high=0.28))
 
 

@@ -1,7 +1,6 @@
 """Sections of `rewards`: chosen by type, overridden key by key, described by type, explained when wrong."""
 
 import pytest
-from pydantic import ValidationError
 
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.fields import describe_fields
@@ -96,5 +95,5 @@ def test_rewards_in_words():
 ])
 def test_a_truth_value_is_no_number(section, field, value):
     """YAML reads `label: NO` as false, which would be label 0: another one, perhaps."""
-    with pytest.raises(ValidationError, match="has a truth value, as which YAML reads yes, no.*text in quotes"):
+    with pytest.raises(ConfigError, match="has a truth value, as which YAML reads yes, no.*text in quotes"):
         section(**field, **value)

@@ -46,7 +46,7 @@ def test_parts_take_what_they_do_not_say_from_the_section():
 
 
 def test_a_column_of_two_formats_is_refused():
-    with pytest.raises(ValueError, match="prompt='p' and messages='m' are two formats"):
+    with pytest.raises(ConfigError, match="prompt='p' and messages='m' are two formats"):
         DemonstrationsConfig(mix=[{"path": "a", "messages": "m"}], prompt="p")
 
 

@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from pydantic import ValidationError
 
 from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.stepwise_format import FILE, StepTokens, load_steps, save_steps
-from rlhf_ray.errors import ModelError
+from rlhf_ray.errors import ConfigError, ModelError
 
 STEPS = StepsConfig(placeholder="<|pad|>", good="Y", bad="N", separator="\n\n")
 
@@ -51,7 +50,7 @@ def test_a_tokenizer_that_knows_no_such_word_says_so(tmp_path):
 
 
 def test_equal_tokens_are_refused():
-    with pytest.raises(ValidationError, match="must be three different tokens"):
+    with pytest.raises(ConfigError, match="must be three different tokens"):
         StepsConfig(placeholder="+")
 
 

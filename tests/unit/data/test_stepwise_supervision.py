@@ -10,7 +10,7 @@ import pytest
 from rlhf_ray.config.data import ProcessRowsConfig, StepsConfig
 from rlhf_ray.data.held_out import split_held_out
 from rlhf_ray.data.stepwise_supervision import IGNORE, load_process_rows
-from rlhf_ray.errors import DataError, ModelError
+from rlhf_ray.errors import ConfigError, DataError, ModelError
 
 STEPS = StepsConfig(placeholder="?", separator=" ")
 
@@ -68,7 +68,7 @@ def test_further_labels_are_tokens_too(write_jsonl, tokenizer):
     ({"=": 1.5}, "others gives '=' the value 1.5; give a number from 0 to 1"),
 ])
 def test_further_labels_differ_and_have_values_from_0_to_1(others, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ConfigError, match=said):
         StepsConfig(placeholder="?", others=others)
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
-from rlhf_ray.errors import ModelError
+from rlhf_ray.errors import ConfigError, ModelError
 from rlhf_ray.models.attention import NAME
 from rlhf_ray.models.loading import (
     check_model_directory,
@@ -298,7 +297,7 @@ def test_a_new_llama_is_transformers_own_bit_for_bit(llama):
 
 
 def test_a_new_gemma_2_without_a_shared_embedding_is_refused():
-    with pytest.raises(ValidationError, match="tie_embeddings=false cannot be combined with family=gemma2"):
+    with pytest.raises(ConfigError, match="tie_embeddings=false cannot be combined with family=gemma2"):
         ArchitectureConfig(family="gemma2", tie_embeddings=False)
 
 
@@ -319,10 +318,10 @@ def test_a_tokenizer_without_an_end_is_refused(copy):
 
 
 def test_foreign_code_needs_a_pinned_revision():
-    with pytest.raises(ValidationError, match="pin it with `revision`"):
+    with pytest.raises(ConfigError, match="pin it with `revision`"):
         ModelConfig(path="a/b", trust_remote_code=True)
     for movable in ("main", "v1.0", "0123abc", "0" * 39 + "g"):
-        with pytest.raises(ValidationError, match="40 hex digits"):
+        with pytest.raises(ConfigError, match="40 hex digits"):
             ModelConfig(path="a/b", trust_remote_code=True, revision=movable)
     commit = "0123456789" * 4
     pinned = ModelConfig(path="a/b", trust_remote_code=True, revision=commit)

@@ -245,3 +245,19 @@ def test_a_process_that_nobody_reads_ends_after_a_while(tmp_path):
     assert process.wait(60) == 3 and time.monotonic() - began < 5 * DRAIN_S
     os.close(reader)
     os.close(writer)
+
+
+def test_a_stream_that_sends_text_elsewhere_than_to_its_descriptor_gets_the_text():
+    """As a notebook's: its descriptor is the terminal of the program that serves it."""
+
+    class OfNotebook(io.StringIO):
+        def fileno(self):
+            return writer
+
+    reader, writer = os.pipe()
+    stream = OfNotebook()
+    with StageProgress("PPO", 1, stream=stream) as progress:
+        progress.update(1)
+    os.close(writer)
+    assert "PPO: step 1/1" in stream.getvalue() and os.read(reader, 100) == b""
+    os.close(reader)

@@ -52,7 +52,8 @@ def test_each_kind_of_failure_of_a_function_is_blamed_on_its_sample(tmp_path):
     found, error = blamed(source, requests_of(6))
     assert sorted(found) == [1, 2, 3, 4]
     words = {1: "no label for it", 2: "no answer within 1 s", 3: "gave nan", 4: "exit code 3"}
-    assert all(word in found[row].reason and f"row {row}" in found[row].reason for row, word in words.items())
+    for row, word in words.items():
+        assert word in found[row].reason and f"prompt: 'Question {row}'" in found[row].reason
     assert (found[1].prompt, found[1].response) == ("Question 1", "Answer 1") and "row 1" in str(error)
 
 
@@ -68,7 +69,7 @@ def test_an_answer_of_the_wrong_length_that_no_sample_alone_has_ends_in_the_erro
         finally:
             await total.stop()
 
-    with pytest.raises(SampleError, match="gave 1 scores for 3 samples"):
+    with pytest.raises(SampleError, match="gave 1 scores for 3 responses"):
         asyncio.run(run())
 
 

@@ -94,6 +94,55 @@ def test_what_a_function_may_look_like(source, requests, code, expected):
     assert scores(source(code), requests) == expected
 
 
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+
+
+@pytest.mark.parametrize("code, expected", [
+    ("def score(completions, **kwargs):\n    assert set(kwargs) == {'prompts', 'completion_ids', 'answer', 'level'}\n"
+     "    assert kwargs['level'] == [None, 'hard', None]\n    return [len(c.split()) for c in completions]", [1, 2, 3]),
+    ("def score(prompts, completions, answer, **kwargs) -> list[float]:\n"
+     "    return [10 * a + len(c.split()) + 100 * (p == 'p1') for p, c, a in zip(prompts, completions, answer)]",
+     [1, 112, 23]),
+    ("def score(completions, answer): return answer", [0, 1, 2]),
+    ("def score(prompts, level, **kwargs):\n"
+     "    return [(c == 'two words') + 2 * (l == 'hard') for c, l in zip(kwargs['completions'], level)]", [0, 3, 0]),
+    ("def score(completion_ids, **kwargs): return [sum(ids) for ids in completion_ids]", [4, 9, 15]),
+    ("async def score(completions, level, other=7, **kwargs): return [other] * 3", [7, 7, 7]),
+])
+@pytest.mark.usefixtures("in_a_thread")
+def test_a_function_for_trl_gets_completions_and_the_columns_of_the_rows(source, requests, code, expected):
+    requests[1].metadata["level"] = "hard"
+    assert scores(source(code), requests) == expected
+
+
+@pytest.mark.usefixtures("in_a_thread")
+def test_a_function_for_trl_gets_messages_where_the_prompt_is_messages(source, ask):
+    code = (f"CHAT = {CHAT!r}\ndef score(prompts, completions, **kwargs):\n"
+            "    assert prompts[0] == CHAT and prompts[1] == 'a prompt', prompts\n"
+            "    assert completions == [[{'role': 'assistant', 'content': 'because'}], 'plain'], completions\n"
+            "    return [1, 2]")
+    chat = ask("because", prompt="<s>Be brief. Why?", messages=CHAT)
+    assert scores(source(code), [chat, ask("plain")]) == [1, 2]
+
+
+@pytest.mark.usefixtures("in_a_thread")
+def test_our_own_arguments_are_texts_where_the_prompt_is_messages(source, ask):
+    code = ("def score(prompts, responses, labels, **kwargs):\n"
+            "    assert prompts == ['<s>Why?'] and responses == ['because'] and labels == [{'completions': 1}]\n"
+            "    return [1]")
+    assert scores(source(code), [ask("because", prompt="<s>Why?", messages=CHAT, metadata={"completions": 1})]) == [1]
+
+
+def test_what_a_function_prints_is_shown_with_its_name_and_kept_once(source, requests, capfd):
+    code = ("import sys\nprint('imported')\ndef score(responses):\n    print('to a person,', len(responses))\n"
+            "    sys.stderr.write('and\\nmore')\n    return map(len, responses)")
+    printing = source(code)
+    assert scores(printing, requests) == [3.0, 9.0, 16.0]
+    lines = [f"rewards.mine: {text}" for text in ("imported", "to a person, 3", "and", "more")]
+    assert capfd.readouterr().out.splitlines() == lines
+    assert printing.printed() == lines and printing.printed() == []
+
+
 def test_what_a_function_prints_is_no_part_of_its_answer(source, requests):
     code = "def score(responses):\n    print('to a person, not to the protocol')\n    return map(len, responses)"
     assert scores(source(code), requests) == [3.0, 9.0, 16.0]
@@ -137,26 +186,34 @@ def test_a_module_is_found_from_the_working_directory(tmp_path, monkeypatch, req
         assert scores(FunctionSource("mine", config), requests) == [1.0, 2.0, 3.0]
 
 
-NAMES = r"epoch 0 row 0 sample 0, epoch 0 row 1 sample 0, epoch 0 row 2 sample 0"
+SAMPLE = r"\n  prompt: '{}'\n  response: '{}'\n"
+FIRST, SECOND, THIRD = (SAMPLE.format(f"p{row}", text) for row, text in enumerate(TEXTS))
+NOT_FOUND = FIRST + r"  \(the first of 3 responses\)\n"
 
 
 @pytest.mark.parametrize("code, said", [
-    ("def score(responses): return [1 / (len(r) - 3) for r in responses]",
-     rf"failed for {NAMES}: ZeroDivisionError: .* \(.*mine\.py:1\)\. A missing score is never"),
-    ("import sys\ndef score(responses): sys.exit(2)", rf"failed for {NAMES}: SystemExit: 2"),
-    ("def score(responses): return [1, float('nan'), 2]", r"gave nan for 1 of 3 samples \(epoch 0 row 1 sample 0\)"),
-    ("def score(responses): return [1, 2, float('-inf')]", r"gave -inf for 1 of 3 samples \(epoch 0 row 2 sample 0\)"),
-    ("def score(responses): return [1e39, 2, 3]", r"gave inf for 1 of 3 samples \(epoch 0 row 0 sample 0\)"),
-    ("def score(responses): return [1, 2]", rf"gave 2 scores for 3 samples \({NAMES}\); it must give one number "),
+    ("def score(responses): return [1 / (len(r) - 9) for r in responses]",
+     r"failed: ZeroDivisionError: .*\n  .*mine\.py:1: def score\(responses\): return .*" + SECOND
+     + "A missing score is never replaced by a default: fix the function$"),
+    ("import json\ndef score(responses):\n\n    return [json.loads(r) for r in responses]",
+     r"failed: JSONDecodeError: .*\n  .*mine\.py:4: return \[json\.loads\(r\) for r in responses\]" + FIRST),
+    ("import sys\ndef score(responses): sys.exit(2)", r"failed: SystemExit: 2\n  .*mine\.py:2: def .*" + FIRST),
+    ("def score(responses): assert len(responses) < 3", r"failed: AssertionError\n  .*mine\.py:1: .*" + NOT_FOUND),
+    ("def score(responses): return [1, float('nan'), 2]",
+     r"gave nan for 1 of 3 responses\n  .*mine\.py:1: def score\(responses\): .*" + SECOND),
+    ("def score(responses): return [1, 2, float('-inf')]", r"gave -inf for 1 of 3 responses\n  .*" + THIRD),
+    ("def score(responses): return [1e39, 2, 3]", r"gave inf for 1 of 3 responses\n  .*" + FIRST),
+    ("import os\n\ndef score(responses): return [1, 2]",
+     r"gave 2 scores for 3 responses; it must give one number for each\n  .*mine\.py:3: def score\(responses\): "),
     ("def score(responses): return 1.0", r"it returned float 1\.0, and must return a list with one number per "),
     ("def score(responses): return 'abc'", r"it returned str 'abc', and must return a list"),
     ("def score(responses): pass", r"it returned NoneType None, and must return a list"),
     ("def score(responses): return [1, None, 2]", r"score 1 of its list is NoneType None, and must be a number"),
     ("def score(responses): return [1, '2', 2]", r"score 1 of its list is str '2', and must be a number"),
-    ("class Bad(Exception): sample = {1, 2}\ndef score(responses): raise Bad('set')", rf"failed for {NAMES}: Bad: set"),
-    ("class Bad(Exception): sample = 3\ndef score(responses): raise Bad('4th')", rf"failed for {NAMES}: Bad: 4th"),
-    ("class Bad(Exception): sample = 1\ndef score(responses): raise Bad", r"failed for epoch 0 row 1 sample 0: Bad"),
-    ("async def score(responses): raise RuntimeError('no luck')", r"RuntimeError: no luck \(.*mine\.py:1\)"),
+    ("class Bad(Exception): sample = {1, 2}\ndef score(responses): raise Bad('set')", r"failed: Bad: set\n.*" + FIRST),
+    ("class Bad(Exception): sample = 3\ndef score(responses): raise Bad('4th')", r"failed: Bad: 4th\n.*" + NOT_FOUND),
+    ("class Bad(Exception): sample = 1\ndef score(responses): raise Bad", r"failed: Bad\n.*" + SECOND),
+    ("async def score(responses): raise RuntimeError('no luck')", r"RuntimeError: no luck\n  .*mine\.py:1: async def"),
 ])
 @pytest.mark.usefixtures("in_a_thread")
 def test_what_goes_wrong_in_a_call_is_told_with_the_function_and_the_samples(source, requests, code, said):
@@ -164,9 +221,18 @@ def test_what_goes_wrong_in_a_call_is_told_with_the_function_and_the_samples(sou
         scores(source(code), requests)
 
 
+def test_long_prompts_and_responses_are_shortened_and_a_chat_is_shown_by_its_messages(source, ask):
+    messages = [{"role": "user", "content": "Why?"}]
+    request = ask("a" * 5000 + " end", prompt="<|user|>Why?<|assistant|>", messages=messages)
+    with pytest.raises(RewardError) as caught:
+        scores(source("def score(responses): return [None]"), [request])
+    assert "prompt: 'user: Why?'\n" in str(caught.value) and "a end'\n" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize("code, said", [
-    ("import os\ndef score(responses): os._exit(3)", rf"ended its process with exit code 3 for {NAMES}"),
-    ("import os, signal\ndef score(responses): os.kill(os.getpid(), signal.SIGSEGV)", r"was killed by SIGSEGV for "),
+    ("import os\ndef score(responses): os._exit(3)", rf"ended its process with exit code 3{NOT_FOUND}"),
+    ("import os, signal\ndef score(responses): os.kill(os.getpid(), signal.SIGSEGV)", r"was killed by SIGSEGV\n"),
 ])
 def test_a_process_that_ends_in_a_call_is_told_with_the_function_and_the_samples(source, requests, code, said):
     with pytest.raises(RewardError, match=rf"^the reward function '.*mine\.py:score' \(rewards\.mine\) .*{said}"):
@@ -175,11 +241,13 @@ def test_a_process_that_ends_in_a_call_is_told_with_the_function_and_the_samples
 
 @pytest.mark.parametrize("code, name, said", [
     ("import no_such_module_anywhere", "score", r"ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
-    ("def score(responses) return", "score", r"SyntaxError"),
+    ("\ndef score(responses) return", "score", r"SyntaxError: .*\n  .*mine\.py:2: def score\(responses\) return"),
     ("def other(responses): return []", "score", r"AttributeError: module 'mine' has no attribute 'score'"),
     ("score = 3", "score", r"TypeError: score is int 3, which cannot be called"),
-    ("def score(completions, texts, n=1): pass", "score",
-     r"TypeError: it requires completions, texts; it is called with keyword arguments from prompts, responses"),
+    ("def score(responses, texts, n=1): pass", "score", r"TypeError: it requires texts; it is called with keyword "
+     r"arguments from prompts, responses, .*; columns of the rows are in labels, or take completions instead"),
+    ("def score(completions, trainer_state): pass", "score",
+     r"it requires trainer_state; .* prompts, completions, completion_ids, and the columns of the prompts' rows"),
     ("def score(responses, /): pass", "score", r"it requires responses"),
     ("def score(): pass", "score", r"it takes none of prompts, responses, labels, finish_reasons"),
     ("raise SystemExit(1)", "score", r"SystemExit: 1"),
@@ -218,7 +286,7 @@ def test_a_function_that_blocks_is_killed_at_its_deadline(source, requests, bloc
     async def live():
         await blocked.start()
         (pid,) = processes()
-        with pytest.raises(RewardError, match=rf"gave no answer within 1 s for {NAMES}; its process was killed"):
+        with pytest.raises(RewardError, match=rf"gave no answer within 1 s; its process was killed{NOT_FOUND}"):
             await blocked.score(requests)
         assert gone(pid)
 

@@ -55,6 +55,14 @@ def test_the_functions_give_what_they_say(ask, tmp_path):
         assert told(name, section, requests) == pytest.approx(scores)
 
 
+def test_the_function_for_trl_gives_what_it_says(ask, tmp_path):
+    (tmp_path / "rewards.py").write_text("".join(PYTHON))
+    chat = [{"role": "user", "content": "2 + 3 ="}]
+    requests = [ask(text, i, messages=chat, metadata={"answer": "5"}) for i, text in enumerate(("it is 5", "six"))]
+    section = FunctionReward(type="function", function=f"{tmp_path}/rewards.py:matches")
+    assert told("matches", section, requests) == [1.0, 0.0]
+
+
 RULES = {
     "exact": ("the ANSWER!", {"answer": "The answer"}, 1.0), "sum": ("2 + 2 #### 4.001", {"answer": "#### 4"}, 1.0),
     "shape": ("<think>\nhm\n</think> 4", {}, 1.0), "pick": ("so\nAnswer: B.", {"letter": "B"}, 1.0),

@@ -4,7 +4,6 @@ import asyncio
 import json
 
 import pytest
-from pydantic import ValidationError
 
 from rlhf_ray.config.rewards import JSONSchemaReward, RegexReward
 from rlhf_ray.errors import ConfigError, RewardError
@@ -51,14 +50,14 @@ def test_a_group_must_be_the_answer(ask):
     ({"pattern": "a" * 10 + "{99999999999}"}, "is not a regular expression"),
 ])
 def test_a_pattern_that_cannot_work_is_refused_at_once(fields, said):
-    with pytest.raises(ValidationError, match=said):
+    with pytest.raises(ConfigError, match=said):
         RegexReward(type="regex", **fields)
 
 
 def test_a_pattern_that_takes_for_ever_stops_at_its_deadline_and_names_the_sample(ask):
     source = regex_source("shape", RegexReward(type="regex", pattern="(a+)+$", timeout_s=0.5))
     requests = [ask("aaa", 0), ask("a" * 40 + "b", 1), ask("a", 2)]
-    with pytest.raises(RewardError, match=r"failed for epoch 0 row 1 sample 0: TooSlow: no verdict within 0\.5 s"):
+    with pytest.raises(RewardError, match=r"failed: TooSlow: no verdict within 0\.5 s.*\n.*\n  response: 'a+b'"):
         told(source, requests)
 
 

@@ -69,10 +69,10 @@ def test_one_source_of_weight_one_is_passed_on_to_the_bit(scores, weight):
 
 
 @pytest.mark.parametrize("answer, said", [
-    (Says([1.0]), r"rewards\.x gave 1 scores for 2 samples \(epoch 0 row 0 sample 0, epoch 0 row 1 sample 0\)"),
-    (Says([[1.0], [2.0]]), r"gave scores of shape \(2, 1\) for 2 samples"),
-    (Says([1.0, np.nan]), r"rewards\.x gave nan for 1 of 2 samples \(epoch 0 row 1 sample 0\)\. A missing score is "
-                          r"never"),
+    (Says([1.0]), r"rewards\.x gave 1 scores for 2 responses; it must give one"),
+    (Says([[1.0], [2.0]]), r"gave scores of shape \(2, 1\) for 2 responses"),
+    (Says([1.0, np.nan]), r"rewards\.x gave nan for 1 of 2 responses\n  prompt: 'a prompt'\n  response: 'two words'\nA "
+                          r"missing score is never"),
     (Says([0.5, 3.0], [0, 0, 0.5, 0, 0, 1.0]), r"token rewards of shape \(6,\) for 7 tokens"),
     (Says([0.5, 3.0], [0, 0, 0.5, 0, 0, np.inf, 0]), r"or some that are not finite"),
     (Says([0.5, 3.0], [0, 0.5, 0, 0, 0, 1.0, 2.0]), r"gave rewards to tokens that the policy did not sample"),
@@ -85,7 +85,8 @@ def test_an_answer_that_breaks_the_protocol_is_told(two, answer, said):
 
 
 def test_a_sum_beyond_float32_is_told(two):
-    with pytest.raises(RewardError, match=r"the weighted sum of rewards gave inf for 1 of 2 samples .*row 1.*weights"):
+    with pytest.raises(RewardError, match=r"the weighted sum of rewards gave inf for 1 of 2 responses\n.*"
+                                          r"\n  response: 'two words'\n.*weights"):
         total(two, a=(1e38, Says([1, 4])))
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
-from pydantic import ValidationError
 
 from rlhf_ray.config.generation import EngineArgument, GenerationConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.errors import ConfigError
 from rlhf_ray.internals.vllm import BACKENDS
 from rlhf_ray.planning.hardware import H100
 from rlhf_ray.planning.inference_memory import generator_memory
@@ -106,7 +106,7 @@ class TestFurtherArguments:
         ({"vllm": {"async_scheduling": True}, "gpus": 1, "engine": "in_process"}, "engine=async"),
     ])
     def test_what_would_sample_wrongly_is_refused(self, changes, message):
-        with pytest.raises(ValidationError, match=message):
+        with pytest.raises(ConfigError, match=message):
             GenerationConfig(**changes)
 
 

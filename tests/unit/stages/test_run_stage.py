@@ -1,11 +1,18 @@
 """The public names of the package, and a stage that is run from Python."""
 
+import asyncio
 import subprocess
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import rlhf_ray
+import rlhf_ray.config
+from rlhf_ray.config.fields import section_of_items, sections_of, sections_of_values
+from rlhf_ray.config.load import STAGES
+from rlhf_ray.errors import StoppedEarly
+from rlhf_ray.internals.event_loop import run_coroutine
 from rlhf_ray.stages import ppo, run_stage, sft
 
 
@@ -37,3 +44,85 @@ def test_the_class_of_a_configuration_determines_the_stage(monkeypatch):
     config = rlhf_ray.SFTConfig(model={"path": "a"}, data={"path": "b"})
     monkeypatch.setattr(sft, "run", lambda config, resume: {"seen": config, "resume": resume})
     assert rlhf_ray.run(config, resume=True) == {"seen": config, "resume": True}
+
+
+def sections_below(section, found):
+    if section not in found:
+        found.add(section)
+        for field in section.model_fields.values():
+            kind = field.annotation
+            for inner in (*sections_of(kind), *sections_of_values(kind), *filter(None, [section_of_items(kind)])):
+                sections_below(inner, found)
+
+
+def test_every_section_can_be_imported_from_the_configuration():
+    found = set()
+    for stage in STAGES.values():
+        sections_below(stage, found)
+    public = [getattr(rlhf_ray.config, name) for name in rlhf_ray.config.__all__]
+    assert set(public) == found and set(rlhf_ray.config.__all__) <= set(dir(rlhf_ray.config))
+    assert [section.__name__ for section in public] == rlhf_ray.config.__all__
+    with pytest.raises(AttributeError, match="has no attribute 'PPOSection'"):
+        rlhf_ray.config.PPOSection  # noqa: B018
+
+
+@pytest.fixture
+def config(tmp_path):
+    return rlhf_ray.SFTConfig(run={"dir": str(tmp_path)}, model={"path": "a"}, data={"path": "b"})
+
+
+def test_a_stage_runs_within_a_loop_that_runs_already(config, monkeypatch):
+    async def stage():
+        await asyncio.sleep(0)
+        return {"steps": 3}
+
+    async def cell():
+        return rlhf_ray.run(config)
+
+    monkeypatch.setattr(sft, "run", lambda config, resume: run_coroutine(stage()))
+    assert asyncio.run(cell()) == {"steps": 3}
+
+
+@pytest.fixture
+def displayed(monkeypatch):
+    """What a notebook shows; `displayed.shell` is what IPython says that it runs in."""
+    seen = SimpleNamespace(pages=[], shell=SimpleNamespace(kernel=object()))
+    ipython, module = ModuleType("IPython"), ModuleType("IPython.display")
+    ipython.get_ipython = lambda: seen.shell
+    module.HTML, module.display = str, seen.pages.append
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    return seen
+
+
+def stage_with_report(error=None):
+    def run(config, resume):
+        with open(f"{config.run.dir}/report.html", "w") as file:
+            file.write('<p title="x">reward</p>')
+        if error:
+            raise error
+        return {}
+
+    return run
+
+
+def test_a_notebook_shows_the_report(config, displayed, monkeypatch):
+    monkeypatch.setattr(sft, "run", stage_with_report())
+    rlhf_ray.run(config)
+    (page,) = displayed.pages
+    assert page.startswith('<iframe srcdoc="&lt;p title=&quot;x&quot;&gt;reward&lt;/p&gt;"')
+
+
+def test_a_notebook_shows_the_report_of_a_run_that_stopped_itself(config, displayed, monkeypatch):
+    monkeypatch.setattr(sft, "run", stage_with_report(StoppedEarly("enough")))
+    with pytest.raises(StoppedEarly):
+        rlhf_ray.run(config)
+    assert len(displayed.pages) == 1
+
+
+@pytest.mark.parametrize("shell", [None, SimpleNamespace()], ids=["no shell", "a terminal"])
+def test_nothing_is_shown_elsewhere(config, displayed, monkeypatch, shell):
+    displayed.shell = shell
+    monkeypatch.setattr(sft, "run", stage_with_report())
+    rlhf_ray.run(config)
+    assert not displayed.pages

@@ -108,20 +108,20 @@ def test_compare_refuses_its_scorer_before_a_model_answers(model, tmp_path, monk
 
 def test_answers_are_looked_for_before_anything_is_asked(model, tmp_path):
     questions = [PromptInput("w2", "p, line 1", {"answer": 1}), PromptInput("w3", "p, line 2", {"level": 1})]
-    check_answers("exact_match", questions[:1], "--scorer")
-    check_answers("vader", questions, "--scorer")
+    check_answers("exact_match", questions[:1], model, "--scorer")
+    check_answers("vader", questions, model, "--scorer")
     missing = "--scorer number.answer='answer': p, line 2 has no such column; other columns: level$"
     with pytest.raises(DataError, match=missing):
-        check_answers("number", questions, "--scorer")
+        check_answers("number", questions, model, "--scorer")
     (tmp_path / "format.yaml").write_text("form: {type: regex, pattern: '^<think>'}\n")
-    check_answers(str(tmp_path / "format.yaml"), questions, "--scorer")
+    check_answers(str(tmp_path / "format.yaml"), questions, model, "--scorer")
 
 
 @pytest.mark.parametrize(("scorer", "answer"), [("number", None), ("number", "none"), ("exact_match", " ")])
 def test_an_answer_that_nothing_equals_is_refused_before_anything_is_asked(model, scorer, answer):
     questions = [PromptInput("w2", "p, line 1", {"answer": answer})]
     with pytest.raises(DataError, match="p, line 1 is .*cannot compare with a response"):
-        check_answers(scorer, questions, "--reward")
+        check_answers(scorer, questions, model, "--reward")
 
 
 def test_a_runs_directory_stands_for_its_model(tmp_path):
