@@ -20,6 +20,8 @@ ASSISTANT = "assistant"
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 """Column with options of the chat template, by name, as other trainers have it."""
 TOOLS = "tools"
+NO_TOOLS: tuple[Any, ...] = (None, [], {}, "", "[]", "null")
+"""Values of `tools` without a tool; CSV files and some exports have the texts."""
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys by which other trainers say whether a message carries loss: 0 and 1, or false and true."""
 TEMPLATE_KEYS = ("tool_calls", "reasoning_content", "thinking")
@@ -43,8 +45,10 @@ def messages_within(value: Any, place: str, column: str) -> Any:
             raise DataError(f"{place}: column {column!r} looks like chat messages written as a text, but is not JSON "
                             f"({brief(value)}); write a list of objects with role and content") from None
         return value
-    are_messages = all(isinstance(each, dict) and ({"role", "from"} & each.keys()) for each in parsed)
-    return parsed if are_messages else value
+    objects = [each.keys() if isinstance(each, dict) else set() for each in parsed]
+    speak = all({"role", "from"} & keys for keys in objects)
+    say = any({"role", "content"} <= keys or {"from", "value"} <= keys for keys in objects)
+    return parsed if speak and say else value
 
 
 def checked_response(value: Any, place: str, column: str, *, may_be_empty: bool = False) -> str:
@@ -100,7 +104,7 @@ def template_options(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     Raises:
         DataError: they are no object; or the row has tools.
     """
-    if row.get(TOOLS):
+    if row.get(TOOLS) not in NO_TOOLS:
         raise DataError(f"{place}: the row has {TOOLS}, which are not supported yet and would be left out of the "
                         "conversation; remove the key, or write the tools into the system message")
     options = row.get(TEMPLATE_OPTIONS) or {}
