@@ -97,17 +97,26 @@ class TurnEnds:
         Raises:
             DataError: an end is inside the text; nothing after it could be sampled.
         """
-        for end in self.at_end(text):
-            self.already[end] += 1
-            text = text.rstrip().removesuffix(end)
+        text, found = self._divided(text)
+        self.already.update(found)
         if inside := [end for end in self._texts if end in text]:
             raise DataError(f"{place}: column {column!r} contains {inside[0]!r}, a token that ends a response, and "
                             "text after it; nothing after it could be sampled, so remove it or divide the row")
         return text
 
-    def at_end(self, text: str) -> list[str]:
-        """The end that a text has already, if it has one; after it there may be the line break that templates write."""
-        return [end for end in self._texts if text.rstrip().endswith(end)]
+    def with_one_end(self, text: str) -> str:
+        """A text up to its first end, if nothing but ends and line breaks follows that, as some templates write."""
+        body, found = self._divided(text)
+        self.already.update(found)
+        return body + "".join(found)
+
+    def _divided(self, text: str) -> tuple[str, list[str]]:
+        """(a text without the ends that it ends with already, and line breaks after and between them; the first)."""
+        found: list[str] = []
+        while following := [end for end in self._texts if text.rstrip().endswith(end)]:
+            found = following[:1]
+            text = text.rstrip().removesuffix(found[0])
+        return text, found
 
     def close(self, row: Encoded) -> Encoded:
         """A row that ends with an end of responses: the end-of-sequence token is added to one without."""

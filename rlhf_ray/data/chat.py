@@ -24,7 +24,7 @@ NO_TOOLS: tuple[Any, ...] = (None, [], {}, "", "[]", "null")
 """Values of `tools` without a tool; CSV files and some exports have the texts."""
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys by which other trainers say whether a message carries loss: 0 and 1, or false and true."""
-TEMPLATE_KEYS = ("tool_calls", "reasoning_content", "thinking")
+TEMPLATE_KEYS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Keys of messages with text that only some templates write."""
 LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
@@ -124,6 +124,11 @@ OWN_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "con
 """Names that are not options of a template."""
 
 
+def _names(source: str, name: str) -> bool:
+    """Whether a template has this word."""
+    return bool(re.search(rf"\b{re.escape(name)}\b", source))
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """A tokenizer's chat template.
@@ -186,12 +191,12 @@ class ChatTemplate:
             raise ModelError(f"{place}: chat messages, but {self._no_template}")
         source = str(self.tokenizer.chat_template)
         for name in options:
-            if name in OWN_ARGUMENTS or name not in source:
+            if name in OWN_ARGUMENTS or not _names(source, name):
                 raise DataError(f"{place}: {TEMPLATE_OPTIONS} has {name!r}, which the tokenizer's chat template does "
                                 "not read; remove it")
         written = self._written(messages, place, **options, **arguments)
         for key in TEMPLATE_KEYS:
-            if key not in source and any(message.get(key) for message in messages):
+            if not _names(source, key) and any(message.get(key) for message in messages):
                 others = [{name: value for name, value in message.items() if name != key} for message in messages]
                 if self._written(others, place, **options, **arguments) == written:
                     raise DataError(f"{place}: a message has {key}, which the tokenizer's chat template leaves out; "

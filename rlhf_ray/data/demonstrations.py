@@ -90,7 +90,7 @@ class DemonstrationFormat:
             return self._conversation(rows, i, config.messages)
         if config.prompt is None:
             text = checked_response(rows.value(i, config.text), place, config.text)
-            return [Piece(text.rstrip() if self._ends.at_end(text) else text, loss=True, leading=True)]
+            return [Piece(self._ends.with_one_end(text), loss=True, leading=True)]
         prompt = self._prompts.read(rows, i)
         response = checked_response(rows.value(i, config.response), place, config.response)
         response = self._ends.body(response, place, config.response)
@@ -103,8 +103,6 @@ class DemonstrationFormat:
         for value in values:
             if isinstance(value, list) and value and value[0].leading:
                 self.already.update(begins_already(self._tokenizer, value[0].text))
-                if len(value) == 1:  # responses were read without their end
-                    self.already.update(self._ends.at_end(value[0].text))
         texts = iter(encode_pieces(self._tokenizer, [v for v in values if isinstance(v, list)]))
         return [value if isinstance(value, tuple) else self._closed(next(texts)) for value in values]
 

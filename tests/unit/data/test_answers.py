@@ -257,7 +257,7 @@ def test_options_of_the_template_act_or_are_refused(layout, write_jsonl):
         demonstrations_of(write_jsonl({"messages": [USER, GOOD], **options}), layout("chatml"), messages="messages")
 
 
-@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
+@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content", "reasoning"])
 def test_a_key_that_the_template_leaves_out_is_refused(key, layout, write_jsonl):
     message = {**GOOD, key: [{"name": "add"}] if key == "tool_calls" else "It was."}
     with pytest.raises(DataError, match=f"a message has {key}, which .* leaves out"):
@@ -431,6 +431,31 @@ def test_a_line_break_after_an_end_is_left_out(layout, write_jsonl):
     path = write_jsonl({"prompt": "a", "response": "good<|im_end|>\n"})
     rows, _ = demonstrations_of(path, tokenizer, prompt="prompt")
     assert tokenizer.decode(split(rows)[1]) == "good<|im_end|>"
+
+
+def test_several_ends_after_a_text_are_one(layout, write_jsonl):
+    """As a template writes them."""
+    tokenizer = layout("two_ends")
+    text = tokenizer.apply_chat_template([USER, GOOD], tokenize=False)
+    assert text.endswith("good<|end|>\n<|endoftext|>")
+    rows, report = demonstrations_of(write_jsonl({"text": text}), tokenizer)
+    prompt, response = as_sampled(tokenizer, "two_ends", GOOD)
+    assert rows.row(0, "tokens").tolist() == prompt + response
+    assert report.already == {"<|end|>": 1}
+    path = write_jsonl({"prompt": [USER], "response": GOOD["content"] + "<|end|>\n<|endoftext|>"})
+    rows, _ = demonstrations_of(path, tokenizer, prompt="prompt")
+    assert split(rows) == as_sampled(tokenizer, "two_ends", GOOD)
+
+
+def test_a_key_whose_name_is_a_part_of_another_is_not_read(layout, write_jsonl):
+    tokenizer = layout("chatml")
+    tokenizer.chat_template = "{% if messages[-1].reasoning_content %}R{% endif %}" + TEMPLATES["chatml"]
+    with pytest.raises(DataError, match="a message has reasoning, which .* leaves out"):
+        demonstrations_of(write_jsonl({"messages": [USER, {**GOOD, "reasoning": "It was."}]}), tokenizer,
+                          messages="messages")
+    with pytest.raises(DataError, match="chat_template_kwargs has 'reason'"):
+        demonstrations_of(write_jsonl({"messages": [USER, GOOD], "chat_template_kwargs": {"reason": True}}), tokenizer,
+                          messages="messages")
 
 
 def test_json_about_other_things_than_messages_stays_text(layout, write_jsonl):
