@@ -196,7 +196,7 @@ class ChatTemplate:
                                 "not read; remove it")
         written = self._written(messages, place, **options, **arguments)
         for key in TEMPLATE_KEYS:
-            if not _names(source, key) and any(message.get(key) for message in messages):
+            if any(message.get(key) for message in messages) and not _names(source, key):
                 others = [{name: value for name, value in message.items() if name != key} for message in messages]
                 if self._written(others, place, **options, **arguments) == written:
                     raise DataError(f"{place}: a message has {key}, which the tokenizer's chat template leaves out; "
