@@ -7,6 +7,7 @@ without it: the text that opens an answer (an empty think block, the name of a c
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_ray.data.chat import ASSISTANT, NO_OPTIONS, ChatTemplate, Messages, PromptText, carries_loss
-from rlhf_ray.data.encoding import Encoded, encode, end_token
+from rlhf_ray.data.encoding import Encoded, encode, encode_after_text, end_token
+from rlhf_ray.data.rows import brief
 from rlhf_ray.errors import DataError, ModelError
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 
@@ -43,7 +45,8 @@ class TurnEnds:
         self.end = end_token(tokenizer)
         """The token that ends rows whose text has no end of its own."""
         self.named = frozenset(named_stop_tokens(tokenizer) if named is None else named) | {self.end}
-        self.added = tokenizer.added_tokens_decoder.keys()
+        self.added = tokenizer.added_tokens_decoder
+        self._endings: dict[str, tuple[int | None, str]] = {}
         self.closing: tuple[int | None, str] = self.ending(_closing(tokenizer))
         self.stops = self.named | ({self.closing[0]} if self.closing[0] is not None else set())
         """All tokens that end a response: those named, and the one by which the chat template ends an answer."""
@@ -53,15 +56,31 @@ class TurnEnds:
     def ending(self, closing: str) -> tuple[int | None, str]:
         """(the token that ends a response, `closing` up to its end) of the text that follows an answer.
 
-        It is the first token that the model's files name as an end, or else the first added token; None if there is
-        neither, and then `closing` is returned whole.
+        It is the first token that the model's files name as an end, or else the first added token other than blanks and
+        line breaks, which some vocabularies add and answers contain; None if there is neither, and then `closing` is
+        returned whole.
         """
+        if closing not in self._endings:
+            self._endings[closing] = self._ending(closing)
+        return self._endings[closing]
+
+    def _ending(self, closing: str) -> tuple[int | None, str]:
         ids = encode(self._tokenizer, [closing], leading=False)[0] if closing else []
-        candidates = [token for token in ids if token in self.named] or [token for token in ids if token in self.added]
+        added = [token for token in ids if token in self.added and self._text(token).strip()]
+        candidates = [token for token in ids if token in self.named] or added
         if not candidates:
             return None, closing
         text = self._text(candidates[0])
         return candidates[0], closing[: closing.index(text) + len(text)] if text in closing else closing
+
+    def opens(self, opening: str, text: str) -> bool:
+        """Whether a text begins with what a template writes before an answer, or with the special token that this
+        begins with: there may be channels before the one that a template writes."""
+        if not opening:
+            return False
+        token = encode(self._tokenizer, [opening], leading=False)[0][0]
+        special = token in self.added and self.added[token].special
+        return text.lstrip().startswith(self._text(token) if special else opening)
 
     def note(self, model: str) -> str | None:
         """What to know if the template ends answers by a token that the model's files do not name; else None."""
@@ -78,17 +97,26 @@ class TurnEnds:
         Raises:
             DataError: an end is inside the text; nothing after it could be sampled.
         """
-        for end in self.at_end(text):
-            self.already[end] += 1
-            text = text.removesuffix(end)
+        text, found = self._divided(text)
+        self.already.update(found)
         if inside := [end for end in self._texts if end in text]:
             raise DataError(f"{place}: column {column!r} contains {inside[0]!r}, a token that ends a response, and "
                             "text after it; nothing after it could be sampled, so remove it or divide the row")
         return text
 
-    def at_end(self, text: str) -> list[str]:
-        """The end that a text has already, if it has one."""
-        return [end for end in self._texts if text.endswith(end)]
+    def with_one_end(self, text: str) -> str:
+        """A text up to its first end, if nothing but ends and line breaks follows that, as some templates write."""
+        body, found = self._divided(text)
+        self.already.update(found)
+        return body + "".join(found)
+
+    def _divided(self, text: str) -> tuple[str, list[str]]:
+        """(a text without the ends that it ends with already, and line breaks after and between them; the first)."""
+        found: list[str] = []
+        while following := [end for end in self._texts if text.rstrip().endswith(end)]:
+            found = following[:1]
+            text = text.rstrip().removesuffix(found[0])
+        return text, found
 
     def close(self, row: Encoded) -> Encoded:
         """A row that ends with an end of responses: the end-of-sequence token is added to one without."""
@@ -97,14 +125,26 @@ class TurnEnds:
             return row
         return [*tokens, self.end], [*mask, True]
 
-    def close_marked(self, row: Encoded) -> Encoded:
-        """A row of marked turns, in which loss ends with the token that ends each turn, and the row with its last turn.
+    def close_turns(self, row: Encoded) -> Encoded:
+        """As `close`, for a conversation: where no end is written after a turn, the beginning of the next one may be a
+        token that ends responses."""
+        tokens, mask = list(row[0]), list(row[1])
+        for _, stop in _turns(mask):
+            if stop < len(tokens) and tokens[stop - 1] not in self.stops and tokens[stop] in self.stops:
+                mask[stop] = True
+        return self.close((tokens, mask))
+
+    def close_marked(self, row: Encoded, header: str) -> Encoded:
+        """A row of marked turns, in which loss begins after the header that prompts end with, and ends with the token
+        that ends each turn, and the row with its last turn.
 
         A template may end a turn outside of its mark, and write more inside of it.
         """
         tokens, mask = list(row[0]), list(row[1])
-        edges = np.flatnonzero(np.diff([False, *mask, False])).reshape(-1, 2)
-        for start, stop in edges.tolist():
+        begun = encode_after_text(self._tokenizer, [header])[0] if header else []
+        for start, stop in _turns(mask):
+            if begun and tokens[start : start + len(begun)] == begun:
+                mask[start : start + len(begun)] = [False] * len(begun)
             last = next((i for i in range(start, stop) if tokens[i] in self.stops), stop)
             if last < stop:
                 mask[last + 1 : stop] = [False] * (stop - last - 1)
@@ -119,8 +159,14 @@ class TurnEnds:
         return [self._text(token) for token in sorted(self.stops) if token in self.added]
 
     def _text(self, token: int) -> str:
-        added = self._tokenizer.added_tokens_decoder.get(token)
+        added = self.added.get(token)
         return str(self._tokenizer.convert_ids_to_tokens(token) if added is None else added.content)
+
+
+def _turns(mask: list[bool]) -> list[list[int]]:
+    """[[first, last + 1]] of each run of tokens with loss."""
+    edges: list[list[int]] = np.flatnonzero(np.diff([False, *mask, False])).reshape(-1, 2).tolist()
+    return edges
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, named: Collection[int]) -> list[int]:
@@ -156,8 +202,8 @@ class AnswerFormat:
 
         Args:
             text: without an end. It is rendered by the template like the content of a message, unless it continues the
-                prompt by itself: it begins with what the template opens an answer with, or it closes the tag that the
-                prompt opens, which it may repeat.
+                prompt by itself: it begins with what the template opens an answer with, or with the first special token
+                of that, or it closes the tag that the prompt opens, which it may repeat.
             sampled: it is a response as it was sampled, and continues the prompt in any case.
 
         Raises:
@@ -167,10 +213,9 @@ class AnswerFormat:
         messages = prompt.messages or []
         head, closing = self.around(self._template, messages, place, prompt.options)
         opening = head.removeprefix(prompt.text).strip() if head.startswith(prompt.text) else ""
-        opened = bool(opening) and text.lstrip().startswith(opening)
-        begun = OPEN_TAGS.search(prompt.text)
-        if not sampled and begun and text.startswith(begun[0]):
-            text = text.removeprefix(begun[0])
+        opened = self._ends.opens(opening, text)
+        if not sampled:
+            text = _without_repeat(prompt.text, text)
         if sampled or opened or _closes(prompt.text, text):
             return text + self._ends.ending(closing)[1]
         return self.of_message(prompt.text, messages, {"role": ASSISTANT, "content": text}, place, prompt.options)
@@ -178,19 +223,27 @@ class AnswerFormat:
     def of_message(self, before: str, messages: Messages, message: Mapping[str, Any], place: str,
                    options: Mapping[str, Any] = NO_OPTIONS) -> str:
         """As `of_text`, for a message that answers `messages`, which the template renders as `before`."""
+        content = str(message["content"])
         whole = self._template.render([*messages, dict(message)], place, ask=False, options=options)
-        closing = self.around(self._template, messages, place, options)[1]
+        head, closing = self.around(self._template, messages, place, options)
         if whole.startswith(before) and whole.endswith(closing):
             answer = whole[len(before) : len(whole) - len(closing)]
         elif whole.startswith(before):  # the end depends on the answer
             answer, closing = whole[len(before) :], ""
         else:
-            begun, answer = _beyond_common(before, whole), str(message["content"])
-            if not begun.strip() or _closes(before, answer):
+            begun, answer = _beyond_common(before, whole), _without_repeat(before, content)
+            asked = str(messages[-1]["content"]) if messages else ""
+            rewritten = bool(asked) and asked in begun  # what changes with the answer stands before the question
+            if not begun.strip() or rewritten or _closes(before, answer):
                 return answer + self._ends.ending(closing)[1]
             raise DataError(f"{place}: with this tokenizer's chat template a prompt ends with {begun!r}, and the "
                             "answered conversation does not continue it: this answer could not be sampled. Write the "
                             "answer as the text after that, with what closes it, or use a template that writes it")
+        if _squeezed(_without_repeat(before, content)) not in _squeezed(answer):  # some templates drop reasoning
+            if head != before:
+                raise DataError(f"{place}: the tokenizer's chat template leaves out a part of the answer "
+                                f"{brief(content)}; remove that part, or use a template that writes it")
+            answer, closing = content, closing or _closing(self._template.tokenizer)
         return answer + self._ends.ending(closing)[1]
 
     def turns(self, messages: Messages, place: str, column: str,
@@ -240,12 +293,18 @@ class AnswerFormat:
                              "template")
         return head, closing
 
+    def header(self, options: Mapping[str, Any] = NO_OPTIONS) -> str:
+        """What a prompt ends with after its last message: the beginning of the assistant's turn."""
+        question, asked = (self._template.render([_user(QUESTION)], PLACE, ask=ask, options=options)
+                           for ask in (False, True))
+        return _beyond_common(asked, question)
+
     def _before(self, messages: Messages, place: str, options: Mapping[str, Any]) -> str:
         """The conversation up to the assistant's next turn, as a prompt has it."""
         if messages:
             return self._template.render(messages, place, ask=True, options=options)
         head, _ = self.around(self._template, messages, place, options)  # the assistant speaks first
-        header = _header(self._template, options)
+        header = self.header(options)
         return head[: head.rindex(header) + len(header)] if header and header in head else head
 
 
@@ -253,16 +312,23 @@ def _user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-def _header(template: ChatTemplate, options: Mapping[str, Any] = NO_OPTIONS) -> str:
-    """What a prompt ends with after its last message: the beginning of the assistant's turn."""
-    question, asked = (template.render([_user(QUESTION)], PLACE, ask=ask, options=options) for ask in (False, True))
-    return _beyond_common(asked, question)
-
-
 def _beyond_common(text: str, other: str) -> str:
     """What is left of a text without the beginning that it shares with another one."""
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False)))
     return text[shared:]
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _without_repeat(before: str, text: str) -> str:
+    """A text without the tag that a prompt ends with, which it may repeat."""
+    found = OPEN_TAGS.search(before)
+    for tag in (found[0], found[0].rstrip()) if found else ():
+        if text.startswith(tag):
+            return text.removeprefix(tag)
+    return text
 
 
 def _closes(before: str, text: str) -> bool:
@@ -281,18 +347,26 @@ class Prefills:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._of_template = _template_prefill(tokenizer)
+        self._tokenizer = tokenizer
+        self._of_templates: dict[str, str] = {}
         self._specials = {str(token) for token in tokenizer.special_tokens_map.values() if isinstance(token, str)}
 
     def of(self, prompt: PromptText) -> str:
         """What this prompt begins of the answer; "" in most cases."""
         if prompt.messages is not None:
-            return self._of_template if prompt.text.endswith(self._of_template) else ""
+            begun = self._of_template(prompt.options)
+            return begun if prompt.text.endswith(begun) else ""
         found = OPEN_TAGS.search(prompt.text)
         return found[0] if found and not self._specials.intersection(found[0].split()) else ""
 
+    def _of_template(self, options: Mapping[str, Any]) -> str:
+        key = json.dumps(options, sort_keys=True, default=str)
+        if key not in self._of_templates:
+            self._of_templates[key] = _template_prefill(self._tokenizer, options)
+        return self._of_templates[key]
 
-def _template_prefill(tokenizer: PreTrainedTokenizerBase) -> str:
+
+def _template_prefill(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
     """What the chat template's prompt contains of the assistant's answer.
 
     That is what an answered conversation has not at this place; and a tag that the template itself closes before the
@@ -302,8 +376,8 @@ def _template_prefill(tokenizer: PreTrainedTokenizerBase) -> str:
         return ""
     template, messages = ChatTemplate(tokenizer), [_user(QUESTION)]
     try:
-        asked = template.render(messages, PLACE, ask=True)
-        head, _ = AnswerFormat.around(template, messages, PLACE)
+        asked = template.render(messages, PLACE, ask=True, options=options)
+        head, _ = AnswerFormat.around(template, messages, PLACE, options)
     except (ModelError, DataError):
         return ""
     if not head.startswith(asked):

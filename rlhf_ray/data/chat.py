@@ -20,9 +20,11 @@ ASSISTANT = "assistant"
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 """Column with options of the chat template, by name, as other trainers have it."""
 TOOLS = "tools"
+NO_TOOLS: tuple[Any, ...] = (None, [], {}, "", "[]", "null")
+"""Values of `tools` without a tool; CSV files and some exports have the texts."""
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys by which other trainers say whether a message carries loss: 0 and 1, or false and true."""
-TEMPLATE_KEYS = ("tool_calls", "reasoning_content", "thinking")
+TEMPLATE_KEYS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """Keys of messages with text that only some templates write."""
 LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
@@ -43,8 +45,10 @@ def messages_within(value: Any, place: str, column: str) -> Any:
             raise DataError(f"{place}: column {column!r} looks like chat messages written as a text, but is not JSON "
                             f"({brief(value)}); write a list of objects with role and content") from None
         return value
-    are_messages = all(isinstance(each, dict) and ({"role", "from"} & each.keys()) for each in parsed)
-    return parsed if are_messages else value
+    objects = [each.keys() if isinstance(each, dict) else set() for each in parsed]
+    speak = all({"role", "from"} & keys for keys in objects)
+    say = any({"role", "content"} <= keys or {"from", "value"} <= keys for keys in objects)
+    return parsed if speak and say else value
 
 
 def checked_response(value: Any, place: str, column: str, *, may_be_empty: bool = False) -> str:
@@ -100,7 +104,7 @@ def template_options(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     Raises:
         DataError: they are no object; or the row has tools.
     """
-    if row.get(TOOLS):
+    if row.get(TOOLS) not in NO_TOOLS:
         raise DataError(f"{place}: the row has {TOOLS}, which are not supported yet and would be left out of the "
                         "conversation; remove the key, or write the tools into the system message")
     options = row.get(TEMPLATE_OPTIONS) or {}
@@ -118,6 +122,11 @@ def _without_none(value: Any) -> Any:
 NO_OPTIONS: Mapping[str, Any] = {}
 OWN_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 """Names that are not options of a template."""
+
+
+def _names(source: str, name: str) -> bool:
+    """Whether a template has this word."""
+    return bool(re.search(rf"\b{re.escape(name)}\b", source))
 
 
 @dataclass(frozen=True)
@@ -182,12 +191,12 @@ class ChatTemplate:
             raise ModelError(f"{place}: chat messages, but {self._no_template}")
         source = str(self.tokenizer.chat_template)
         for name in options:
-            if name in OWN_ARGUMENTS or name not in source:
+            if name in OWN_ARGUMENTS or not _names(source, name):
                 raise DataError(f"{place}: {TEMPLATE_OPTIONS} has {name!r}, which the tokenizer's chat template does "
                                 "not read; remove it")
         written = self._written(messages, place, **options, **arguments)
         for key in TEMPLATE_KEYS:
-            if key not in source and any(message.get(key) for message in messages):
+            if any(message.get(key) for message in messages) and not _names(source, key):
                 others = [{name: value for name, value in message.items() if name != key} for message in messages]
                 if self._written(others, place, **options, **arguments) == written:
                     raise DataError(f"{place}: a message has {key}, which the tokenizer's chat template leaves out; "

@@ -89,7 +89,8 @@ class DemonstrationFormat:
         if config.messages is not None:
             return self._conversation(rows, i, config.messages)
         if config.prompt is None:
-            return [Piece(checked_response(rows.value(i, config.text), place, config.text), loss=True, leading=True)]
+            text = checked_response(rows.value(i, config.text), place, config.text)
+            return [Piece(self._ends.with_one_end(text), loss=True, leading=True)]
         prompt = self._prompts.read(rows, i)
         response = checked_response(rows.value(i, config.response), place, config.response)
         response = self._ends.body(response, place, config.response)
@@ -102,15 +103,12 @@ class DemonstrationFormat:
         for value in values:
             if isinstance(value, list) and value and value[0].leading:
                 self.already.update(begins_already(self._tokenizer, value[0].text))
-                if len(value) == 1:  # responses were read without their end
-                    self.already.update(self._ends.at_end(value[0].text))
         texts = iter(encode_pieces(self._tokenizer, [v for v in values if isinstance(v, list)]))
-        return [self._ends.close_marked(value) if isinstance(value, tuple) else self._closed(next(texts))
-                for value in values]
+        return [value if isinstance(value, tuple) else self._closed(next(texts)) for value in values]
 
     def _closed(self, row: Encoded) -> Encoded:
         """A row with its end; one of no pieces stays empty."""
-        return self._ends.close(row) if row[0] else row
+        return self._ends.close_turns(row) if row[0] else row
 
     def _conversation(self, rows: Rows, i: int, column: str) -> list[Piece] | Encoded:
         place, options = rows.place(i), template_options(rows.records[i], rows.place(i))
@@ -121,7 +119,8 @@ class DemonstrationFormat:
         self._template.require(rows.source, column)
         messages = self._answers.cleaned(self._template.with_system(messages), place, column)
         if self._template.marks_generation:
-            return _with_loss(self._template.marked_tokens(messages, place, options), messages, place, column)
+            row = _with_loss(self._template.marked_tokens(messages, place, options), messages, place, column)
+            return self._ends.close_marked(row, self._answers.header(options))
         return [Piece(text, loss) for text, loss in self._answers.turns(messages, place, column, options)]
 
 

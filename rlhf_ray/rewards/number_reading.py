@@ -28,9 +28,13 @@ _TYPESETTING = [(re.compile(pattern), instead) for pattern, instead in (
     (r"(?<![\w)\]}*])\*{1,3}(?=\S)([^*\n]+)(?<=\S)\*{1,3}(?!\w)", r"\1"),  # **emphasis**
     (r"</?[A-Za-z]\w*/?>", " "),  # <answer>
     (r"(?<=[-+])\\?[$€£¥₹]", ""),
+    (r"<<[^<>\n]*>>", ""),  # GSM8K's notes for a calculator
+    (r"\\(?:begin|end)\{(?:align|equation|gather)(?:ed)?\*?\}", " "),
+    (r"\broots? of\b", "sqrt"),
     (r"\\[()\[\],:; $#]|[$€£¥₹`&~#°]|\^ ?(?:\\circ|\{\\circ\})", " "),
     (r"\\(?:boxed|fbox|text\w*|math(?:rm|bf|it)|mbox|q?quad|displaystyle|degrees?)(?![A-Za-z])", " "),
     (r"\\(?:approx|equiv|to|implies|therefore|[Rr]ightarrow)(?![A-Za-z])|[-=]{1,2}>|[→⇒≈]", " = "),
+    (r"(?:\{ ?)?(?<![A-Za-z])([mcdk]?m|in|ft|yd) ?\}? ?\^ ?(?:[23]|\{[23]\})", r"\1"),  # cm^2
     (r"\\\{", "("), (r"\\\}", ")"), (r"\\%", "%"), (r"\.\.\.", "…"),
     (r"(?<=[A-Za-z]{2}):|(?<=[\u3000-\u9fff])[:,;]", r"\g<0> "),
     (r"(?![十百千万萬亿億兆点點半负負])[\u3000-\u9fff]", " "),  # Chinese and Japanese have no blanks
@@ -51,15 +55,15 @@ _WORD = re.compile(
     r"""(?P<opening>[(\[{"'“‘]*)(?P<sign>[-+]?)"""
     rf"(?:(?P<value>{_PLAIN}(?:[eE][-+]?[0-9]{{1,4}})?)(?:/(?P<under>{_PLAIN}))?"
     rf"|\\frac\{{(?P<top>[-+]?{_PLAIN})\}}\{{(?P<below>[-+]?{_PLAIN})\}})"
-    r"""(?:%|kg|mg|km|cm|mm|ml|mph|am|pm|st|nd|rd|th)?(?P<closing>[)\]}"'”’.,:;?!]*)""")
+    r"""(?:%|kg|mg|km|cm|mm|ml|mph|ft|lbs?|oz|hrs?|mins?|am|pm|st|nd|rd|th)?(?P<closing>[)\]}"'”’.,:;?!]*)""")
 _PUNCTUATION = "()[]{}\"'“”‘’.,:;?!"
 _NAME = re.compile(r"[A-Za-z]\w*|[A-Za-z]{2,}-\w+")
 """A word that has digits and is no number: H2O, GPT-4, x_1."""
 _OPERATORS = re.escape("-+*/^_×÷·⋅∙±∓√∞∪∩…<>≤≥≠\\")
 _JOINING = re.compile(
-    rf"(?<![A-Za-z0-9_])(?<![A-Za-z]{{2}}-)[0-9⅐-⅞]|^[{_OPERATORS}]|[{_OPERATORS}]$"
+    rf"(?<![A-Za-z0-9_])(?<![A-Za-z]{{2}}-)[0-9⅐-⅞]|^[{_OPERATORS}]|[{_OPERATORS}]$|\\[A-Za-z]"
     r"|^(?:[b-fi-kn-rt-zXα-ω]|[xyz]\d+)(?:_\w+)?$"  # variables, not units
-    r"|^(?i:minus|negative|plus|mod|pi|sqrt\d*|log_?\d*|squared|cubed|factorial"
+    r"|^(?i:minus|negative|plus|mod|pi|sqrt\d*|log_?\d*|ln|exp|sin|cos|tan|squared|cubed|factorial"
     "|hundred|thousand|million|billion|trillion|dozen)$")
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.data.answers import Prefills
-from rlhf_ray.data.chat import PromptText
+from rlhf_ray.data.chat import NO_OPTIONS, PromptText, template_options
 from rlhf_ray.data.encoding import decode_after
 from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.records import Prompts, Rollout, SampleKey, response_start
@@ -134,11 +134,13 @@ def _request(rollout: Rollout, rows: range, key: SampleKey, prompts: Prompts, ro
              prefills: Prefills) -> RewardRequest:
     whole = slice(rollout.offsets[rows.start], rollout.offsets[rows.stop])
     messages = None if prompts.messages is None else prompts.messages[row]
+    options = NO_OPTIONS if messages is None else template_options(prompts.metadata[row], f"row {key.row}")
     return RewardRequest(
         key=key, prompt=prompts.texts[row], response=texts.plain(rollout, rows),
         tokens=rollout.tokens[whole], response_mask=rollout.response_mask[whole],
         finish_reason=rollout.finish_reasons[rows[-1]], metadata=prompts.metadata[row], messages=messages,
-        prefill=prefills.of(PromptText(prompts.texts[row], messages)), marked_response=texts.marked(rollout, rows),
+        prefill=prefills.of(PromptText(prompts.texts[row], messages, options)),
+        marked_response=texts.marked(rollout, rows),
     )
 
 

@@ -257,7 +257,7 @@ def test_options_of_the_template_act_or_are_refused(layout, write_jsonl):
         demonstrations_of(write_jsonl({"messages": [USER, GOOD], **options}), layout("chatml"), messages="messages")
 
 
-@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content"])
+@pytest.mark.parametrize("key", ["tool_calls", "reasoning_content", "reasoning"])
 def test_a_key_that_the_template_leaves_out_is_refused(key, layout, write_jsonl):
     message = {**GOOD, key: [{"name": "add"}] if key == "tool_calls" else "It was."}
     with pytest.raises(DataError, match=f"a message has {key}, which .* leaves out"):
@@ -308,3 +308,180 @@ def test_what_a_prompt_begins_of_the_answer(name, prefill, layout):
     assert prefills.of(PromptText(asked, [USER])) == prefill
     assert prefills.of(PromptText("Solve it.\nAssistant: <think>\n", None)) == "<think>\n"
     assert prefills.of(PromptText("a < b and c >", None)) == ""
+
+
+def test_an_option_that_lets_the_prompt_begin_the_answer_counts(layout):
+    """DeepSeek-V3.1's kind: `thinking: true` opens <think>."""
+    tokenizer = layout("chatml")
+    tokenizer.chat_template = TEMPLATES["opened"].replace("<think>\n", "{% if thinking %}<think>\n{% endif %}")
+    prefills, begun = Prefills(tokenizer), {}
+    for options in ({}, {"thinking": True}):
+        asked = tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=False, **options)
+        begun[bool(options)] = prefills.of(PromptText(asked, [USER], options))
+    assert begun == {False: "", True: "<think>\n"}
+
+
+DROPS = TEMPLATES["chatml"].replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+REASONED = {"role": "assistant", "content": "<think>\nIt was.\n</think>\n\ngood"}
+
+
+@pytest.mark.parametrize("row", [{"messages": [USER, REASONED]}, {"prompt": [USER], "response": REASONED["content"]}])
+def test_reasoning_that_the_template_leaves_out_is_learned(row, layout, write_jsonl):
+    """DeepSeek-R1-Distill's kind before its prompts opened <think>."""
+    tokenizer = layout("chatml")
+    tokenizer.chat_template = DROPS
+    fields = {"messages": "messages"} if "messages" in row else {"prompt": "prompt"}
+    rows, _ = demonstrations_of(write_jsonl(row), tokenizer, **fields)
+    assert tokenizer.decode(split(rows)[1]) == REASONED["content"] + "<|im_end|>"
+
+
+def test_reasoning_that_the_template_leaves_out_of_earlier_turns_is_refused(layout, write_jsonl):
+    tokenizer = layout("chatml")
+    tokenizer.chat_template = DROPS
+    with pytest.raises(DataError, match="turn 4 is not a part of the text"):
+        demonstrations_of(write_jsonl({"messages": [USER, REASONED, USER, REASONED]}), tokenizer, messages="messages")
+
+
+def test_an_answer_that_a_template_opens_and_cuts_is_refused(layout, write_jsonl):
+    tokenizer = layout("channels")
+    tokenizer.chat_template = TEMPLATES["channels"].replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
+    with pytest.raises(DataError, match="leaves out a part of the answer '<think>"):
+        demonstrations_of(write_jsonl({"messages": [USER, REASONED]}), tokenizer, messages="messages")
+
+
+@pytest.mark.parametrize("content", ["<think>\nIt was.\n</think>\n\ngood", "<think>It was.\n</think>\n\ngood"])
+def test_a_message_may_repeat_the_tag_that_the_prompt_opens(content, layout, write_jsonl):
+    tokenizer = layout("opened")
+    tokenizer.chat_template = DROPS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    path = write_jsonl({"messages": [USER, {**REASONED, "content": content}]})
+    rows, _ = demonstrations_of(path, tokenizer, messages="messages")
+    assert tokenizer.decode(split(rows)[0]).endswith("<think>\n")
+    assert tokenizer.decode(split(rows)[1]) == "It was.\n</think>\n\ngood<|im_end|>"
+
+
+def test_a_text_may_begin_with_another_channel_than_the_templates(layout, write_jsonl):
+    """gpt-oss' kind: what was sampled begins with a channel for reasoning."""
+    tokenizer = layout("channels")
+    text = "<|channel|>analysis<|message|>It was.<|end|><|im_start|>assistant<|channel|>final<|message|>good"
+    rows, _ = demonstrations_of(write_jsonl({"prompt": [USER], "response": text}), tokenizer, prompt="prompt")
+    assert tokenizer.decode(split(rows)[1]) == text + "<|im_end|>"
+
+
+def test_a_line_break_that_is_an_added_token_ends_no_response(layout, write_jsonl):
+    """Gemma's kind of vocabulary, with a template that writes no end."""
+    tokenizer = layout("chatml")
+    tokenizer.add_tokens(["\n"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" \
+                              "{% if add_generation_prompt %}assistant: {% endif %}"
+    assert TurnEnds(tokenizer).stops == {tokenizer.eos_token_id}
+    rows, _ = demonstrations_of(write_jsonl({"messages": [USER, {**GOOD, "content": "a\nb"}]}), tokenizer,
+                                messages="messages")
+    assert tokenizer.decode(split(rows)[1]) == "a\nb\n<|im_end|>"
+
+
+def test_a_turn_that_the_next_one_ends_is_learned_with_that_end(layout, tmp_path, write_jsonl):
+    """GLM-4's kind: no end is written, and the model names the token that begins the user's turn."""
+    tokenizer = layout("two_ends")
+    tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}" \
+                              "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    named = [tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|endoftext|>")]
+    rows = {}
+    for ends in (named, named[1:]):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        config = DemonstrationsConfig(path=write_jsonl({"messages": [USER, BAD, USER, GOOD]}), messages="messages")
+        loaded, _ = load_demonstrations(config, tokenizer, model=ModelConfig(path=str(tmp_path)))
+        rows[len(ends)] = tokenizer.decode(split(loaded)[1])
+    bad, good = "\nThe film was bad", "\nThe film was good<|endoftext|>"
+    assert rows == {2: bad + "<|user|>" + good, 1: bad + good}
+
+
+def test_the_header_inside_of_a_mark_is_not_learned(layout, write_jsonl):
+    """SmolLM3's kind."""
+    tokenizer = layout("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|im_start|>assistant\n{{ m.content }}"
+        "<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+    path = write_jsonl({"messages": [USER, {**BAD, "weight": 0}, USER, GOOD]}, {"messages": [USER, GOOD]})
+    rows, _ = demonstrations_of(path, tokenizer, messages="messages")
+    assert tokenizer.decode(split(rows)[1]) == "The film was good<|im_end|>"
+    assert split(rows, 1) == as_sampled(tokenizer, "chatml", GOOD)
+
+
+def test_a_system_message_that_moves_to_the_last_question_is_in_the_prompt(layout, write_jsonl):
+    """Mistral 0.3's kind: the template writes it before the last message if that is the user's."""
+    tokenizer = layout("chatml")
+    tokenizer.chat_template = (
+        "{% set system = messages[0].content %}{% for m in messages[1:] %}<|im_start|>"
+        "{% if m.role == 'user' and loop.last %}{{ system + ' ' }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}")
+    system = {"role": "system", "content": "Be kind."}
+    row = {"prompt": [system, USER], "chosen": "good", "rejected": "bad"}
+    prompt, response = split(pairs_of(write_jsonl(row), tokenizer).chosen)
+    assert tokenizer.decode(prompt) == "<|im_start|>Be kind. Was it good?<|im_end|>"
+    assert tokenizer.decode(response) == "good<|im_end|>"
+
+
+def test_a_line_break_after_an_end_is_left_out(layout, write_jsonl):
+    """As a template writes it, where texts were rendered before."""
+    tokenizer = layout("chatml")
+    text = tokenizer.apply_chat_template([USER, GOOD], tokenize=False)
+    assert text.endswith("<|im_end|>\n")
+    rows, report = demonstrations_of(write_jsonl({"text": text}), tokenizer)
+    assert tokenizer.decode(rows.tokens) == text.rstrip() and report.already == {"<|im_end|>": 1}
+    path = write_jsonl({"prompt": "a", "response": "good<|im_end|>\n"})
+    rows, _ = demonstrations_of(path, tokenizer, prompt="prompt")
+    assert tokenizer.decode(split(rows)[1]) == "good<|im_end|>"
+
+
+def test_several_ends_after_a_text_are_one(layout, write_jsonl):
+    """As a template writes them."""
+    tokenizer = layout("two_ends")
+    text = tokenizer.apply_chat_template([USER, GOOD], tokenize=False)
+    assert text.endswith("good<|end|>\n<|endoftext|>")
+    rows, report = demonstrations_of(write_jsonl({"text": text}), tokenizer)
+    prompt, response = as_sampled(tokenizer, "two_ends", GOOD)
+    assert rows.row(0, "tokens").tolist() == prompt + response
+    assert report.already == {"<|end|>": 1}
+    path = write_jsonl({"prompt": [USER], "response": GOOD["content"] + "<|end|>\n<|endoftext|>"})
+    rows, _ = demonstrations_of(path, tokenizer, prompt="prompt")
+    assert split(rows) == as_sampled(tokenizer, "two_ends", GOOD)
+
+
+def test_a_key_whose_name_is_a_part_of_another_is_not_read(layout, write_jsonl):
+    tokenizer = layout("chatml")
+    tokenizer.chat_template = "{% if messages[-1].reasoning_content %}R{% endif %}" + TEMPLATES["chatml"]
+    with pytest.raises(DataError, match="a message has reasoning, which .* leaves out"):
+        demonstrations_of(write_jsonl({"messages": [USER, {**GOOD, "reasoning": "It was."}]}), tokenizer,
+                          messages="messages")
+    with pytest.raises(DataError, match="chat_template_kwargs has 'reason'"):
+        demonstrations_of(write_jsonl({"messages": [USER, GOOD], "chat_template_kwargs": {"reason": True}}), tokenizer,
+                          messages="messages")
+
+
+def test_json_about_other_things_than_messages_stays_text(layout, write_jsonl):
+    text = '[{"from": "London", "to": "Paris"}]'
+    rows, _ = demonstrations_of(write_jsonl({"prompt": text, "response": text}), layout("chatml"), prompt="prompt")
+    assert layout("chatml").decode(rows.tokens) == text + text + "<|im_end|>"
+
+
+@pytest.mark.parametrize("tools", [[], None, "[]", "null"])
+def test_no_tools_are_no_tools(tools, layout, write_jsonl):
+    tokenizer = layout("chatml")
+    rows, _ = demonstrations_of(write_jsonl({"messages": [USER, GOOD], "tools": tools}), tokenizer, messages="messages")
+    assert split(rows) == as_sampled(tokenizer, "chatml", GOOD)
+
+
+def test_many_added_tokens_do_not_slow_rows_down(layout, write_jsonl, monkeypatch):
+    """Gemma 3 has 6,400, and transformers sorts them at each look."""
+    tokenizer = layout("chatml")
+    looks = []
+    added = type(tokenizer).added_tokens_decoder
+    monkeypatch.setattr(type(tokenizer), "added_tokens_decoder",
+                        property(lambda self: looks.append(1) or added.fget(self)))
+    counts = []
+    for n in (1, 20):
+        looks.clear()
+        rows = [{"prompt": [USER], "chosen": f"good {i}", "rejected": "bad"} for i in range(n)]
+        pairs_of(write_jsonl(*rows), tokenizer)
+        counts.append(len(looks))
+    assert counts[0] == counts[1]

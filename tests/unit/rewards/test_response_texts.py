@@ -28,9 +28,10 @@ def layout(tmp_path_factory):
     return lambda name: load_tokenizer(NewModelConfig(architecture={}, tokenizer=str(make_layout(root / name, name))))
 
 
-def sampled(tokenizer, response, prompt=None, finish="stop"):
+def sampled(tokenizer, response, prompt=None, finish="stop", options=None):
     """The request of a response, given as text with special tokens, to a chat prompt, or to a text."""
-    text = prompt or tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)
+    text = prompt or tokenizer.apply_chat_template([USER], add_generation_prompt=True, tokenize=False,
+                                                   **(options or {}))
     head = tokenizer(text, add_special_tokens=prompt is not None)["input_ids"]
     whole = np.array(tokenizer(text + response, add_special_tokens=prompt is not None)["input_ids"], np.int32)
     assert whole[: len(head)].tolist() == head, "choose a response that no token joins with the prompt"
@@ -39,7 +40,8 @@ def sampled(tokenizer, response, prompt=None, finish="stop"):
         offsets=offsets_of([len(whole)]), tokens=whole, response_mask=mask, logprobs=np.zeros(len(whole), np.float32),
         versions=np.where(mask, 0, -1).astype(np.int32), keys=[SampleKey(0, 0, 0)], seeds=np.zeros(1, np.int64),
         finish_reasons=[finish])
-    prompts = Prompts(offsets=offsets_of([len(head)]), tokens=np.array(head, np.int32), texts=[text], metadata=[{}],
+    prompts = Prompts(offsets=offsets_of([len(head)]), tokens=np.array(head, np.int32), texts=[text],
+                      metadata=[{"chat_template_kwargs": options} if options else {}],
                       rows=np.array([0]), messages=None if prompt else [[USER]])
     return requests_of(rollout, prompts, tokenizer)[0]
 
@@ -93,6 +95,15 @@ def test_a_pattern_sees_what_the_prompt_begins(prompt, layout, tmp_path, monkeyp
     assert scored(FunctionSource("begun", FunctionReward(type="function", function="mine.py:begun")), request) == 1.0
     [sent] = json.loads(request_body([request], "text", []))["samples"]
     assert sent["prefill"] == "<think>\n" and sent["response"] == "It was.</think>good"
+
+
+def test_what_an_option_of_the_row_begins_is_seen(layout):
+    tokenizer = layout("chatml")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "assistant\n{% endif %}", "assistant\n{% if thinking %}<think>\n{% endif %}{% endif %}")
+    request = sampled(tokenizer, "It was.</think>good<|im_end|>", options={"thinking": True})
+    assert request.prefill == "<think>\n" and by_pattern(request, "^<think>.*</think>") == 1.0
+    assert sampled(tokenizer, "good<|im_end|>").prefill == ""
 
 
 def test_a_prompt_that_begins_nothing_sends_nothing_of_it(layout):

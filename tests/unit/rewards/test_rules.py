@@ -45,6 +45,9 @@ RIGHT, WRONG, UNREADABLE = Verdict.RIGHT, Verdict.WRONG, Verdict.UNREADABLE
     ("答案是42。", "42"), ("答案：42", "42"), ("=\N{FULLWIDTH HYPHEN-MINUS}\N{FULLWIDTH DIGIT FIVE}", "-5"),
     ("7 × 8 = 56", "56"), ("a = 5, b = -6", "-6"), ("5 (five)", "5"), ("(so x is 5)", "5"),
     ("42 for GPT-4", "42"), ("w7 7", "7"), ("GPT-4 42", "42"), ("H2O", None),
+    (r"42\text{ cm}^2", "42"), ("is 42 m^2.", "42"), (r"42 \text{ ft}^{3}", "42"), ("42ft", "42"), ("7 lbs", "7"),
+    ("20 + 22 = <<20+22=42>>42", "42"), ("4 * 5 = <<4*5=20>>20 eggs.", "20"),
+    (r"\begin{align*} x &= 42 \end{align*}", "42"), (r"\overline{AB} = 42", "42"), (r"\triangle ABC is 42", "42"),
 ])
 def test_the_last_number_of_a_text(text, expected):
     found = number_in(text)
@@ -65,6 +68,7 @@ def test_the_last_number_of_a_text(text, expected):
     "(x, 5)", "(blue, 4)", "(4, blue)", "(100,200)", r"\{5, x\}", r"[3, \infty)", "P(X = 3)", "f(g(x) = 3)",
     r"\sum_{i = 1}^n i", r"\sqrt{x y 3}", "5 and a half", "5 ⅛", "3万", "负5", "（甲，4）", "five hundred 5",
     "7 (mod 9)", r"1\,00", "3{,}5", "1.000,50", "0.(3)", "42...", "log2 8", "3 x_1", "x-3 5",
+    r"x\neq 5", r"x\geq 5", r"a\cdot 5", r"5 a\cdot b", "42m^2", "42 x^2", "the square root of 5", "cos 5", "ln 5",
 ])
 def test_a_number_that_is_a_part_of_something_is_not_read(text):
     """Neither from a response, whatever the answer, nor from an answer."""
