@@ -11,7 +11,8 @@ from rlhf_ray.cli.paths import local_path, path_or_name
 from rlhf_ray.errors import ConfigError
 
 NO_PATHS = {
-    "prompt", "step", "stop", "column", "address", "job", "nodes", "cluster", "stage", "env", "host", "dtype", "revision",
+    "prompt", "step", "stop", "column", "address", "job", "nodes", "cluster", "stage", "env", "host", "dtype",
+    "revision",
     "label", "name", "arguments", "tls_cert", "tls_key", "tokenizer", "shape", "skip",
 }
 """Parameters with text that are no path, or whose command expands them as the configuration does."""
