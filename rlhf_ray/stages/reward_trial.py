@@ -26,7 +26,8 @@ from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError, SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.records import SampleKey
-from rlhf_ray.rewards.function_source import FunctionSource
+from rlhf_ray.rewards.function_source import ARGUMENTS, FunctionSource
+from rlhf_ray.rewards.function_subprocess import COMPLETIONS
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.stages.preflight import FIRST_ROWS
 
@@ -107,8 +108,7 @@ async def try_function(name: str, reward: FunctionReward, trials: Sequence[Trial
 
     Raises:
         RewardError: it cannot be imported, or its signature does not fit.
-        ConfigError: a call failed.
-        DataError: no row has a column that it requires.
+        ConfigError: a call failed, or no row has a column that it requires.
     """
     source, field = FunctionSource(name, reward), f"rewards.{name}"
     warn = logging.getLogger(__name__).warning
@@ -116,9 +116,12 @@ async def try_function(name: str, reward: FunctionReward, trials: Sequence[Trial
         await source.start()
         for trial in trials:
             if missing := [column for column in source.columns if column not in trial.columns]:
-                raise DataError(f"{field}: the function {reward.function!r} requires the argument {missing[0]!r}, and "
-                                f"the rows of {trial.field} have no such column; their other columns: "
-                                f"{', '.join(sorted(trial.columns)) or 'none'}. Add it, or give the argument a default")
+                raise ConfigError(
+                    f"the reward function {reward.function!r} ({field}) cannot be used: it requires "
+                    f"{', '.join(missing)}, which is no column of the rows of {trial.field} (their other columns: "
+                    f"{', '.join(sorted(trial.columns)) or 'none'}), and none of the other arguments: "
+                    f"{', '.join(ARGUMENTS)}; for functions that take columns: {', '.join(COMPLETIONS)}. Rename the "
+                    "argument, give it a default, or add the column")
             async with asyncio.timeout(TRIAL_S):
                 await source.score(trial.requests)
     except TimeoutError:

@@ -13,7 +13,7 @@ from rlhf_ray.config.scorer_names import KNOWN, YAML, scorer_rewards
 from rlhf_ray.data.chat import PromptFormat
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
-from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError
+from rlhf_ray.errors import ConfigError, ModelError, RewardError
 from rlhf_ray.internals.event_loop import run_coroutine
 from rlhf_ray.models.loading import check_model_directory, check_scalar_head, load_tokenizer
 from rlhf_ray.models.model_families import Use, check_family
@@ -73,7 +73,7 @@ def check_reward(name: str, reward: RewardConfig, model: ModelConfig, trials: Se
         trials, lenient: calls of a function, see `try_function`.
 
     Raises:
-        ConfigError, ModelError, DataError: naming the component.
+        ConfigError, ModelError: naming the component.
     """
     field = f"rewards.{name}"
     match reward:
@@ -114,7 +114,7 @@ def errors_name_option(name: str, option: str) -> Iterator[None]:
     """Make errors of a scorer that was named by an option speak of that option instead of a section of `rewards`."""
     try:
         yield
-    except (ConfigError, ModelError, DataError, RewardError) as error:
+    except (ConfigError, ModelError, RewardError) as error:
         if Path(name).suffix in YAML:
             raise
         text = re.sub(rf" \({SECTIONS}\)", "", str(error))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.errors import ConfigError, DataError
+from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.prompt_input import PromptInput
 from rlhf_ray.stages import reward_trial
 from rlhf_ray.stages.reward_preflight import check_rewards
@@ -80,8 +80,8 @@ def test_functions_that_work(check, code, caplog):
 
 
 def test_a_column_that_no_row_has(check):
-    with pytest.raises(DataError, match=r"rewards\.mine: .* requires the argument 'solution', and the rows of prompts"
-                                        r"\.path have no such column; their other columns: answer, late\. Add it"):
+    with pytest.raises(ConfigError, match=r"\(rewards\.mine\) cannot be used: it requires solution, which is no column "
+                                          r"of the rows of prompts\.path \(their other columns: answer, late\), and"):
         check("def score(completions, solution, **kwargs): return [0.0] * len(completions)")
 
 
