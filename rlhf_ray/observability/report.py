@@ -22,7 +22,7 @@ from rlhf_ray.observability.report_charts import Rows, charts_of, series
 from rlhf_ray.observability.report_profile import profiles
 from rlhf_ray.observability.row_means import ROWS, mean_rate, thinned
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
-from rlhf_ray.observability.sample_texts import some_rollouts
+from rlhf_ray.observability.sample_files import some_samples
 from rlhf_ray.observability.still_policy import still_policy
 from rlhf_ray.observability.tables import changes, workers_text
 
@@ -81,7 +81,7 @@ def write_report(run_dir: Path, term: Term | None = None) -> Path:
         lead=_lead(rows, summary), facts=_facts(config), tiles=_tiles(rows),
         notes=(*_endings(summary), *_losses(run), *_stillness(rows), *_speed(rows, config)),
         changes=changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after"))),
-        texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=some_rollouts(run.samples),
+        texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=some_samples(run.samples),
         workers=workers_text(run.status), config=config_text,
         summary=json.dumps(summary, indent=2, ensure_ascii=False) if summary else "")
     write_atomically(run.report, text.encode(), term)
