@@ -45,6 +45,8 @@ class Pipeline:
         self.config, self._roles, self._calls, self.state = config, roles, calls, state
         self.buffer, self.ledger, self.quarantine = buffer, ledger, quarantine
         self._prompts = PromptsAhead(prompts, state.cursor)
+        self.chat = prompts.chat
+        """Whether the policy answers conversations."""
         self._batcher = ScoringBatcher(self._score_and_assemble)
         self._linger = LINGER if config.coordinator.max_staleness else 0.0
         self._rule = self._rule_of(len(roles.generators))

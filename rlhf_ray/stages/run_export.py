@@ -53,5 +53,5 @@ def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo
         stage="ppo", step=coordinator.state.step, base_model=config.model.path,
         trained_on=f"prompts in {config.prompts.title}{text}",
         rewards=rewards_in_words({name: reward.model_dump() for name, reward in config.rewards.items()}),
-        other_models=others, metrics=evaluations.last(),
+        other_models=others, metrics=evaluations.last(), chat=coordinator.pipeline.chat,
     )

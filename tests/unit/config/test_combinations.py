@@ -17,7 +17,7 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--algorithm.mini_batches=3"], ["128 x 1 = 128", "algorithm.mini_batches=3"]),
         ("ppo", ["--coordinator.samples_per_prompt=3", "--algorithm.mini_batches=1"], ["generator.chunk=16", "=3"]),
         ("ppo", ["--buffer.capacity_mb=2"],
-         ["buffer.capacity_mb=2", "128 samples of up to 768 tokens", "3 MiB", "lower coordinator.prompts_per_step"]),
+         ["buffer.capacity_mb=2", "128 samples of up to 768 tokens", "4 MiB", "lower coordinator.prompts_per_step"]),
         ("ppo", ["--coordinator.prompts_per_step=16384"],
          ["half of cluster.object_store_mb=256", "348 MiB"]),
         ("ppo", ["--coordinator.concurrency=15"], ["coordinator.concurrency=15", "generator.chunk=16"]),

@@ -17,9 +17,8 @@ from tests.unit.coordinator.stand_ins import StandInPrompts, role_groups_of
 
 def lease_of(*rows):
     """Chunks of two samples of each of the rows."""
-    entries = [Entry(i, f"chunk {i}", tuple(SampleKey(0, row, n) for row in chunk for n in range(2)), 0, 1, f"about {i}")
-               for i, chunk in enumerate(rows)]
-    return Lease(0, tuple(entries), 0)
+    keys = [tuple(SampleKey(0, row, n) for row in chunk for n in range(2)) for chunk in rows]
+    return Lease(0, tuple(Entry(i, f"chunk {i}", keys[i], 0, 1, f"about {i}") for i in range(len(rows))), 0)
 
 
 class Saving:
