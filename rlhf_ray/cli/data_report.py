@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_ray.data.inspection import Example, Inspection
-from rlhf_ray.observability.progress import is_terminal
 from rlhf_ray.observability.conversation import escaped
+from rlhf_ray.observability.progress import is_terminal
 
 BARS, WIDTH = 12, 40
 """Rows and characters of the histogram."""

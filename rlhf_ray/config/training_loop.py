@@ -135,18 +135,16 @@ class EvaluationConfig(Section):
 
 
 def _saved_samples(value: Any) -> Any:
-    """A number of prompts, "all" or "off"; YAML reads an unquoted `off` as false.
+    """A number of prompts, "all" or "off".
 
     Raises:
         ValueError: it is none of these.
     """
-    if value is False:
-        return "off"
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if value in ("all", "off") or (isinstance(value, int) and value is not True and value >= 1):
         return value
-    raise ValueError("must be all, off, or a number of prompts of each step, from 1 on")
+    raise ValueError(f"{value!r} is none of all, off, and a number of prompts of each step, from 1 on")
 
 
 class LoggingConfig(Section):

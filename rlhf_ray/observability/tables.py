@@ -84,7 +84,8 @@ def print_texts(texts: Sequence[Mapping[str, Any]], stream: TextIO | None = None
     table.add_column("after", ratio=2, overflow="fold")
     for text in texts:
         # Text, not str: model output may contain markup or control codes of rich.
-        table.add_row(Text(in_lines(turns_of(text))), *(Text(escaped(text.get(key, ""))) for key in ("before", "after")))
+        sides = (escaped(text.get(key, "")) for key in ("before", "after"))
+        table.add_row(Text(in_lines(turns_of(text))), *map(Text, sides))
     _print(table, stream)
 
 

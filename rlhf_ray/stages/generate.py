@@ -20,8 +20,8 @@ from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.model_families import Use, check_family
-from rlhf_ray.observability.progress import is_terminal
 from rlhf_ray.observability.conversation import escaped
+from rlhf_ray.observability.progress import is_terminal
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, prompt_inputs_of_lines, read_prompt_inputs

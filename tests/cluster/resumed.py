@@ -8,7 +8,8 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.replay.ledger import open_for_reading
 
-CLOCKS = ("time", "throughput/", "share/", "weights/publish_seconds", "weights/pause_seconds", "checkpoint/", "faults/")
+CLOCKS = ("time", "throughput/", "share/", "weights/publish_seconds", "weights/pause_seconds", "samples/write_s",
+          "checkpoint/", "faults/")
 """Beginnings of the names of metrics that a clock tells, or what went wrong on the way."""
 TRAFFIC = "coordinator/"
 """Bytes received, which hold timings too."""

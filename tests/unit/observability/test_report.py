@@ -63,6 +63,20 @@ def test_the_page_is_self_contained_with_one_copy_of_plotly(run):
     assert "default-src 'none'" in page, "the browser is told to refuse anything from outside"
 
 
+def test_conversations_are_shown_by_their_messages(run):
+    """Those of evaluations and of samples; half of a surrogate pair is shown by its escape."""
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Half \ud83d of it?"}]
+    SampleWriter(run.samples).write(4, pa.Table.from_pylist([
+        {"step": 4, "sample": 0, "prompt": "flattened", "messages": json.dumps(messages), "response": "\x1b[31mred"}]))
+    run.write_json("evaluation.json", {"before": {}, "after": {}, "texts": [
+        {"prompt": "flattened", "messages": [*messages[:1], {"role": "user", "content": "Why?"}], "before": "a",
+         "after": "b"}]})
+    page = own_part(write_report(run.path).read_text())
+    assert page.count("<b>system</b>Be kind.</div>") == 2 and "flattened" not in page
+    assert "<b>user</b>Why?</div>" in page and "<b>user</b>Half \\ud83d of it?</div>" in page
+    assert "\\x1b[31mred" in page
+
+
 def test_every_text_is_escaped(run):
     page = own_part(write_report(run.path).read_text())
     assert EVIL not in page and "<img" not in page and 'alert("x")' not in page

@@ -1,4 +1,4 @@
-"""Saved samples as a person sees them: which, in the terminal, and as a page that nothing in a text can break out of."""
+"""Saved samples as a person sees them: which, in the terminal, and as a page out of which no text can break."""
 
 import io
 import json
