@@ -133,9 +133,10 @@ class Assembler:
             size = SampleWriter(directory, term).write(step, table)
         except OSError as error:
             if is_disk_full(error, directory):
-                raise CheckpointError(f"the disk of {directory} is full ({os.strerror(errno.ENOSPC)}). Free some "
-                                      "space, or save fewer samples (logging.samples), then resume with --resume"
-                                      ) from error
+                raise CheckpointError(
+                    f"the disk is full: the samples of step {step} cannot be written to {directory} "
+                    f"({os.strerror(errno.ENOSPC)}). Free some space, or save fewer of them (logging.samples), then "
+                    "resume with --resume") from error
             raise
         return size, time.perf_counter() - began
 

@@ -337,7 +337,7 @@ def test_a_full_disk_is_named_with_its_remedy(assemble, policy_model, tmp_path, 
     assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
     assembler.start()
     monkeypatch.setattr(sample_files, "write_atomically", full)
-    with pytest.raises(CheckpointError, match=r"disk of \S+ is full .*save fewer samples \(logging.samples\)"):
+    with pytest.raises(CheckpointError, match=r"the disk is full: the samples of step 1 .*\(logging.samples\)"):
         asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], PROMPTS, experience))
 
 
