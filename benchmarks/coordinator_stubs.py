@@ -96,26 +96,30 @@ class StubRoles:
         return [RewardScores(ones, {"main": ones}, {"main": 0}) for ones in scores]
 
     async def assemble(
-        self, rank: int, terms: Any, keep_texts: list[int], ranks: int, *records: Any
+        self, rank: int, terms: Any, chunks: int, ranks: int, *records: Any
     ) -> tuple[Experience | list[ExperienceSummary], ...]:
         """Experience, and the small numbers about it."""
-        await self._wait(CONTROL_S * len(keep_texts))
-        made = [self._assembled(rollout, texts) for rollout, texts in zip(records, keep_texts, strict=False)]
+        await self._wait(CONTROL_S * chunks)
+        made = [self._assembled(rollout) for rollout in records[:chunks]]
         return (*(experience for experience, _ in made), [summary for _, summary in made])
 
-    def _assembled(self, rollout: Rollout, keep_texts: int) -> tuple[Experience, ExperienceSummary]:
+    def _assembled(self, rollout: Rollout) -> tuple[Experience, ExperienceSummary]:
         column, rows = self._per_token.values, len(rollout)
         experience = Experience(
             offsets=rollout.offsets, tokens=rollout.tokens, response_mask=rollout.response_mask,
             behaviour_logprobs=rollout.logprobs, old_logprobs=column, reference_logprobs=column, values=column,
             advantages=column, returns=column, keys=rollout.keys)
-        text = {"prompt": "p" * 4 * PROMPT, "response": "r" * 4 * RESPONSE, "score": 1.0, "kl": 0.0, "gold": None}
         ones = np.ones(rows, np.float32)
         return experience, ExperienceSummary(
             scores=ones, kl=ones, response_lengths=np.full(rows, RESPONSE, np.int32),
             finished=np.ones(rows, bool), min_version=int(rollout.versions[-1]), nbytes=experience.nbytes,
             tokens=len(rollout.tokens), behaviour_gap=0.0, gap_histogram=np.ones(BINS, np.float32),
-            samples=[text] * min(keep_texts, rows), gold=None, components={"main": ones}, failures={"main": 0})
+            gold=None, components={"main": ones}, failures={"main": 0})
+
+    async def save_samples(self, rank: int, *arguments: Any) -> tuple[int, float]:
+        """The samples of a step are on disk."""
+        await self._wait(CONTROL_S)
+        return 0, CONTROL_S
 
     async def update(self, rank: int, step: int, *rest: Any) -> UpdateStats:
         """An update of a learner."""

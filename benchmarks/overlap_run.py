@@ -60,7 +60,7 @@ def run_config(directory: Path, **sections: Any) -> PPOConfig:
         "model": {"path": str(directory)},
         "rewards": {"exact": {"type": "exact_match"}},
         "prompts": {"path": str(prompts), "max_tokens": 32},
-        "logging": {"samples_per_step": 0, "tensorboard": False, "ray_metrics": False},
+        "logging": {"samples": "off", "tensorboard": False, "ray_metrics": False},
         "generator": {"chunk": 16, "max_sequences": 64, "sampling": {"max_tokens": 32}},
         "policy": {"micro_batch_tokens": 1536, "optimizer": {"learning_rate": 1e-9}},
         "algorithm": {"estimator": "grpo", "epochs": 2, "mini_batches": 4, "old_logprobs": "generator"},

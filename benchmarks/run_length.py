@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import pyarrow as pa
+
 from benchmarks.machine import describe_machine
 from benchmarks.side_process import run_in_process
 from benchmarks.summary import commit
@@ -35,7 +37,7 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.metrics import MetricsWriter, metric_rows_from_end
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.sample_texts import SampleWriter
+from rlhf_ray.observability.sample_files import SampleWriter
 from rlhf_ray.observability.status_page import status_page
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import require_sound
@@ -96,7 +98,9 @@ class Run:
         resume_at = start.step if start else None
         logging = LoggingConfig(tensorboard=False, ray_metrics=False)
         self.metrics = MetricsWriter(directory.path, logging, resume_at, term)
-        self.texts = SampleWriter(directory.samples, resume_at, term)
+        self.texts = SampleWriter(directory.samples, term)
+        if resume_at is not None:
+            self.texts.cut(resume_at)
         self._row: Any = None
         self.faults = FaultLog(directory.faults, term=term, thread=self.files.records)
         if start is None:
@@ -132,7 +136,8 @@ class Run:
 
     def _write(self, step: int) -> None:
         self.metrics.write(step, {f"some/metric_{n}": step / (n + 3) for n in range(METRICS)})
-        self.texts.write(step, [{"prompt": TEXT, "response": TEXT, "score": 0.5, "kl": 0.1}] * TEXTS)
+        row = {"step": step, "prompt": TEXT, "response": TEXT, "score": 0.5, "kl": 0.1}
+        self.texts.write(step, pa.Table.from_pylist([row] * TEXTS))
 
     async def save(self) -> None:
         """A checkpoint, as `Recovery` writes it, without the learners' parts."""

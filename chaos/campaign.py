@@ -49,7 +49,7 @@ SAVED_EVERY = 3
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "cluster": {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "max_restarts": 5, "max_learner_restarts": 5,
                 "disk_timeout_s": 20.0},
-    "logging": {"tensorboard": False, "samples_per_step": 1},
+    "logging": {"tensorboard": False, "samples": 1},
     "checkpoint": {"every": SAVED_EVERY, "every_minutes": 0, "keep": 2},
     "evaluation": {"limit": 6, "every": 4},  # a chunk and a half: both generators take part
     "reward": {"on_failure": "quarantine", "quarantine_limit": 0.2},

@@ -345,6 +345,10 @@ class Experience(Batch):
     """Scored rollouts with advantages, not whitened yet; the replay buffer holds references to it."""
 
     keys: list[SampleKey] = per_sample()
+    versions: NDArray[np.int32] | None = field(default=None, kw_only=True, metadata={"axis": "token"})
+    """Weight version that sampled the token, as in the rollout; None in experience without a rollout."""
+    finish_reasons: list[str] | None = field(default=None, kw_only=True, metadata={"axis": "row"})
+    """As in the rollout; None in experience without one."""
 
 
 @dataclass(frozen=True)
@@ -367,9 +371,6 @@ class ExperienceSummary:
     """Mean absolute difference of behaviour and old log-probabilities over response tokens."""
     gap_histogram: NDArray[np.float32]
     """[BINS] number of response tokens by this difference (`algorithms.logprob_gap`)."""
-    samples: list[dict[str, Any]]
-    """Some as text, for the samples/ folder: prompt, response, score and its components (reward/NAME), kl (with a
-    reference), gold (when configured)."""
     gold: NDArray[np.float32] | None
     """[S] gold scores, when configured."""
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
@@ -397,8 +398,8 @@ class EvaluationPart:
     """A hash of each response's text."""
     bigrams: NDArray[np.int64]
     """A code per pair of adjacent response tokens of a row."""
-    texts: list[dict[str, str]]
-    """A few rows: prompt and response."""
+    texts: list[dict[str, Any]]
+    """A few rows: prompt, response, and the prompt's messages where it is a conversation."""
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """Components of the scores by name, before their weights."""
 

@@ -47,6 +47,8 @@ class ModelCardInfo:
     """Other models that took part in the training, by their part."""
     weights: str | None = None
     """Description of the weights, if they are not simply the trained ones."""
+    chat: bool = False
+    """Whether the model was trained to answer conversations."""
     license: str | None = None
     """Hub licence id; none is assumed, since it depends on base model and data."""
 
@@ -157,6 +159,11 @@ score = model(**tokenizer(row, return_tensors="pt")).logits[0, 0]"""
     elif info.stage == "process_reward":
         use = """# A step's judgement is the softmax over the good and the bad token, at the placeholder after the step;
 # process_reward.json, beside the weights, names the three."""
+    elif info.chat:
+        use = """messages = [{"role": "user", "content": "a question"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+tokens = model.generate(**inputs)[0, inputs["input_ids"].shape[1]:]
+text = tokenizer.decode(tokens, skip_special_tokens=True)"""
     else:
         use = 'text = tokenizer.decode(model.generate(**tokenizer("a prompt", return_tensors="pt"))[0])'
     return f"""from transformers import AutoTokenizer, {head}

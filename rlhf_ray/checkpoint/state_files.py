@@ -87,6 +87,8 @@ def load_experience(path: Path) -> Experience:
         with np.load(path, allow_pickle=False) as data:
             columns: dict[str, Any] = dict.fromkeys(f.name for f in fields(Experience)) | dict(data)
         columns["keys"] = [SampleKey(*map(int, key)) for key in columns["keys"]]
+        if columns["finish_reasons"] is not None:
+            columns["finish_reasons"] = columns["finish_reasons"].tolist()
         return Experience(**columns)
     except Exception as error:  # on damaged files zipfile, zlib, struct and NumPy raise various errors
         raise CheckpointError(f"{path} cannot be read as saved experience: {error!r}") from error

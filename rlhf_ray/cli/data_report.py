@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from rlhf_ray.data.inspection import Example, Inspection
+from rlhf_ray.observability.conversation import escaped
 from rlhf_ray.observability.progress import is_terminal
-from rlhf_ray.observability.tables import visible
 
 BARS, WIDTH = 12, 40
 """Rows and characters of the histogram."""
@@ -65,6 +65,6 @@ def _print_example(title: str, example: Example, plain: bool, console: Console) 
     console.print(Text(f"{title}{name}: {example.tokens} tokens, {example.loss_tokens} with loss", style="bold"))
     line = Text("  ")
     for text, loss in example.spans:
-        shown = visible(text).replace("\n", "\n  ")
+        shown = escaped(text).replace("\n", "\n  ")
         line.append(f"«{shown}»" if loss and plain else shown, style=LOSS_STYLE if loss else "dim")
     console.print(line)

@@ -26,6 +26,7 @@ from rlhf_ray.cli.ledger import ledger
 from rlhf_ray.cli.library_logging import quiet_libraries
 from rlhf_ray.cli.plan import plan
 from rlhf_ray.cli.run_commands import profile, report, scale, status
+from rlhf_ray.cli.samples import samples
 from rlhf_ray.cli.serve_reward import serve_reward
 from rlhf_ray.cli.stage import (
     StageCommand,
@@ -136,7 +137,7 @@ app.command(rich_help_panel=MODELS)(compare)
 app.command(rich_help_panel=MODELS)(serve_reward)
 app.add_typer(data, name="data", rich_help_panel=AROUND)
 app.command(rich_help_panel=AROUND, context_settings=STAGE_ARGUMENTS)(plan)
-for command in (status, scale, profile, ledger, report, doctor):
+for command in (status, samples, scale, profile, ledger, report, doctor):
     app.command(rich_help_panel=AROUND)(command)
 
 

@@ -37,9 +37,9 @@ from rlhf_ray.config.stages import (
 )
 from rlhf_ray.errors import ConfigError
 
-BYTES_PER_TOKEN, BYTES_PER_VALUE = 21, 4
-"""Bytes of a token in `records.Experience`: id, response mask and four numbers; one number more with a reference, and
-one with a critic."""
+BYTES_PER_TOKEN, BYTES_PER_VALUE = 25, 4
+"""Bytes of a token in `records.Experience`: id, response mask, version and four numbers; one number more with a
+reference, and one with a critic."""
 MIB = 2**20
 
 

@@ -104,7 +104,7 @@ _EVERY_STAGE = (
 )
 _SUPERVISED = (
     ConditionalFields(
-        ("logging.samples_per_step",), _never, "this stage generates no samples"),
+        ("logging.samples",), _never, "this stage generates no samples"),
     ConditionalFields(
         ("logging.judge",), _never, "this stage generates no responses to judge"),
     ConditionalFields(
@@ -136,7 +136,7 @@ _PREFERENCES = (
         "this stage saves no checkpoints to continue from"),
     ConditionalFields(
         ("logging.tensorboard", "logging.ray_metrics", "logging.wandb_project", "logging.mlflow_experiment",
-         "logging.samples_per_step", "logging.profile_step"), _never, _NO_METRICS),
+         "logging.samples", "logging.profile_step"), _never, _NO_METRICS),
     ConditionalFields(("logging.judge",), _never, "this stage ranks by pairs.judge"),
     ConditionalFields(("cluster.max_learner_restarts",), _never, _NO_LEARNERS),
     ConditionalFields(("prompts.shuffle",), _never, "every prompt is sampled once, and pairs are written in its order"),

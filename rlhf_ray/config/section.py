@@ -50,7 +50,11 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_truth_value_for_a_number(cls, given: Any) -> Any:
-        """YAML reads yes, no, on and off as true and false, which pydantic would take for 1 and 0."""
+        """YAML reads yes, no, on and off as true and false, which pydantic would take for 1 and 0. For a field that may
+        be `off`, false is that."""
+        if isinstance(given, dict):
+            given = {name: "off" if value is False and name in cls.model_fields
+                     and _takes(cls.model_fields[name].annotation, "off") else value for name, value in given.items()}
         for name, value in given.items() if isinstance(given, dict) else ():
             values = value if isinstance(value, list | tuple) else [value]
             wrong = next((each for each in values if isinstance(each, bool)), None)
@@ -64,3 +68,8 @@ def _takes_bool(annotation: Any) -> bool:
     """Whether a field may be true or false, or is a section, which says so itself."""
     section = isinstance(annotation, type) and issubclass(annotation, Section)
     return section or annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))
+
+
+def _takes(annotation: Any, text: str) -> bool:
+    """Whether one of the texts that a field may have is `text`."""
+    return annotation == text or any(_takes(each, text) for each in get_args(annotation))

@@ -1,9 +1,9 @@
 """The training loop: batches, replay buffer, checkpoints, evaluation and logging."""
 
 import re
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_ray.config.data import PromptsSource
 from rlhf_ray.config.generation import SamplingConfig
@@ -152,6 +152,19 @@ class EvaluationConfig(Section):
         return self
 
 
+def _saved_samples(value: Any) -> Any:
+    """A number of prompts, "all" or "off".
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if value in ("all", "off") or (isinstance(value, int) and value is not True and value >= 1):
+        return value
+    raise ValueError(f"{value!r} is none of all, off, and a number of prompts of each step, from 1 on")
+
+
 class LoggingConfig(Section):
     """Destinations of metrics and texts, in addition to metrics.jsonl, which is always written."""
 
@@ -166,8 +179,9 @@ class LoggingConfig(Section):
     """Weights & Biases project; off if empty."""
     mlflow_experiment: str | None = None
     """MLflow experiment, at MLFLOW_TRACKING_URI or in a file in the run's directory; off if empty."""
-    samples_per_step: int = Field(4, ge=0)
-    """Number of rollouts per step saved as text in samples/."""
+    samples: Annotated[Literal["all", "off"] | int, BeforeValidator(_saved_samples)] = "all"
+    """Samples of each step that are saved in samples/, with texts, tokens, log-probabilities, advantages and rewards:
+    `all`, those of the step's first N prompts (a number), or `off`."""
     profile_step: int | None = Field(None, ge=1)
     """Step to profile, as `rlhf-ray profile` does for a running run; off if empty."""
     judge: UserPath | None = Field(None, min_length=1)

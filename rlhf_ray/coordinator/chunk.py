@@ -26,8 +26,6 @@ class Chunk:
     place: Reservation
     keys: list[SampleKey]
     """Its samples; fewer than its place has while prompts that left it are not replaced yet."""
-    texts: int = 0
-    """How many of its samples are returned as text: the first samples of a batch are."""
     phase: Phase = Phase.ADMITTED
     since: float = 0.0
     """Start of the phase, in seconds of the step clock."""

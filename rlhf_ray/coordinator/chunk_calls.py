@@ -98,18 +98,17 @@ class ChunkCalls:
         return [call.ref for call in logprobs], [call.ref for call in values]
 
     async def assemble(
-        self, scored: Scored, logprobs: list[Any], values: list[Any], terms: RewardTerms, texts: Sequence[int]
+        self, scored: Scored, logprobs: list[Any], values: list[Any], terms: RewardTerms
     ) -> list[tuple[Any, ExperienceSummary]]:
         """The reference to each chunk's experience, and its summary.
 
         Args:
             logprobs, values: see `learner_passes`.
             terms: the run's numbers that enter the rewards.
-            texts: rows of each chunk to return as text.
         """
         chunks = len(scored.rollouts)
         call, summaries = await self._assembler.call_and_get(
-            chunks, "assemble", terms, list(texts), len(logprobs), *scored.rollouts, scored.reward,
+            chunks, "assemble", terms, chunks, len(logprobs), *scored.rollouts, scored.reward,
             scored.reference, *logprobs, *values, phase="assemble", outputs=chunks + 1)
         return list(zip(call.refs, summaries, strict=False))
 

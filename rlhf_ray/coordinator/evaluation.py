@@ -25,7 +25,8 @@ class Evaluation:
     """One measurement."""
 
     metrics: dict[str, float]
-    texts: list[dict[str, str]]
+    texts: list[dict[str, Any]]
+    """Some responses: prompt, response, and messages of a prompt that is a conversation."""
 
 
 class Evaluator:
@@ -121,7 +122,8 @@ class Evaluator:
                                                   phase="generate", work=len(keys))
             scored = await calls.score([Generated(rollout, prompts)])
             return await roles.dispatcher(roles.assembler).call(
-                "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference, phase="evaluate")
+                "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference,
+                prompts if keep_texts else None, phase="evaluate")
 
         async with self._slots:  # deadlines run from the call on, so a long queue must wait here
             try:

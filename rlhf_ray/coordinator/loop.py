@@ -2,12 +2,10 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.config.derived import derive
@@ -19,6 +17,7 @@ from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import NOT_SAVED, Recovery, SavePace, reported
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
+from rlhf_ray.coordinator.sample_saving import SampleSaving
 from rlhf_ray.coordinator.step_metrics import StepOutcome, step_metrics
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
@@ -29,7 +28,6 @@ from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
-from rlhf_ray.observability.sample_texts import SampleWriter
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_records import BufferStats, Lease
@@ -50,7 +48,7 @@ class Coordinator:
     evaluator: Evaluator | None
     best: BestKeeper
     metrics: MetricsWriter
-    samples: SampleWriter
+    samples: SampleSaving
     progress: StageProgress
     stop: StopRequest
     on_evaluation: Callable[[int, Evaluation], None]
@@ -61,8 +59,8 @@ class Coordinator:
     """Of checkpoints by time; that of `recovery`."""
     saved_at: int | None = None
     """Step of the checkpoint that the run continued from or last saved, which may still be written."""
-    _row: Future[None] | None = None
-    """The newest row of metrics, while it is being written."""
+    _row: asyncio.Task[None] | None = None
+    """The newest row of metrics, until it is written."""
     _kept: frozenset[int] | None = None
     """Entries of the buffer, by admission number, that were ready before the last publication; None before a step."""
     _pause_s: float | None = None
@@ -103,6 +101,10 @@ class Coordinator:
         finally:
             gc.unfreeze()
             self.profiler.close()
+            await self.samples.close()
+            if self._row is not None:
+                row, self._row = self._row, None
+                await asyncio.gather(row, return_exceptions=True)
             await self.pipeline.close()
             await self.recovery.close()
 
@@ -186,6 +188,7 @@ class Coordinator:
         """Learn from a batch, publish, record. `began`, `received`: clock and traffic before its rollout."""
         version, coef = self.state.step, self.state.kl.value
         depth, canary = self.buffer.stats(), self.weights.canary
+        saving = self.samples.begin(version + 1, lease)
         async with self.weights.changing():
             with self.calls.forward_passes_held():
                 if self.weights.phases is not None:
@@ -207,7 +210,7 @@ class Coordinator:
         self._pause_s = None
         await self.profiler.end(self.state.step, began, outcome.ended)
         await self._recorded()
-        self._record(outcome, depth)
+        self._record(outcome, depth, saving)
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
         if self._pauses:
             async with self._saved_before_the_end():
@@ -230,20 +233,18 @@ class Coordinator:
         self.saved_at = self.state.step
 
     async def _recorded(self) -> None:
-        """Wait until the last row is on disk. This happens before the next row, and before files that must not exist
-        without it, so that the wait is part of a step's time."""
+        """Wait until the last row, and the samples of its step, are on disk. This happens before the next row, and
+        before files that must not exist without it, so that the wait is part of a step's time."""
         if self._row is not None:
             row, self._row = self._row, None
-            await self.files.records.wait(row)
+            await row
 
-    def _record(self, outcome: StepOutcome, depth: BufferStats) -> None:
+    def _record(self, outcome: StepOutcome, depth: BufferStats, saving: Awaitable[dict[str, float]]) -> None:
         row = step_metrics(outcome, depth, self.roles.clock, self.roles.workers())
         if self.pipeline.quarantine:
             row["reward/quarantined"] = float(self.pipeline.quarantine.samples)
         self.state.early_stop.observe(self.state.step, row.get("kl/sequence"), row["reward/mean"])
-        texts = [text for summary in outcome.summaries for text in summary.samples]
-        self._row = self.files.records.submit(self._write, self.state.step, row,
-                                              texts[: self.config.logging.samples_per_step])
+        self._row = asyncio.create_task(self._write(self.state.step, row, saving))
         shown = {"reward": "reward/mean", "gold": "reward/gold", "kl": "kl/sequence",
                  "samples_per_second": "throughput/samples_per_second"}
         self.progress.update(self.state.step, **{label: row[name] for label, name in shown.items() if name in row})
@@ -253,9 +254,12 @@ class Coordinator:
                                f"(weights.logprob_gap_alarm) at one token of a hundred, by up to {gap:.2g} at the "
                                "others: their weights or precision differ")
 
-    def _write(self, step: int, row: dict[str, float], texts: list[dict[str, Any]]) -> None:
-        self.metrics.write(step, row)
-        self.samples.write(step, texts)
+    async def _write(self, step: int, row: dict[str, float], saving: Awaitable[dict[str, float]]) -> None:
+        """Write a row of metrics once the step's samples are on disk, or cannot be written."""
+        try:
+            row |= await saving
+        finally:
+            await self.files.records.run(self.metrics.write, step, row)
 
     async def _evaluate(self) -> bool:
         """Evaluate the policy; True if it is the best so far, and not the initial one. If a request to stop interrupts

@@ -45,6 +45,8 @@ class Pipeline:
         self.config, self._roles, self._calls, self.state = config, roles, calls, state
         self.buffer, self.ledger, self.quarantine = buffer, ledger, quarantine
         self._prompts = PromptsAhead(prompts, state.cursor)
+        self.chat = prompts.chat
+        """Whether the policy answers conversations."""
         self._batcher = ScoringBatcher(self._score_and_assemble)
         self._linger = LINGER if config.coordinator.max_staleness else 0.0
         self._rule = self._rule_of(len(roles.generators))
@@ -87,10 +89,7 @@ class Pipeline:
             else:
                 keys += self.state.chunks.pop(place.order).keys
         self._admit_again(keys)
-        position = 0
         for chunk in sorted(self.state.chunks.values(), key=lambda chunk: chunk.order):
-            chunk.texts = self._texts(position, chunk.place.samples)
-            position += chunk.place.samples
             if chunk.complete:
                 self._start(chunk)
             else:
@@ -145,13 +144,13 @@ class Pipeline:
         left = self.config.run.steps * self.config.coordinator.samples_per_step - buffer.accepted - buffer.running
         allowance = min(allowance, left)
         while allowance > 0:
-            size, position = self._next_chunk()
+            size = self._next_chunk()
             if size > allowance:
                 return
             place = buffer.reserve(size, self.state.published, again=bool(self.state.returned))
             if place is None:
                 return
-            chunk = Chunk(place, self._next_keys(size), texts=self._texts(position, size))
+            chunk = Chunk(place, self._next_keys(size))
             self.state.chunks[chunk.order] = chunk
             self._start(chunk)
             allowance -= size
@@ -168,16 +167,12 @@ class Pipeline:
         return AdmissionRule(self.config.coordinator.samples_per_step, self.config.coordinator.max_staleness,
                              concurrency_of(self.config.coordinator, self.config.generator, generators))
 
-    def _next_chunk(self) -> tuple[int, int]:
-        """Size of the next chunk and its position in its batch, in samples. The last chunk of a batch is smaller, if
-        chunks do not add up to a batch."""
+    def _next_chunk(self) -> int:
+        """Size of the next chunk, in samples. The last chunk of a batch is smaller, if chunks do not add up to a
+        batch."""
         batch = self.config.coordinator.samples_per_step
         position = (self.buffer.accepted + self.buffer.running) % batch
-        return min(self.config.generator.chunk, batch - position), position
-
-    def _texts(self, position: int, size: int) -> int:
-        """How many samples of a chunk at this position of its batch are among the first `logging.samples_per_step`."""
-        return min(size, max(0, self.config.logging.samples_per_step - position))
+        return min(self.config.generator.chunk, batch - position)
 
     def _next_keys(self, samples: int) -> list[SampleKey]:
         """Samples to admit: first those that lost their place, then the cursor's next."""
@@ -274,7 +269,7 @@ class Pipeline:
             self._enter(item.chunk, Phase.ASSEMBLE)
         logprobs, values = await self._calls.learner_passes(scored)
         terms = self.state.reward_terms(self.config.algorithm.reward_normalisation)  # as of now: all scores are there
-        return await self._calls.assemble(scored, logprobs, values, terms, [item.chunk.texts for item in items])
+        return await self._calls.assemble(scored, logprobs, values, terms)
 
     def _commit(self, chunk: Chunk, ref: Any, summary: ExperienceSummary) -> None:
         """Put a chunk's experience into its place, if it is fresh enough."""

@@ -36,6 +36,8 @@ class PromptSource:
     """Rows of the data sets that were left out."""
     held_out: "PromptSource | None" = None
     """The held-out rows of this table, if any."""
+    chat: bool = False
+    """Whether its first prompt is a conversation."""
     limit: int | None = None
     """Only the first rows of each data set are used; None for all."""
 
@@ -65,7 +67,7 @@ class PromptSource:
         if any(table_info["held_out"]):
             held_out = cls(reader, HELD_OUT, table_info["held_out"], [], table_info["contents"])
         return cls(reader, table, table_info["sizes"], table_info["reports"], table_info["contents"],
-                   table_info["left_out"], held_out)
+                   table_info["left_out"], held_out, table_info["chat"])
 
     def first_held_out(self, limit: int | None) -> "PromptSource | None":
         """The held-out rows of this table, or the first `limit` of each data set."""

@@ -79,6 +79,8 @@ METRICS: dict[str, Metric] = {
     "throughput/samples_per_second": Metric("Samples trained on", "samples per second"),
     "throughput/tokens_per_second": Metric("Tokens trained on", "tokens per second"),
     "checkpoint/pause_seconds": Metric("Training stood still for the checkpoint before this step", "seconds"),
+    "samples/bytes": Metric("The step's file in samples/", "bytes"),
+    "samples/write_s": Metric("An assembler wrote the step's samples, beside the training", "seconds"),
     "time/step": Metric("Whole step", "seconds"),
     "time/generate": Metric("Generation", "seconds"),
     "time/reference": Metric("Reference log-probabilities", "seconds"),

@@ -14,6 +14,7 @@ from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.errors import DataError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.bottleneck import diagnosis
+from rlhf_ray.observability.conversation import escaped, turns_of
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.html_page import ASSETS, Tile, page
 from rlhf_ray.observability.metrics import metric_rows
@@ -23,7 +24,7 @@ from rlhf_ray.observability.report_charts import Rows, charts_of, series
 from rlhf_ray.observability.report_profile import profiles
 from rlhf_ray.observability.row_means import ROWS, mean_rate, thinned
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
-from rlhf_ray.observability.sample_texts import some_rollouts
+from rlhf_ray.observability.sample_files import some_samples
 from rlhf_ray.observability.still_policy import still_policy
 from rlhf_ray.observability.tables import changes, workers_text
 
@@ -82,7 +83,8 @@ def write_report(run_dir: Path, term: Term | None = None) -> Path:
         lead=lead_of_run(rows, summary), facts=_facts(config), tiles=_tiles(rows),
         notes=(*_endings(summary), *_losses(run), *_stillness(rows), *_speed(rows, config)),
         changes=changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after"))),
-        texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=some_rollouts(run.samples),
+        texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=some_samples(run.samples), turns=turns_of,
+        escaped=escaped,
         workers=workers_text(run.status), config=config_text,
         summary=json.dumps(summary, indent=2, ensure_ascii=False) if summary else "")
     write_atomically(run.report, text.encode(), term)

@@ -16,6 +16,7 @@ from rich.text import Text
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, diagnosis, mean_shares
 from rlhf_ray.observability.control_files import SILENT_S
+from rlhf_ray.observability.conversation import escaped
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metric_catalogue import readable
 from rlhf_ray.observability.metrics import metric_rows, metric_rows_from_end
@@ -26,7 +27,7 @@ from rlhf_ray.observability.row_means import mean_rate
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.sample_texts import some_rollouts
 from rlhf_ray.observability.still_policy import still_policy
-from rlhf_ray.observability.tables import number, plain_table, visible, workers_table
+from rlhf_ray.observability.tables import number, plain_table, workers_table
 
 RECENT_STEPS = 20
 """Number of steps over which shares of time are averaged."""
@@ -195,8 +196,8 @@ def _sample(run: RunDirectory) -> list[RenderableType]:
 
 
 def _shortened(text: Any) -> str:
-    """The beginning of a text, without control characters, indented as one block."""
-    lines = visible(str(text or "").strip()[:TEXT_CHARACTERS]).splitlines() or [""]
+    """The beginning of a text, with control characters as escapes, indented as one block."""
+    lines = escaped(str(text or "").strip()[:TEXT_CHARACTERS]).splitlines() or [""]
     shown = "\n            ".join(lines[:TEXT_LINES])
     cut = len(lines) > TEXT_LINES or len(str(text or "").strip()) > TEXT_CHARACTERS
     return shown + (" ..." if cut else "")

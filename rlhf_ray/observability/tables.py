@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlhf_ray.errors import DataError
+from rlhf_ray.observability.conversation import escaped, in_lines, turns_of
 from rlhf_ray.observability.metric_catalogue import better
 from rlhf_ray.observability.progress import is_terminal
 from rlhf_ray.observability.run_directory import read_json
@@ -75,15 +76,16 @@ def print_before_after(
     _print(table, stream)
 
 
-def print_texts(texts: Sequence[Mapping[str, str]], stream: TextIO | None = None) -> None:
-    """Print texts with keys prompt, before, after side by side."""
+def print_texts(texts: Sequence[Mapping[str, Any]], stream: TextIO | None = None) -> None:
+    """Print texts with keys prompt (and messages, of a conversation), before, after side by side."""
     stream = stream or sys.stdout
     table = _table(not is_terminal(stream), "prompt", lines=True)
     table.add_column("before", ratio=2, overflow="fold")
     table.add_column("after", ratio=2, overflow="fold")
     for text in texts:
         # Text, not str: model output may contain markup or control codes of rich.
-        table.add_row(*(Text(visible(text.get(key, ""))) for key in ("prompt", "before", "after")))
+        sides = (escaped(text.get(key, "")) for key in ("before", "after"))
+        table.add_row(Text(in_lines(turns_of(text))), *map(Text, sides))
     _print(table, stream)
 
 
@@ -101,11 +103,6 @@ def _table(plain: bool, first: str, lines: bool = False) -> Table:
     table = plain_table() if plain else Table(box=box.ROUNDED, show_lines=lines)
     table.add_column(first, ratio=1 if lines else None, overflow="fold")
     return table
-
-
-def visible(text: str) -> str:
-    """`text` without control characters, which could move the cursor or colour the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
 def _print(table: Table, stream: TextIO) -> None:

@@ -22,7 +22,7 @@ from rlhf_ray.data.answers import Prefills
 from rlhf_ray.data.chat import NO_OPTIONS, PromptText, template_options
 from rlhf_ray.data.encoding import decode_after
 from rlhf_ray.errors import RewardError, SampleError
-from rlhf_ray.records import Prompts, Rollout, SampleKey, response_start
+from rlhf_ray.records import Prompts, Rollout, SampleKey, SampleRows, response_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -152,7 +152,7 @@ class ResponseTexts:
         added = tokenizer.added_tokens_decoder.items()
         self._specials = np.array(sorted({*tokenizer.all_special_ids, *(i for i, t in added if t.special)}), np.int64)
 
-    def plain(self, rollout: Rollout, rows: range) -> str:
+    def plain(self, rollout: SampleRows, rows: range) -> str:
         """The responses of a sample's rows as one text, without special tokens, each from its first sampled token."""
         return "".join(self._text(*self._parts(rollout, i), skip=True) for i in rows)
 
@@ -166,7 +166,7 @@ class ResponseTexts:
         return "".join(self._text(head, tail, skip=False) for head, tail in parts)
 
     @staticmethod
-    def _parts(rollout: Rollout, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _parts(rollout: SampleRows, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """(the tokens before a row's response, the response and what follows)."""
         tokens, start = rollout.row(row, "tokens"), response_start(rollout.row(row, "response_mask"))
         return tokens[:start], tokens[start:]
@@ -178,7 +178,9 @@ class ResponseTexts:
         return decode_after(self._tokenizer, head.tolist(), tail.tolist(), skip_special_tokens=skip)
 
 
-def rollout_texts(tokenizer: PreTrainedTokenizerBase, rollout: Rollout, samples: int) -> tuple[list[str], list[str]]:
+def rollout_texts(
+    tokenizer: PreTrainedTokenizerBase, rollout: SampleRows, samples: int
+) -> tuple[list[str], list[str]]:
     """Prompts and responses of the first `samples` samples (or of all, if there are fewer), without special tokens; a
     row without a response is all prompt."""
     prompts, responses, texts = [], [], ResponseTexts(tokenizer)

@@ -1,5 +1,9 @@
 """Builds experience from rollouts and their scores: KL, token rewards, advantages, returns."""
 
+import errno
+import json
+import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +15,21 @@ from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate
 from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.logprob_gap import gap_histogram
 from rlhf_ray.algorithms.score_shaping import length_adaptive_lambda, overlong_penalty
+from rlhf_ray.checkpoint.disk_space import is_disk_full
 from rlhf_ray.checkpoint.state_files import load_experience, save_experience
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.training_loop import LoggingConfig
+from rlhf_ray.errors import CheckpointError
+from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.packing import Packing
+from rlhf_ray.observability.owner_record import Term
+from rlhf_ray.observability.sample_files import SampleTexts, SampleWriter, sample_table
 from rlhf_ray.records import (
     EvaluationPart,
     Experience,
     ExperienceSummary,
+    Prompts,
     RewardScores,
     RewardTerms,
     Rollout,
@@ -34,24 +43,33 @@ from rlhf_ray.roles.micro_batch import split_scores
 
 
 class Assembler:
-    """The last stage before the replay buffer. Keeps no state between calls."""
+    """The last stage before the replay buffer, and the writer of the samples that were trained on. No result of a call
+    depends on earlier ones."""
 
-    def __init__(self, algorithm: AlgorithmConfig, logging: LoggingConfig, model: ModelConfig, longest: int) -> None:
-        """`longest` is the maximum number of tokens of a response, at which the overlong penalty is full."""
-        self.algorithm, self.logging, self._model, self._longest = algorithm, logging, model, longest
+    def __init__(self, algorithm: AlgorithmConfig, model: ModelConfig, longest: int,
+                 disk_timeout_s: float = float("inf")) -> None:
+        """
+        Args:
+            longest: the maximum number of tokens of a response, at which the overlong penalty is full.
+            disk_timeout_s: longest time without progress of writing samples.
+        """
+        self.algorithm, self._model, self._longest = algorithm, model, longest
+        self._thread = FileThread("samples", disk_timeout_s)
+        self._token_texts: dict[int, str] = {}
+        """Tokens that were decoded, by id."""
 
     def start(self) -> None:
-        """Load the tokenizer, which decodes texts for the samples folder."""
+        """Load the tokenizer, which decodes the texts of samples."""
         self._tokenizer = load_tokenizer(self._model)
 
     def assemble(
-        self, terms: RewardTerms, keep_texts: Sequence[int], policy_ranks: int, *records: Any
+        self, terms: RewardTerms, chunks: int, policy_ranks: int, *records: Any
     ) -> tuple[Experience | list[ExperienceSummary], ...]:
         """Experience of rollouts that were scored together.
 
         Args:
             terms: numbers of the run so far that enter the rewards.
-            keep_texts: for each rollout, the number of samples to return as text.
+            chunks: the number of rollouts.
             policy_ranks: how many of the ranks' parts are the policy's log-probabilities; the rest are critic values.
                 If 0, the generator's log-probabilities are the old ones.
             records: the rollouts, a list of each one's rewards, the reference's log-probabilities (None where nothing
@@ -61,21 +79,76 @@ class Assembler:
         Returns:
             each rollout's experience, followed by a list of the summaries.
         """
-        count = len(keep_texts)
-        rollouts, (rewards, reference, *parts) = records[:count], records[count:]
+        rollouts, (rewards, reference, *parts) = records[:chunks], records[chunks:]
 
         def split(shares: Sequence[TokenScores]) -> Sequence[TokenScores]:
             return split_scores(TokenScores.concat(shares), rollouts)
 
         policy = split(parts[:policy_ranks]) if policy_ranks else [
             TokenScores(offsets=np.asarray(rollout.offsets), values=rollout.logprobs) for rollout in rollouts]
-        references = [None] * count if reference is None else split_scores(reference, rollouts)
-        values = split(parts[policy_ranks:]) if len(parts) > policy_ranks else [None] * count
+        references = [None] * chunks if reference is None else split_scores(reference, rollouts)
+        values = split(parts[policy_ranks:]) if len(parts) > policy_ranks else [None] * chunks
         scores = [Scores(*columns) for columns in zip(rewards, references, policy, values, strict=True)]
         experiences = [self._experience(rollout, scored, terms)
                        for rollout, scored in zip(rollouts, scores, strict=True)]
-        summaries = [self._summary(*one) for one in zip(rollouts, scores, experiences, keep_texts, strict=True)]
+        summaries = [self._summary(*one) for one in zip(rollouts, scores, experiences, strict=True)]
         return (*experiences, summaries)
+
+    async def save_samples(
+        self, directory: str, term: Term | None, step: int, prompts_saved: int | None, old_known: bool,
+        summaries: Sequence[ExperienceSummary], prompts: Prompts, *experiences: Experience,
+    ) -> tuple[int, float]:
+        """Write the samples of a step to the samples/ folder `directory`, in a thread: other calls run meanwhile.
+
+        Args:
+            prompts_saved: save the samples of the first prompts only; None for all.
+            old_known: whether a learner computed the old log-probabilities.
+            summaries: of each experience.
+            prompts: the samples' prompts, in any order.
+
+        Returns:
+            the size of the file in bytes, and the seconds that it took.
+
+        Raises:
+            DiskStalled: the disk made no progress for too long.
+            CheckpointError: it is full.
+            SupersededError: another driver owns the run now.
+        """
+        return await self._thread.run(self._save_samples, Path(directory), term, step, prompts_saved, old_known,
+                                      summaries, prompts, experiences)
+
+    def _save_samples(
+        self, directory: Path, term: Term | None, step: int, prompts_saved: int | None, old_known: bool,
+        summaries: Sequence[ExperienceSummary], prompts: Prompts, experiences: Sequence[Experience],
+    ) -> tuple[int, float]:
+        began = time.perf_counter()
+        experience = Experience.concat(experiences)
+        groups = prompt_groups(experience.keys).numpy()
+        kept = np.flatnonzero(groups < (groups.max() + 1 if prompts_saved is None else prompts_saved))
+        experience = experience.select(experience.rows_of(kept))
+        texts = self._sample_texts(experience, prompts)
+        numbers = {name: None if values is None else values[kept] for name, values in _numbers_of(summaries).items()}
+        table = sample_table(step, experience, texts, numbers, old_known)
+        try:
+            size = SampleWriter(directory, term).write(step, table)
+        except OSError as error:
+            if is_disk_full(error, directory):
+                raise CheckpointError(
+                    f"the disk is full: the samples of step {step} cannot be written to {directory} "
+                    f"({os.strerror(errno.ENOSPC)}). Free some space, or save fewer of them (logging.samples), then "
+                    "resume with --resume") from error
+            raise
+        return size, time.perf_counter() - began
+
+    def _sample_texts(self, experience: Experience, prompts: Prompts) -> SampleTexts:
+        places = {row: i for i, row in enumerate(prompts.rows.tolist())}
+        messages = [None if prompts.messages is None else prompts.messages[places[key.row]] for key in experience.keys]
+        for token in np.unique(experience.tokens).tolist():
+            if token not in self._token_texts:
+                self._token_texts[token] = self._tokenizer.decode([token])
+        own_prompts, responses = rollout_texts(self._tokenizer, experience, len(experience.keys))
+        return SampleTexts(own_prompts, [None if each is None else json.dumps(each) for each in messages], responses,
+                           self._token_texts)
 
     def join(self, *shares: TokenScores) -> TokenScores:
         """Concatenate the ranks' contiguous shares of a rollout's rows."""
@@ -90,11 +163,14 @@ class Assembler:
         return load_experience(Path(path))
 
     def measure(
-        self, keep_texts: int, rollout: Rollout, each_rewards: Sequence[RewardScores], reference: TokenScores | None
+        self, keep_texts: int, rollout: Rollout, each_rewards: Sequence[RewardScores], reference: TokenScores | None,
+        asked: Prompts | None = None,
     ) -> EvaluationPart:
         """One chunk's part of an evaluation; the policy's log-probabilities are the generator's own.
 
         Args:
+            keep_texts: how many samples to return as text.
+            asked: the samples' prompts, for the conversations among them.
             each_rewards: the rewards of this one rollout, as `RewardScorer.score_each` returns them.
         """
         (rewards,) = each_rewards
@@ -113,12 +189,13 @@ class Assembler:
             digests=np.array([stable_hash(text) for text in responses]),
             bigrams=np.concatenate([bigram_codes(rollout.row(i, "tokens")[rollout.row(i, "response_mask")])
                                     for i in range(len(rollout))]),
-            texts=[{"prompt": prompts[i], "response": responses[i]} for i in range(min(keep_texts, len(prompts)))],
+            texts=[{"prompt": prompts[i], "response": responses[i], **_conversation(rollout.keys[i], asked)}
+                   for i in range(min(keep_texts, len(prompts)))],
         )
 
     def sum_up(
         self, on_policy: bool, solved_at: Mapping[str, float], *parts: EvaluationPart
-    ) -> tuple[dict[str, float], list[dict[str, str]]]:
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics over all chunks of an evaluation, and the kept texts; see `evaluation_metrics`."""
         metrics = summarise(list(parts), on_policy) | pass_rates(list(parts), solved_at)
         return metrics, [text for part in parts for text in part.texts]
@@ -156,7 +233,8 @@ class Assembler:
             behaviour_logprobs=rollout.logprobs, old_logprobs=scores.policy.values,
             reference_logprobs=None if scores.reference is None else scores.reference.values,
             values=None if values is None else values.values,
-            advantages=flat(advantages), returns=flat(returns), keys=rollout.keys,
+            advantages=flat(advantages), returns=flat(returns), keys=rollout.keys, versions=rollout.versions,
+            finish_reasons=rollout.finish_reasons,
         )
 
     def _sample_scores(
@@ -175,19 +253,11 @@ class Assembler:
         bound = self.algorithm.reward_clip
         return rewards if bound is None else rewards.clamp(-bound, bound)
 
-    def _summary(self, rollout: Rollout, scores: Scores, experience: Experience, keep_texts: int) -> ExperienceSummary:
-        mask, starts, count = rollout.response_mask, rollout.sample_starts, len(rollout.keys)
+    def _summary(self, rollout: Rollout, scores: Scores, experience: Experience) -> ExperienceSummary:
+        mask, starts = rollout.response_mask, rollout.sample_starts
         reference, kl = experience.reference_logprobs, None
         if reference is not None:
             kl = np.add.reduceat(np.where(mask, experience.old_logprobs - reference, 0), starts).astype(np.float32)
-        prompts, responses = rollout_texts(self._tokenizer, rollout, min(keep_texts, count))
-        gold = scores.rewards.gold
-        texts = [
-            {"prompt": prompts[i], "response": responses[i], "score": float(scores.rewards.scores[i]),
-             "kl": None if kl is None else float(kl[i]), "gold": None if gold is None else float(gold[i]),
-             **{f"reward/{name}": float(part[i]) for name, part in scores.rewards.components.items()}}
-            for i in range(min(keep_texts, count))
-        ]
         return ExperienceSummary(
             scores=scores.rewards.scores, components=scores.rewards.components,
             failures=scores.rewards.failures, kl=kl,
@@ -196,8 +266,31 @@ class Assembler:
             behaviour_gap=float(np.abs(experience.behaviour_logprobs - experience.old_logprobs)[mask].mean()),
             gap_histogram=gap_histogram(*(torch.from_numpy(column[mask]) for column in (
                 experience.behaviour_logprobs, experience.old_logprobs, mask))).numpy(),
-            samples=texts, gold=gold,
+            gold=scores.rewards.gold,
         )
+
+
+def _numbers_of(summaries: Sequence[ExperienceSummary]) -> dict[str, np.ndarray | None]:
+    """[S] numbers of all samples by their column in samples/; NaN where some of them lack one, None where all do."""
+    def joined(columns: Sequence[np.ndarray | None]) -> np.ndarray | None:
+        if all(column is None for column in columns):
+            return None
+        return np.concatenate([np.full(len(summary.scores), np.nan, np.float32) if column is None else column
+                               for summary, column in zip(summaries, columns, strict=True)])
+
+    names = dict.fromkeys(name for summary in summaries for name in summary.components)
+    return {"score": joined([summary.scores for summary in summaries]),
+            **{f"reward/{name}": joined([summary.components.get(name) for summary in summaries]) for name in names},
+            "kl": joined([summary.kl for summary in summaries]),
+            "gold": joined([summary.gold for summary in summaries])}
+
+
+def _conversation(key: SampleKey, prompts: Prompts | None) -> dict[str, Any]:
+    """The messages of a sample's prompt, if it is a conversation."""
+    if prompts is None or prompts.messages is None:
+        return {}
+    messages = prompts.messages[prompts.rows.tolist().index(key.row)]
+    return {} if messages is None else {"messages": messages}
 
 
 def _rest(scores: np.ndarray, steps: torch.Tensor | None) -> torch.Tensor:

@@ -133,7 +133,8 @@ class PromptReader(Reader):
 
         Returns:
             sizes (rows of each data set), held_out (held-out rows of each), reports (load report of each data set),
-            contents (their digests), left_out (all rows that were left out) and bytes (on disk).
+            contents (their digests), left_out (all rows that were left out), bytes (on disk) and chat (whether the
+            first prompt is a conversation).
         """
         opened = open_prompts(config, self._tokenizer, self._directory, self._checks)
         self._tables[table] = opened.training
@@ -142,7 +143,8 @@ class PromptReader(Reader):
         return {"sizes": opened.training.sizes, "held_out": opened.held_out.sizes,
                 "bytes": opened.training.table.nbytes, "reports": [str(report) for report in opened.reports],
                 "contents": contents_of(opened.reports),
-                "left_out": left_out_of(opened.reports)}
+                "left_out": left_out_of(opened.reports),
+                "chat": opened.training.rows([0]).messages is not None}
 
     def rows(self, numbers: Sequence[int], table: str = "training") -> Prompts:
         """The rows with these numbers, in this order.

@@ -30,10 +30,10 @@ class EvaluationLog:
         after = self._after or self._before
         # A run that was resumed with a different held-out set has different prompts now.
         pairs = [(b, a) for b, a in zip(self._before["texts"], after["texts"], strict=False)
-                 if b["prompt"] == a["prompt"]]
+                 if _asked(b) == _asked(a)]
         self._directory.write_json("evaluation.json", {
             "step": step, "before": self._before["metrics"], "after": after["metrics"],
-            "texts": [{"prompt": b["prompt"], "before": b["response"], "after": a["response"]} for b, a in pairs],
+            "texts": [{**_asked(b), "before": b["response"], "after": a["response"]} for b, a in pairs],
         })
 
     def last(self) -> dict[str, float]:
@@ -53,7 +53,12 @@ class EvaluationLog:
         return summary | {name: after[name] for name in after if name not in ("gold", "reward", "responses")}
 
 
+def _asked(text: dict[str, Any]) -> dict[str, Any]:
+    """The prompt of a text, with its messages if it is a conversation."""
+    return {name: text[name] for name in ("prompt", "messages") if name in text}
+
+
 def _measured(saved: dict[str, Any], side: str) -> dict[str, Any]:
     """One side of evaluation.json, as it was measured."""
-    texts = [{"prompt": row["prompt"], "response": row[side]} for row in saved["texts"]]
+    texts = [{**_asked(row), "response": row[side]} for row in saved["texts"]]
     return {"metrics": saved[side], "texts": texts}

@@ -20,8 +20,8 @@ from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.model_families import Use, check_family
+from rlhf_ray.observability.conversation import escaped
 from rlhf_ray.observability.progress import is_terminal
-from rlhf_ray.observability.tables import visible
 from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, prompt_inputs_of_lines, read_prompt_inputs
@@ -181,7 +181,7 @@ def print_answer(row: Mapping[str, Any], stream: TextIO | None = None, prompt: b
     about = f"{row['tokens']} tokens, {ENDINGS.get(row['finish_reason'], row['finish_reason'])}"
     if row.get("score") is not None:
         about += f", score {row['score']:.4g}"
-    asked, answered = visible(row["prompt"]).strip(), visible(row["response"]).strip()
+    asked, answered = escaped(row["prompt"]).strip(), escaped(row["response"]).strip()
     if not is_terminal(stream):
         stream.write((f"prompt: {asked}\n" if prompt else "") + f"response: {answered}\n({about})\n\n")
         stream.flush()

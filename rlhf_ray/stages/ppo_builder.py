@@ -17,6 +17,7 @@ from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.recovery import LEDGER, Geometry, Recovery, SavePace
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState, kl_controller
+from rlhf_ray.coordinator.sample_saving import SampleSaving
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import WeightSync
@@ -25,7 +26,7 @@ from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.sample_texts import SampleWriter
+from rlhf_ray.observability.sample_files import SampleWriter
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.ledger import Ledger, discard
 from rlhf_ray.replay.ledger_tables import LedgerFacts
@@ -73,7 +74,10 @@ class CoordinatorBuilder:
                           lambda place: export_policy(coordinator, evaluations, place, term))
         profiler = StepProfiler(self.directory, roles, config.logging.profile_step, progress.note,
                                 write_timeline if config.logging.task_events else None)
-        samples = SampleWriter(self.directory.samples, resume_at, term)
+        if resume_at is not None:
+            SampleWriter(self.directory.samples, term).cut(resume_at)
+        samples = SampleSaving(config.logging.samples, roles, self.prompts, self.directory.samples, term,
+                               derived.old_logprobs == "policy", progress.warn)
 
         def note_evaluation(step: int, evaluation: Evaluation) -> None:
             metrics.write(step, {f"eval/{name}": value for name, value in evaluation.metrics.items()})

@@ -69,8 +69,8 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
         ),
         assembler=runtime.spawn(
             "assembler", Assembler, config.assembler,
-            lambda _: {"algorithm": config.algorithm, "logging": config.logging, "model": config.model,
-                       "longest": generation.sampling.max_tokens},
+            lambda _: {"algorithm": config.algorithm, "model": config.model,
+                       "longest": generation.sampling.max_tokens, "disk_timeout_s": config.cluster.disk_timeout_s},
         ),
         policy=runtime.spawn(
             "policy_learner", ActorCriticLearner if derived.shares_backbone else PolicyLearner, config.policy,

@@ -1,5 +1,6 @@
 """Exports of trained models to the run's directory: model/, adapter/ and, for PPO, value head and average."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, card_of, card_of_average
@@ -41,4 +42,5 @@ async def export_policy(
 
 
 def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo:
-    return card_of(coordinator.config, coordinator.state.step, evaluations.last())
+    return replace(card_of(coordinator.config, coordinator.state.step, evaluations.last()),
+                   chat=coordinator.pipeline.chat)

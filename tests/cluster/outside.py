@@ -170,7 +170,7 @@ def interrupted(configure, files, tmp_path_factory) -> Iterator[InterruptedRun]:
         file = configure(
             root / "run", **SMALL, run={"steps": 100_000}, checkpoint={"every": 0},
             rewards={"main": {"type": "model", "path": str(files.reward)}, "far": far},
-            cluster={"metrics_port": port, "dashboard": True}, logging={"ray_metrics": True, "samples_per_step": 0})
+            cluster={"metrics_port": port, "dashboard": True}, logging={"ray_metrics": True, "samples": "off"})
         try:
             yield interrupt(file, root / "run", port, server, ray_files)
         finally:

@@ -9,7 +9,7 @@ from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.replay.ledger import open_for_reading
 
 CLOCKS = ("time", "throughput/", "share/", "weights/publish_seconds", "weights/pause_seconds", "weights/canary_",
-          "checkpoint/", "faults/")
+          "samples/write_s", "checkpoint/", "faults/")
 """Beginnings of the names of metrics that a clock tells, or what went wrong on the way. Which generator the canary
 compares depends on how often they were compared before, and its tokens are batched with others."""
 TRAFFIC = "coordinator/"

@@ -27,8 +27,7 @@ def test_every_prompt_is_sampled_and_trained_on_in_every_epoch(configure, files,
     """Counted twice: in the texts of all samples that updates took, and in the ledger. Prompts that are too long are in
     neither."""
     file = configure(tmp_path / "run", **{
-        **SMALL, "evaluation": None, "run": {"steps": None, "epochs": EPOCHS},
-        "logging": {"samples_per_step": PROMPTS_PER_STEP * SAMPLES_PER_PROMPT}})
+        **SMALL, "evaluation": None, "run": {"steps": None, "epochs": EPOCHS}})
     settings = yaml.safe_load(file.read_text())
     settings["run"].pop("steps")
     file.write_text(yaml.safe_dump(settings))

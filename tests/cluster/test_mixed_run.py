@@ -41,7 +41,7 @@ def run(configure, files, tmp_path_factory):
     prompts = {"path": None, "mix": [{"path": str(root / "a.jsonl"), "weight": 3}, {"path": str(root / "b.jsonl")}],
                "held_out": 0.25}
     sections = {**SMALL, "rewards": rewards, "prompts": prompts, "evaluation": {"prompts": None, "limit": None},
-                "run": {"steps": 2}, "checkpoint": {"every": 0}, "logging": {"samples_per_step": 64},
+                "run": {"steps": 2}, "checkpoint": {"every": 0},
                 "generator": {"workers": 1, "chunk": 16}}
     overrides = [f"--rewards.main.path={files.reward}", "--rewards.main.type=model"]
     ppo.run(load(PPOConfig, configure(root / "run", **sections), overrides))

@@ -170,14 +170,23 @@ def test_every_checkpoint_is_as_its_manifest_says(finished):
             assert {f"{learner}/rng_{rank}.pt" for rank in (0, 1)} <= set(manifest.files)
 
 
-def test_samples_are_the_texts_of_each_step(finished, files):
+def test_every_sample_of_a_step_is_saved_with_its_tokens(finished, files, steps):
     import pyarrow.parquet as pq
 
     prompts = {json.loads(line)["prompt"] for line in files.prompts.read_text().splitlines()}
     for step in range(1, STEPS + 1):
-        rows = pq.read_table(finished.directory / f"samples/step_{step:06d}.parquet").to_pylist()
-        assert len(rows) == 2 and {row["step"] for row in rows} == {step}
-        assert all(row["prompt"] in prompts and row["response"] and np.isfinite(row["score"]) for row in rows)
+        file = finished.directory / f"samples/step_{step:06d}.parquet"
+        rows, metrics = pq.read_table(file).to_pylist(), steps[step - 1]
+        assert len(rows) == SAMPLES and {row["step"] for row in rows} == {step}
+        assert metrics["samples/bytes"] == file.stat().st_size and metrics["samples/write_s"] > 0
+        assert np.mean([row["score"] for row in rows]) == pytest.approx(metrics["reward/mean"], rel=1e-5)
+        assert np.mean([sum(row["response_mask"]) for row in rows]) == pytest.approx(metrics["response/length"])
+        gaps = [abs(old - behaviour) for row in rows for old, behaviour, sampled in zip(
+            row["old_logprobs"], row["behaviour_logprobs"], row["response_mask"], strict=True) if sampled]
+        assert np.mean(gaps) == pytest.approx(metrics["rollout/logprob_gap"], rel=1e-3)
+        assert {version for row in rows for version in row["versions"]} == {-1, step - 1}
+        assert all(row["prompt"] in prompts and np.isfinite(row["score"]) for row in rows)
+        assert all(row["response"] or row["finish_reason"] == "stop" for row in rows), "some end at once"
 
 
 def test_tensorboard_shows_the_same_numbers(finished, steps):

@@ -86,7 +86,7 @@ def ppo_run(stage, configure, tmp_path_factory):
     from rlhf_ray.stages import ppo
 
     directory = tmp_path_factory.mktemp("process") / "run"
-    sections = {**SMALL, "run": {"steps": 2}, "logging": {"samples_per_step": 16}, "checkpoint": {"every": 2},
+    sections = {**SMALL, "run": {"steps": 2}, "checkpoint": {"every": 2},
                 "algorithm": {"gamma": 1.0, "lam": 1.0, "kl": {"coef": 0.0, "kind": "fixed"}}}
     path = configure(directory, **sections)
     settings = yaml.safe_load(path.read_text())

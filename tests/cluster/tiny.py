@@ -63,7 +63,7 @@ def ppo_settings(files: Files, directory: Path) -> dict[str, Any]:
         "rewards": {"main": {"type": "model", "path": str(files.reward)}},
         "prompts": {"path": str(files.prompts), "max_tokens": PROMPT_TOKENS},
         "evaluation": {"prompts": str(files.evaluation), "limit": 4},
-        "logging": {"ray_metrics": False, "tensorboard": True, "samples_per_step": 2},
+        "logging": {"ray_metrics": False, "tensorboard": True},
         "generator": {"workers": 2, "chunk": 4, "max_sequences": 8, "kv_cache_mb": 8,
                       "sampling": {"max_tokens": RESPONSE_TOKENS}},
         "policy": {**learner, "zero_stage": 1, "ema_decay": 0.9},

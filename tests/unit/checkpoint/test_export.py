@@ -380,3 +380,18 @@ def test_cards_of_models_and_adapters_say_the_stage_and_how_to_load_them(stage, 
     for text in (made.text for made in (model_card(info, "model"), adapters)):
         assert ("The score is that of a row's last token" in text) is (stage == "reward_model")
     assert ("pad_token_id = None" in adapters.text) is (stage == "reward_model")
+
+
+def test_the_card_of_a_model_that_answers_conversations_asks_it_in_one(tmp_path):
+    """Its code is run, and generates an answer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = make_tiny_llama(tmp_path / "source", vocab=64, hidden=32)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    assert "apply_chat_template" not in str(model_card(card(), "m"))
+    directory = exported(model, cloned(model), tokenizer, tmp_path / "model", card(chat=True))
+    code = (directory / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    found = {}
+    exec(code.replace("path/to/this/directory", str(directory)), found)
+    assert isinstance(found["text"], str) and len(found["tokens"]) > 0

@@ -37,6 +37,7 @@ def test_every_parameter_that_is_a_path_is_expanded(parameter):
 
 @pytest.mark.parametrize("arguments", [
     ["status", "~/RUN"], ["report", "$HOME/RUN"], ["ledger", "~/RUN"], ["profile", "~/RUN"],
+    ["samples", "~/RUN"],
     ["scale", "~/RUN", "--generators", "1"], ["generate", "~/RUN", "--prompt", "a"], ["ppo", "~/RUN"],
     ["check-model", "~/RUN"], ["serve-reward", "~/RUN"], ["data", "inspect", "~/RUN.jsonl", "--model", "m"],
     ["compare", "~/RUN", "b", "--prompts", "p", "--scorer", "vader"], ["plan", "${HOME}/RUN"], ["submit", "~/RUN"],

@@ -17,7 +17,7 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--algorithm.mini_batches=3"], ["128 x 1 = 128", "algorithm.mini_batches=3"]),
         ("ppo", ["--coordinator.samples_per_prompt=3", "--algorithm.mini_batches=1"], ["generator.chunk=16", "=3"]),
         ("ppo", ["--buffer.capacity_mb=2"],
-         ["buffer.capacity_mb=2", "128 samples of up to 768 tokens", "3 MiB", "lower coordinator.prompts_per_step"]),
+         ["buffer.capacity_mb=2", "128 samples of up to 768 tokens", "4 MiB", "lower coordinator.prompts_per_step"]),
         ("ppo", ["--coordinator.prompts_per_step=16384"],
          ["half of cluster.object_store_mb=256", "348 MiB"]),
         ("ppo", ["--coordinator.concurrency=15"], ["coordinator.concurrency=15", "generator.chunk=16"]),
@@ -166,7 +166,8 @@ def test_the_bytes_of_a_batch_are_those_of_its_experience(critic, reference):
     experience = Experience(
         offsets=np.array([0, tokens]), tokens=np.zeros(tokens, np.int32), response_mask=np.zeros(tokens, bool),
         behaviour_logprobs=zeros, old_logprobs=zeros, reference_logprobs=zeros if reference else None,
-        values=zeros if critic else None, advantages=zeros, returns=zeros, keys=[SampleKey(0, 0, 0)])
+        values=zeros if critic else None, advantages=zeros, returns=zeros, keys=[SampleKey(0, 0, 0)],
+        versions=np.zeros(tokens, np.int32), finish_reasons=["stop"])
     per_token = BYTES_PER_TOKEN + BYTES_PER_VALUE * (critic + reference)
     per_row = sum(column.nbytes for column in (experience.offsets, experience.samples, experience.row_weights))
     assert experience.nbytes - per_row == tokens * per_token

@@ -180,3 +180,22 @@ class TestAsYaml:
         monkeypatch.chdir(tmp_path)
         saved = yaml.safe_load(as_yaml(load(PPOConfig, path, ["--model.path=../model"])))
         assert (saved["run"]["dir"], saved["model"]["path"]) == ("runs/here", "../model")
+
+
+@pytest.mark.parametrize("given, value", [("off", "off"), ("false", "off"), ('"off"', "off"), ("all", "all"), ("3", 3)])
+def test_samples_are_all_a_number_of_prompts_or_off(given, value, write, tmp_path):
+    """YAML reads an unquoted `off` as false. The value comes back from the saved configuration."""
+    path = write("ppo")
+    with open(path, "a") as file:
+        file.write(f"logging:\n  samples: {given}\n")
+    config = load(PPOConfig, path, [])
+    assert config.logging.samples == value and type(config.logging.samples) is type(value)
+    assert load(PPOConfig, path, [f"--logging.samples={value}"]).logging.samples == value
+    (tmp_path / "saved.yaml").write_text(as_yaml(config))
+    assert load(PPOConfig, tmp_path / "saved.yaml", []).logging.samples == value
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "true", "1.5", "some", "null", "[]"])
+def test_other_samples_are_refused_with_what_they_may_be(given, write):
+    with pytest.raises(ConfigError, match=r"logging.samples: .* is none of all, off, and a number"):
+        load(PPOConfig, write("ppo"), [f"--logging.samples={given}"])

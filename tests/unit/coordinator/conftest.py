@@ -37,7 +37,7 @@ def summary() -> Callable[..., ExperienceSummary]:
             "response_lengths": np.full(n, 4, dtype=np.int32), "finished": np.ones(n, dtype=bool),
             "min_version": version, "nbytes": 10 * n, "tokens": 6 * n, "behaviour_gap": 0.25,
             "gap_histogram": np.bincount([60], minlength=BINS).astype(np.float32),  # at 0.1 nats and just above
-            "samples": [], "gold": None, **columns,
+            "gold": None, **columns,
         }
         return ExperienceSummary(**values)
 

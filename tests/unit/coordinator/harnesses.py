@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 from benchmarks.virtual_time import run_in_virtual_time
@@ -14,6 +15,7 @@ from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.run_state import RunState
+from rlhf_ray.coordinator.sample_saving import SampleSaving
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import Published
@@ -35,7 +37,7 @@ class PipelineHarness:
 
     def __init__(self, config, summary, seed=0, version=0, ranks=1):
         self.version, self.seeds, self._random, self._summary = version, [], random.Random(seed), summary
-        self.texts_asked, self.batches = [], defaultdict(list)
+        self.batches = defaultdict(list)
         self.generating = self.most_generating = 0
         self.generators = StandInGroup("generators", self.generate, workers=3)
         self.policy = StandInGroup("policy", self.forward, workers=ranks)
@@ -78,12 +80,10 @@ class PipelineHarness:
             assert name == "prompts" and rows >= {key.row for key in rollout["keys"]}
         return await self.forward(rank, method, *rollouts)
 
-    async def assemble(self, rank, method, terms, keep_texts, ranks, *records):
+    async def assemble(self, rank, method, terms, chunks, ranks, *records):
         await self.delay()
-        count = len(keep_texts)
-        rollouts, (reward, reference, *parts) = records[:count], records[count:]
+        rollouts, (reward, reference, *parts) = records[:chunks], records[chunks:]
         self.parts = (terms, ranks, reward, reference, tuple(parts))
-        self.texts_asked += [(rollout["keys"][0], texts) for rollout, texts in zip(rollouts, keep_texts, strict=True)]
         experience = [f"experience {rollout['keys'][0].row}" for rollout in rollouts]
         return *experience, [self._summary(rollout["keys"], rollout["version"]) for rollout in rollouts]
 
@@ -125,7 +125,8 @@ def coordinator_of(config, roles, state, buffer, calls, pipeline, publish, **par
     """A coordinator without parts of its own but those that are given: the others do nothing."""
     nothing = SimpleNamespace(write=_nothing, update=_nothing, note=_nothing, warn=_nothing, save=_silence,
                               settled=_silence, close=_silence, writing=None)
-    others = dict.fromkeys(("recovery", "best", "metrics", "samples", "progress"), nothing)
+    others = dict.fromkeys(("recovery", "best", "metrics", "progress"), nothing)
+    others["samples"] = SampleSaving("off", roles, None, Path(), None, True, _nothing)
     given = {"evaluator": None, "stop": StopRequest(_nothing), "on_evaluation": _nothing, **others, **parts}
     return Coordinator(
         config=config, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
@@ -283,9 +284,9 @@ class DelayedRun:
         await self.delay(self.updating)
         return UpdateStats(step=step, applied=1, skipped=0, seconds=0.1, tokens=1, metrics={"loss": 1.0})
 
-    async def assemble(self, rank, method, terms, keep_texts, ranks, *records):
+    async def assemble(self, rank, method, terms, chunks, ranks, *records):
         await self.delay(0.1)
-        rollouts = records[: len(keep_texts)]
+        rollouts = records[:chunks]
         return *rollouts, [self._summary(list(rollout["keys"]), rollout["oldest"]) for rollout in rollouts]
 
     async def publish(self, version):

@@ -57,6 +57,8 @@ class StandInGroup(LocalGroup):
 class StandInPrompts:
     """A prompt source whose answer about a chunk is a name and the chunk's rows, and perhaps others, each once."""
 
+    chat = False
+
     def __init__(self, name: str, rows: int = 0) -> None:
         self.name, self.rows, self.numbers = name, rows, range(rows)
         self.reads: list[list[int]] = []

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
@@ -13,12 +14,13 @@ from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.coordinator import live_status
 from rlhf_ray.coordinator.recovery import Recovery
+from rlhf_ray.coordinator.sample_saving import SampleSaving
 from rlhf_ray.errors import DiskStalled, RunInterrupted
 from rlhf_ray.failpoints import VARIABLE, hanging
-from rlhf_ray.files.writer_thread import HURRY_S, RunFiles
+from rlhf_ray.files.writer_thread import HURRY_S, FileThread, RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.sample_texts import SampleWriter
+from rlhf_ray.observability.sample_files import SampleWriter
 from rlhf_ray.roles.learner_state import SaveProgress
 from tests.unit.coordinator.harnesses import CoordinatorHarness
 from tests.unit.coordinator.stand_ins import ledger_of
@@ -30,15 +32,15 @@ class DiskRun(CoordinatorHarness):
     """A run that writes all its files. Learners' parts are on disk when `parts` says so."""
 
     def __init__(self, config, summary, place, **arguments):
-        texts = [{"prompt": "p", "response": "r"}]
-        super().__init__(config, lambda keys, version=0: summary(keys, version, samples=texts), **arguments)
+        super().__init__(config, summary, **arguments)
         harness, coordinator, self.files = self.harness, self.coordinator, RunFiles(TIMEOUT_S)
         self.parts, self.place, self.went = SaveProgress(True, (0, 0), ""), place, 0.0
         harness.ledger = ledger_of(config, harness.state.cursor, place, self.files.records)
         coordinator.pipeline = harness.pipeline_of(config, harness.roles)
         coordinator.files = self.files
         coordinator.metrics = MetricsWriter(place, LoggingConfig(tensorboard=False, ray_metrics=False))
-        coordinator.samples = SampleWriter(place / "samples")
+        coordinator.samples = SampleSaving("all", harness.roles, harness.prompts, place / "samples", None, True, print)
+        harness.roles.assembler.answer, self.thread = self.assemble, FileThread("samples", TIMEOUT_S)
         coordinator.recovery = Recovery(CheckpointStore(place / "checkpoints", 2), harness.roles, harness.state,
                                         harness.buffer, {}, harness.ledger,
                                         files=self.files)
@@ -54,6 +56,13 @@ class DiskRun(CoordinatorHarness):
             return await self.saved() if method == "save_progress" else await trains(rank, method, *args)
 
         return behave
+
+    async def assemble(self, rank, method, *arguments):
+        if method != "save_samples":
+            return await self.harness.assemble(rank, method, *arguments)
+        directory, _, step, *_ = arguments
+        write = SampleWriter(Path(directory)).write
+        return await self.thread.run(write, step, pa.table({"step": [step]})), 0.1
 
     async def saved(self):
         """How far the learners' parts are."""

@@ -46,20 +46,6 @@ def test_chunks_add_up_to_whole_batches(ppo_config, summary):
     assert in_loop(run()) == [3, 3, 1, 3, 3, 1]
 
 
-@pytest.mark.parametrize("limit, texts", [(0, [0, 0, 0]), (2, [2, 0, 0]), (5, [3, 2, 0]), (9, [3, 3, 1])])
-def test_the_first_samples_of_every_batch_are_returned_as_text(ppo_config, summary, limit, texts):
-    async def run():
-        config = ppo_config(prompts=7, chunk=3, steps=2)
-        config = config.model_copy(update={"logging": config.logging.model_copy(update={"samples_per_step": limit})})
-        harness = PipelineHarness(config, summary)
-        for _ in range(2):
-            await harness.train()
-        asked = {key.row: number for key, number in harness.texts_asked}
-        return [asked[keys[0].row] for keys, _ in harness.seeds]
-
-    assert in_loop(run()) == 2 * texts
-
-
 def test_a_prompts_samples_travel_together(ppo_config, summary):
     async def run():
         config = ppo_config(chunk=4)
@@ -79,13 +65,13 @@ def test_a_chunk_whose_bytes_were_lost_is_made_again_with_the_same_keys_and_seed
         harness = PipelineHarness(ppo_config(prompts=4, chunk=2), summary)
         assemble = harness.assemble
 
-        async def lose_one(rank, method, terms, keep_texts, ranks, *records):
+        async def lose_one(rank, method, terms, chunks, ranks, *records):
             if not lost:
                 lost.append(records[0]["keys"])
                 error = WorkerLost("an argument of assemble was lost")
                 error.role, error.kind = "assembler", "result"
                 raise error
-            return await assemble(rank, method, terms, keep_texts, ranks, *records)
+            return await assemble(rank, method, terms, chunks, ranks, *records)
 
         harness.roles.assembler.answer = lose_one
         keys = await harness.train()
@@ -274,7 +260,6 @@ def test_a_chunk_that_came_out_too_old_is_made_again_with_the_same_keys(ppo_conf
 
     lease, harness = in_loop(run())
     assert len(harness.seeds) >= 2 and len({keys for keys, _ in harness.seeds}) == 1
-    assert {texts for _, texts in harness.texts_asked} == {2}, "a chunk made again gives the same texts"
     assert tuple(lease.keys) == harness.seeds[0][0]
     assert harness.state.chunks == {}
 

@@ -100,7 +100,7 @@ def test_the_controller_is_the_configured_one(kind, cls):
 @pytest.mark.parametrize("gold", [None, np.array([0.5, -0.5], dtype=np.float32)])
 def test_a_summary_comes_back_from_disk_as_it_was(summary, tmp_path, gold):
     keys = [SampleKey(0, 3, 0), SampleKey(1, 4, 2)]
-    said = summary(keys, version=6, gold=gold, samples=[{"prompt": "a", "score": 1.5, "gold": None}])
+    said = summary(keys, version=6, gold=gold)
     save_state(tmp_path / "s.json", {"summary": vars(said)})
     again = ExperienceSummary(**load_state(tmp_path / "s.json")["summary"])
     for name, value in vars(said).items():

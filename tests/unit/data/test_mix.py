@@ -86,6 +86,7 @@ def test_the_prompt_reader_keeps_both_tables(two, tokenizer_directory):
     assert [report.split(": ")[1] for report in found["reports"]] == [
         "8 of 8 rows used, 1 of them held out", "3 of 3 rows used, 1 of them held out"]
     assert [source for source, _ in found["contents"]] == [part["path"] for part in two]
+    assert found["chat"] is False
 
 
 def test_the_prompt_reader_refuses_every_row_whose_answer_a_reward_cannot_use(write_jsonl, tokenizer_directory):

@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
 from rlhf_ray.checkpoint.export import replacing_export
@@ -17,7 +18,7 @@ from rlhf_ray.files import fsync
 from rlhf_ray.files.fsync import Progress, fsync_path, operation, progress, work_for
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.sample_texts import SampleWriter
+from rlhf_ray.observability.sample_files import SampleWriter
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.learner_state import LearnerState
@@ -53,7 +54,7 @@ def ledger(place):
 WRITERS = {
     "state.json": checkpoint, MANIFEST_NAME: checkpoint, "config.json": export, "rank_0.safetensors": learner,
     "metrics.jsonl": metrics, "ledger.sqlite": ledger,
-    "step_000001.parquet": lambda place: SampleWriter(place / "samples").write(1, [{"prompt": "a"}]),
+    "step_000001.parquet": lambda place: SampleWriter(place / "samples").write(1, pa.table({"step": [1]})),
     "status.json": lambda place: RunDirectory(place).write_json("status.json", {}),
 }
 

@@ -28,11 +28,12 @@ def test_plain_output_has_no_escape_codes_even_when_colour_is_forced(monkeypatch
         progress.warn("generator 1 was lost")
         progress.update(2, reward=0.75)
     print_before_after([Change("reward", 0.0, 1.0)], stream)
-    print_texts([{"prompt": "a", "before": f"{ESCAPE}[31mred", "after": "[bold]x[/bold]"}], stream)
+    print_texts([{"prompt": "a", "messages": [{"role": "user", "content": "hello"}], "before": f"{ESCAPE}[31mred",
+                  "after": "[bold]x[/bold]"}], stream)
     text = stream.getvalue()
     assert ESCAPE not in text
     assert "ppo: warning: generator 1 was lost\n" in text
-    assert "[bold]x[/bold]" in text
+    assert "[bold]x[/bold]" in text and "\\x1b[31mred" in text and "user: hello" in text
 
 
 def test_plain_lines_show_the_numbers_and_the_first_and_last_steps(monkeypatch):

@@ -5,6 +5,7 @@ import math
 import re
 
 import plotly.graph_objects as go
+import pyarrow as pa
 import pytest
 from plotly.offline import get_plotlyjs
 
@@ -16,7 +17,7 @@ from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.report_charts import MAX_BARS, MAX_POINTS, Chart, charts_of, running_mean, series, thin
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.sample_texts import SampleWriter
+from rlhf_ray.observability.sample_files import SampleWriter
 
 FILE_ONLY = LoggingConfig(tensorboard=False, ray_metrics=False)
 EVIL = '</script><script>alert("x")</script><img src=http://evil.example/x>'
@@ -41,7 +42,8 @@ def run(tmp_path):
     run = RunDirectory.create(tmp_path / "my-run")
     run.config.write_text(f"model:\n  path: '{EVIL}'\n")
     write_rows(run.path, [ppo_row(step) for step in range(1, 101)])
-    SampleWriter(run.samples).write(3, [{"prompt": EVIL, "response": EVIL, "score": 1.0, "kl": 0.5}])
+    SampleWriter(run.samples).write(3, pa.Table.from_pylist([
+        {"step": 3, "sample": 0, "prompt": EVIL, "response": EVIL, "score": 1.0, "kl": 0.5}]))
     texts = [{"prompt": EVIL, "before": EVIL, "after": "fine & dandy"}]
     run.write_json("evaluation.json", {"before": {"reward": 0.0, EVIL: 1.0}, "after": {"reward": 0.5}, "texts": texts})
     run.write_json("summary.json", {"note": EVIL})
@@ -59,6 +61,20 @@ def test_the_page_is_self_contained_with_one_copy_of_plotly(run):
     assert not re.search(r"<(script|img|iframe|link|source)\b[^>]*\b(src|href)\s*=", page)
     assert not re.search(r"@import|url\(", page)
     assert "default-src 'none'" in page, "the browser is told to refuse anything from outside"
+
+
+def test_conversations_are_shown_by_their_messages(run):
+    """Those of evaluations and of samples; half of a surrogate pair is shown by its escape."""
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Half \ud83d of it?"}]
+    SampleWriter(run.samples).write(4, pa.Table.from_pylist([
+        {"step": 4, "sample": 0, "prompt": "flattened", "messages": json.dumps(messages), "response": "\x1b[31mred"}]))
+    run.write_json("evaluation.json", {"before": {}, "after": {}, "texts": [
+        {"prompt": "flattened", "messages": [*messages[:1], {"role": "user", "content": "Why?"}], "before": "a",
+         "after": "b"}]})
+    page = own_part(write_report(run.path).read_text())
+    assert page.count("<b>system</b>Be kind.</div>") == 2 and "flattened" not in page
+    assert "<b>user</b>Why?</div>" in page and "<b>user</b>Half \\ud83d of it?</div>" in page
+    assert "\\x1b[31mred" in page
 
 
 def test_every_text_is_escaped(run):

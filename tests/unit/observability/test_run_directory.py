@@ -5,12 +5,13 @@ import os
 import socket
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
-from rlhf_ray.observability.sample_texts import SampleWriter
+from rlhf_ray.observability.sample_files import SampleWriter
 
 
 def test_naming_touches_nothing(tmp_path):
@@ -86,9 +87,9 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
 
 def test_what_a_killed_run_had_begun_to_write_is_removed(tmp_path, monkeypatch):
     run = RunDirectory.create(tmp_path / "run")
-    SampleWriter(run.samples).write(1, [{"prompt": "p", "response": "r"}])
+    SampleWriter(run.samples).write(1, pa.table({"step": [1]}))
     monkeypatch.setattr(os, "replace", lambda *_: None)  # killed before it is in its place
-    SampleWriter(run.samples).write(2, [{"prompt": "p", "response": "r"}])
+    SampleWriter(run.samples).write(2, pa.table({"step": [2]}))
     run.write_json("status.json", {})
     (run.path / ".gitignore").touch()
     (run.path / ".mine.json").touch()

@@ -37,11 +37,11 @@ def rollout_of(masks: list[list[int]], finish_reasons: list[str] | None = None, 
 
 
 def assemble_one(
-    assembler: Assembler, terms: RewardTerms, keep_texts: int, policy_ranks: int, rollout: Rollout,
+    assembler: Assembler, terms: RewardTerms, policy_ranks: int, rollout: Rollout,
     rewards: RewardScores, *scores: TokenScores | None,
 ) -> tuple[Experience, ExperienceSummary]:
     """`Assembler.assemble` of one rollout; `scores` are the reference's and the ranks' parts."""
-    experience, (summary,) = assembler.assemble(terms, [keep_texts], policy_ranks, rollout, [rewards], *scores)
+    experience, (summary,) = assembler.assemble(terms, 1, policy_ranks, rollout, [rewards], *scores)
     return experience, summary
 
 

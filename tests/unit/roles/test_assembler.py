@@ -1,6 +1,10 @@
 """Experience worked out by hand from two rollouts, and the numbers about it."""
 
+import asyncio
+import errno
+import json
 import math
+import time
 from dataclasses import fields, replace
 
 import numpy as np
@@ -8,9 +12,22 @@ import pytest
 
 from rlhf_ray.algorithms.logprob_gap import gap_quantile
 from rlhf_ray.config.algorithm import AlgorithmConfig, KLConfig
-from rlhf_ray.config.training_loop import LoggingConfig
-from rlhf_ray.records import Experience, RewardScores, RewardTerms, Rollout, SampleKey, TokenScores, offsets_of
+from rlhf_ray.errors import CheckpointError, DiskStalled, SupersededError
+from rlhf_ray.failpoints import VARIABLE, hanging
+from rlhf_ray.observability import sample_files
+from rlhf_ray.observability.sample_files import read_samples
+from rlhf_ray.records import (
+    Experience,
+    Prompts,
+    RewardScores,
+    RewardTerms,
+    Rollout,
+    SampleKey,
+    TokenScores,
+    offsets_of,
+)
 from rlhf_ray.roles.assembler import Assembler, bigram_codes, prompt_groups, stable_hash
+from tests.unit.owners import take_over
 from tests.unit.roles.conftest import assemble_one
 
 KEYS = [SampleKey(0, 7, 0), SampleKey(0, 9, 0)]
@@ -23,6 +40,7 @@ REFERENCE = [0, -1.5, -1.0, -0.5, 0, 0, -2.5, 0, 0, -1.25]
 VALUES = [0, 0.5, 1.0, 2.0, 0, 0, -1.0, 0, 0, 0.25]
 BEHAVIOUR = [0, -1.1, -2.0, -0.5, 0, 0, -1.5, 0, 0, -1.2]
 SCORES = [3.0, -2.0]
+PROMPTS = Prompts(offsets_of([1, 2]), np.array([2, 5, 6], np.int32), ["w2", "w5 w6"], [{}, {}], np.array([7, 9]))
 GAMMA, LAM, COEF, LONGEST = 0.9, 0.8, 0.5, 4
 
 
@@ -41,19 +59,19 @@ def two_rows() -> Rollout:
 
 @pytest.fixture
 def assemble(two_rows, policy_model):
-    """assemble(keep_texts, gold, **changes of the algorithm) -> (experience, summary)."""
+    """assemble(gold, **changes of the algorithm) -> (experience, summary)."""
 
-    def run(keep_texts=0, gold=None, ranks=1, terms=RewardTerms(COEF), steps=None, referenced=True,  # noqa: B008
-            **changes):
+    def run(gold=None, ranks=1, terms=RewardTerms(COEF), steps=None, referenced=True,  # noqa: B008
+            components=None, **changes):
         algorithm = AlgorithmConfig(gamma=GAMMA, lam=LAM, **changes)
-        assembler = Assembler(algorithm, LoggingConfig(), policy_model, LONGEST)
+        assembler = Assembler(algorithm, policy_model, LONGEST)
         assembler.start()
         whole = [TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, VALUES)]
         parts = {0: whole[1:], 1: whole, 2: [part.select([i]) for part in whole for i in (0, 1)]}[ranks]
         reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE)) if referenced else None
-        rewards = RewardScores(column(SCORES), token_rewards=None if steps is None else column(steps),
-                               gold=gold)
-        return assemble_one(assembler, terms, keep_texts, ranks, two_rows, rewards, reference, *parts)
+        rewards = RewardScores(column(SCORES), components or {}, gold=gold,
+                               token_rewards=None if steps is None else column(steps))
+        return assemble_one(assembler, terms, ranks, two_rows, rewards, reference, *parts)
 
     return run
 
@@ -92,11 +110,11 @@ def test_columns_are_what_the_roles_said(assemble, two_rows):
 
 
 def test_without_penalty_and_values_the_score_arrives_discounted(assemble, two_rows, policy_model):
-    assembler = Assembler(AlgorithmConfig(gamma=0.5, lam=1.0), LoggingConfig(), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(gamma=0.5, lam=1.0), policy_model, LONGEST)
     assembler.start()
     zero = TokenScores(offsets=OFFSETS, values=column([0] * 10))
     rewards = RewardScores(column([8.0, 4.0]))
-    experience, _ = assemble_one(assembler, RewardTerms(0.0), 0, 1, two_rows, rewards, zero, zero, zero)
+    experience, _ = assemble_one(assembler, RewardTerms(0.0), 1, two_rows, rewards, zero, zero, zero)
     assert experience.returns.tolist() == [0, 2, 4, 8, 0, 0, 2, 0, 0, 4]
 
 
@@ -195,20 +213,20 @@ def test_without_a_pass_of_the_policy_the_generators_numbers_are_the_old_ones(as
 
 
 def test_without_a_critic_gae_refuses(two_rows, policy_model):
-    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
     assembler.start()
     scores = TokenScores(offsets=OFFSETS, values=column(OLD))
     with pytest.raises(ValueError, match="needs a critic"):
-        assemble_one(assembler, RewardTerms(0.1), 0, 1, two_rows, RewardScores(column(SCORES)), scores, scores)
+        assemble_one(assembler, RewardTerms(0.1), 1, two_rows, RewardScores(column(SCORES)), scores, scores)
 
 
 def grouped(two_rows, policy_model, **changes):
     """Experience of the two rows as samples of one prompt, without a critic; coefficient COEF."""
-    assembler = Assembler(AlgorithmConfig(gamma=GAMMA, **changes), LoggingConfig(), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(gamma=GAMMA, **changes), policy_model, LONGEST)
     assembler.start()
     rollout = replace(two_rows, keys=[SampleKey(0, 7, 0), SampleKey(0, 7, 1)])
     old, reference = (TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, REFERENCE))
-    return assemble_one(assembler, RewardTerms(COEF), 0, 1, rollout, RewardScores(column(SCORES)), reference, old)[0]
+    return assemble_one(assembler, RewardTerms(COEF), 1, rollout, RewardScores(column(SCORES)), reference, old)[0]
 
 
 def test_samples_of_a_prompt_are_compared_without_a_critic_and_without_the_kl(two_rows, policy_model):
@@ -245,41 +263,122 @@ def test_the_summarys_numbers_by_hand(assemble):
     assert summary.gap_histogram.sum() == 5
     assert [gap_quantile(summary.gap_histogram, share) for share in (0.6, 0.8, 1)] == pytest.approx(
         [1e-7, 0.1, 0.2], rel=0.27)
-    assert summary.samples == [] and summary.gold is None
+    assert summary.gold is None
 
 
-def test_kept_texts_show_prompt_response_and_numbers(assemble):
-    _, summary = assemble(keep_texts=1)
-    assert summary.samples == [{"prompt": "w2", "response": "w3 w4", "score": 3.0, "kl": -0.5, "gold": None}]
+@pytest.fixture
+def saved(assemble, policy_model, tmp_path):
+    """saved(prompts, how many prompts, old_known, **arguments of assemble) -> the rows of the file of step 7."""
+
+    def run(prompts=PROMPTS, prompts_saved=None, old_known=True, **arguments):
+        experience, summary = assemble(**arguments)
+        assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
+        assembler.start()
+        size, seconds = asyncio.run(assembler.save_samples(
+            str(tmp_path), None, 7, prompts_saved, old_known, [summary], prompts, experience))
+        assert (size, seconds > 0) == ((tmp_path / "step_000007.parquet").stat().st_size, True)
+        return read_samples(tmp_path, 7)
+
+    return run
+
+
+def test_saved_samples_have_texts_and_all_that_is_known_of_each_token(saved):
+    first, second = saved(gold=column([0.25, -0.5]), components={"a": column([1.0, 2.0])})
+    assert {name: first[name] for name in ("step", "epoch", "row", "sample", "prompt", "messages", "response", "score",
+                                           "reward/a", "kl", "gold", "finish_reason", "row_lengths")} == {
+        "step": 7, "epoch": 0, "row": 7, "sample": 0, "prompt": "w2", "messages": None, "response": "w3 w4",
+        "score": 3.0, "reward/a": 1.0, "kl": -0.5, "gold": 0.25, "finish_reason": "stop", "row_lengths": [4]}
+    assert (second["response"], second["score"], second["finish_reason"]) == ("w7 w8 w9 w7", -2.0, "length")
+    assert second["token_ids"] == TOKENS[4:] and second["token_texts"] == [f"w{i}" for i in TOKENS[4:]]
+    assert second["response_mask"] == MASK[4:].tolist() and second["versions"] == [-1, -1, 5, -1, -1, 5]
+    for name, values in (("behaviour_logprobs", BEHAVIOUR), ("old_logprobs", OLD), ("reference_logprobs", REFERENCE)):
+        assert second[name] == column(values[4:]).tolist(), name
+
+
+def test_saved_advantages_are_those_of_the_experience(saved, assemble):
+    experience, _ = assemble()
+    assert [value for row in saved() for value in row["advantages"]] == experience.advantages.tolist()
+
+
+def test_what_nobody_computed_is_null_in_saved_samples(saved):
+    rows = saved(old_known=False, referenced=False, terms=RewardTerms(0.0), kl={"coef": 0.0})
+    assert [(row["old_logprobs"], row["reference_logprobs"], row["kl"], row["gold"]) for row in rows] == [
+        (None, None, None, None)] * 2
+
+
+def test_the_samples_of_the_first_prompts_are_saved(saved):
+    assert [row["row"] for row in saved(prompts_saved=1)] == [7]
+
+
+def test_a_conversation_is_saved_as_its_messages(saved):
+    """Also if a message has half of a surrogate pair, which is not valid Unicode."""
+    messages = [{"role": "user", "content": "half \ud83d"}]
+    rows = saved(replace(PROMPTS, messages=[messages, None]))
+    assert [row["messages"] and json.loads(row["messages"]) for row in rows] == [messages, None]
+
+
+def test_saving_on_a_disk_that_hangs_ends_by_the_files_name(assemble, policy_model, tmp_path, monkeypatch):
+    experience, summary = assemble()
+    assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST, disk_timeout_s=0.2)
+    assembler.start()
+    monkeypatch.setenv(VARIABLE, "fsync@step_000001.parquet:hang")
+    with pytest.raises(DiskStalled, match=r"flush \S*step_000001.parquet has made no progress"):
+        asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], PROMPTS, experience))
+    monkeypatch.delenv(VARIABLE)
+    while hanging():
+        time.sleep(0.01)
+
+
+def test_a_full_disk_is_named_with_its_remedy(assemble, policy_model, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    experience, summary = assemble()
+    assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
+    assembler.start()
+    monkeypatch.setattr(sample_files, "write_atomically", full)
+    with pytest.raises(CheckpointError, match=r"the disk is full: the samples of step 1 .*\(logging.samples\)"):
+        asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], PROMPTS, experience))
+
+
+def test_a_late_assembler_of_a_superseded_driver_writes_no_samples(assemble, policy_model, tmp_path):
+    experience, summary = assemble()
+    term = take_over(tmp_path)
+    take_over(tmp_path)
+    assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
+    assembler.start()
+    with pytest.raises(SupersededError):
+        asyncio.run(assembler.save_samples(str(tmp_path / "samples"), term, 1, None, True, [summary], PROMPTS,
+                                           experience))
+    assert list((tmp_path / "samples").iterdir()) == []
 
 
 def test_an_evaluation_has_the_judges_scores_of_its_responses(two_rows, policy_model):
-    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
     assembler.start()
     rewards = RewardScores(column(SCORES), gold=column([0.25, -0.5]))
     part = assembler.measure(0, two_rows, [rewards], TokenScores(OFFSETS, column(REFERENCE)))
     assert part.gold.tolist() == [0.25, -0.5]
 
 
-def test_a_judges_scores_are_in_the_summary_and_with_kept_texts(assemble):
-    experience, summary = assemble(keep_texts=1, gold=column([0.25, -0.5]))
+def test_a_judges_scores_are_in_the_summary(assemble):
+    experience, summary = assemble(gold=column([0.25, -0.5]))
     assert summary.gold.tolist() == [0.25, -0.5]
-    assert [row["gold"] for row in summary.samples] == [0.25]
     assert np.array_equal(experience.advantages, assemble()[0].advantages), "the policy does not learn from it"
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
 def test_without_a_reference_experience_is_as_with_one_and_no_coefficient_and_no_kl_is_told(assemble, placement):
-    changes = {"keep_texts": 1, "terms": RewardTerms(0.0), "kl": {"coef": 0.0, "placement": placement}}
+    changes = {"terms": RewardTerms(0.0), "kl": {"coef": 0.0, "placement": placement}}
     (one, told), (other, without) = assemble(**changes), assemble(**changes, referenced=False)
     for name in ("advantages", "returns", "old_logprobs", "behaviour_logprobs", "values"):
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
-    assert one.reference_logprobs is not None and told.kl is not None and told.samples[0]["kl"] is not None
-    assert other.reference_logprobs is None and without.kl is None and without.samples[0]["kl"] is None
+    assert one.reference_logprobs is not None and told.kl is not None
+    assert other.reference_logprobs is None and without.kl is None
 
 
 def test_an_evaluation_without_a_reference_has_neither_kl_nor_perplexity(two_rows, policy_model):
-    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
     assembler.start()
     part = assembler.measure(0, two_rows, [RewardScores(column(SCORES))], None)
     metrics, _ = assembler.sum_up(True, {}, part)
@@ -288,7 +387,7 @@ def test_an_evaluation_without_a_reference_has_neither_kl_nor_perplexity(two_row
 
 
 def test_an_evaluation_part_by_hand(two_rows, policy_model):
-    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
     assembler.start()
     reference = TokenScores(offsets=OFFSETS, values=column(REFERENCE))
     part = assembler.measure(1, two_rows, [RewardScores(column(SCORES))], reference)
@@ -299,6 +398,15 @@ def test_an_evaluation_part_by_hand(two_rows, policy_model):
     assert part.digests.tolist() == [stable_hash("w3 w4"), stable_hash("w7 w8 w9 w7")]
     assert part.bigrams.tolist() == [3 * 2**31 + 4, 4 * 2**31 + 1, 7 * 2**31 + 7]
     assert part.texts == [{"prompt": "w2", "response": "w3 w4"}]
+
+
+def test_an_evaluations_texts_have_the_messages_of_conversations(two_rows, policy_model):
+    assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
+    assembler.start()
+    messages = [{"role": "user", "content": "w2"}]
+    part = assembler.measure(2, two_rows, [RewardScores(column(SCORES))], None,
+                             replace(PROMPTS, messages=[messages, None]))
+    assert [text.get("messages") for text in part.texts] == [messages, None]
 
 
 def test_hashes_are_stable_and_fit_63_bits():
@@ -315,7 +423,7 @@ def test_bigrams_tell_order_and_large_ids_apart():
 
 def test_experience_comes_back_from_disk(assemble, policy_model, tmp_path):
     experience, _ = assemble()
-    assembler = Assembler(AlgorithmConfig(), LoggingConfig(), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
     assembler.save(str(tmp_path / "e.npz"), experience)
     again = assembler.load(str(tmp_path / "e.npz"))
     assert isinstance(again, Experience) and again.keys == experience.keys
@@ -325,7 +433,7 @@ def test_experience_comes_back_from_disk(assemble, policy_model, tmp_path):
 @pytest.mark.parametrize("ranks", [0, 1, 2, 3])
 def test_rollouts_assembled_in_company_become_what_each_becomes_alone(two_rows, policy_model, ranks):
     """The ranks' shares are cut from all rows in a line, wherever a rollout ends; 0 made no pass for old ones."""
-    assembler = Assembler(AlgorithmConfig(gamma=GAMMA, lam=LAM), LoggingConfig(), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(gamma=GAMMA, lam=LAM), policy_model, LONGEST)
     assembler.start()
     rollouts = [two_rows.select([1]), two_rows, two_rows.select([0])]
     rewards = [RewardScores(column(SCORES[1:])), RewardScores(column(SCORES)), RewardScores(column(SCORES[:1]))]
@@ -341,12 +449,12 @@ def test_rollouts_assembled_in_company_become_what_each_becomes_alone(two_rows, 
     old = (OLD,) if ranks else ()
 
     *together, summaries = assembler.assemble(
-        RewardTerms(COEF), [0, 2, 1], ranks, *rollouts, rewards, TokenScores.concat(parts_of(REFERENCE)),
+        RewardTerms(COEF), 3, ranks, *rollouts, rewards, TokenScores.concat(parts_of(REFERENCE)),
         *(share for told in old for share in shares(told)), *shares(VALUES))
-    assert [len(summary.samples) for summary in summaries] == [0, 2, 1]
+    assert [len(summary.scores) for summary in summaries] == [1, 2, 1]
     told = zip(*(parts_of(numbers) for numbers in (REFERENCE, *old, VALUES)), strict=True)
     for i, scores in enumerate(told):
-        alone, summary = assemble_one(assembler, RewardTerms(COEF), i, min(1, ranks), rollouts[i], rewards[i], *scores)
+        alone, summary = assemble_one(assembler, RewardTerms(COEF), min(1, ranks), rollouts[i], rewards[i], *scores)
         for name in (field.name for field in fields(Experience)):
             assert np.array_equal(getattr(together[i], name), getattr(alone, name)), name
         assert summaries[i].min_version == summary.min_version and summaries[i].kl.tolist() == summary.kl.tolist()

@@ -1,5 +1,6 @@
 """Samples of several rows: their rewards, baselines, advantages and summaries, and their share of the loss."""
 
+import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +12,8 @@ from rlhf_ray.algorithms.advantages import gae
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.observability.sample_files import read_samples
 from rlhf_ray.records import Prompts, RewardScores, RewardTerms, SampleKey, TokenScores, offsets_of
 from rlhf_ray.rewards.protocol import finished, requests_of, rollout_texts
 from rlhf_ray.roles.assembler import Assembler
@@ -42,10 +43,10 @@ def column_of(rollout, seed):
 
 
 def assembled(rollout, model, scores=SCORES, coef=0.0, **changes):
-    assembler = Assembler(AlgorithmConfig(**changes), LoggingConfig(judge=None), model, 8)
+    assembler = Assembler(AlgorithmConfig(**changes), model, 8)
     assembler.start()
     values = [column_of(rollout, 2)] if changes["estimator"] == "gae" else []
-    return assemble_one(assembler, RewardTerms(coef), 9, 1, rollout, RewardScores(np.array(scores, np.float32)),
+    return assemble_one(assembler, RewardTerms(coef), 1, rollout, RewardScores(np.array(scores, np.float32)),
                         column_of(rollout, 0), column_of(rollout, 1), *values)
 
 
@@ -76,7 +77,21 @@ def test_summaries_are_by_sample(segments, policy_model):
     assert summary.response_lengths.tolist() == [5, 1, 2] and summary.finished.tolist() == [False, True, True]
     gap = experience.old_logprobs - experience.reference_logprobs
     assert summary.kl == pytest.approx([gap[tokens].sum() for tokens in TOKENS_OF_SAMPLE], abs=1e-5)
-    assert [text["score"] for text in summary.samples] == SCORES
+    assert summary.scores.tolist() == SCORES
+
+
+def test_samples_of_several_rows_are_saved_as_one_each(segments, policy_model, tmp_path):
+    experience, summary = assembled(segments, policy_model, estimator="dr_grpo")
+    prompts = Prompts(offsets_of([1, 1]), np.zeros(2, np.int32), ["p9", "p4"], [{}, {}], np.array([9, 4]))
+    assembler = Assembler(AlgorithmConfig(), policy_model, 8)
+    assembler.start()
+    asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], prompts, experience))
+    rows = read_samples(tmp_path, 1)
+    assert [row["token_ids"] for row in rows] == [segments.tokens[tokens].tolist() for tokens in TOKENS_OF_SAMPLE]
+    assert [row["row_lengths"] for row in rows] == [[len(MASKS[0]), len(MASKS[1])], [len(MASKS[2])],
+                                                    [len(MASKS[3]), len(MASKS[4])]]
+    assert [row["finish_reason"] for row in rows] == ["length", "stop", "stop"]
+    assert [(row["row"], row["sample"]) for row in rows] == [(key.row, key.sample) for key in KEYS]
 
 
 def test_with_one_row_a_sample_advantages_have_the_bytes_of_the_estimate_by_row(policy_model):

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.records import RewardScores, RewardTerms, TokenScores
 from rlhf_ray.roles.assembler import Assembler
 from tests.unit.roles.conftest import assemble_one, rollout_of
@@ -19,7 +18,7 @@ MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=6).filter(any), mi
 def assemblers(policy_model):
     """By estimator; those whose rows do not look at each other."""
     algorithms = [AlgorithmConfig(estimator=name, gamma=0.9, reward_clip=1.5) for name in NAMES]
-    made = {a.estimator: Assembler(a, LoggingConfig(), policy_model, 9) for a in algorithms}
+    made = {a.estimator: Assembler(a, policy_model, 9) for a in algorithms}
     for assembler in made.values():
         assembler.start()
     return made
@@ -31,7 +30,7 @@ def assemble(assembler, rollout, columns, scores, rows):
     policy, reference, values, steps = (TokenScores(rollout.offsets, c).select(rows) for c in columns)
     rewards = RewardScores(scores[rows], token_rewards=steps.values)
     critic = [values] if assembler.algorithm.has_critic else []
-    experience, _ = assemble_one(assembler, RewardTerms(0.3, 0.5, 2.0), 0, 1, part, rewards, reference, policy, *critic)
+    experience, _ = assemble_one(assembler, RewardTerms(0.3, 0.5, 2.0), 1, part, rewards, reference, policy, *critic)
     return np.stack([experience.advantages, experience.returns])
 
 

@@ -82,3 +82,14 @@ def test_texts_of_other_prompts_are_not_set_side_by_side(directory):
     other = [{"prompt": "q", "response": "another"}, {"prompt": "r", "response": "one"}]
     EvaluationLog(directory, resume_at=3).add(8, Evaluation({"reward": 3.0}, other))
     assert saved(directory)["texts"] == [] and saved(directory)["after"]["reward"] == 3.0
+
+
+def test_conversations_keep_their_messages(directory):
+    """Also over a resume; another conversation with the same text is another prompt."""
+    messages = [{"role": "user", "content": "p"}]
+    text = {"prompt": "p", "messages": messages, "response": "a"}
+    EvaluationLog(directory, None).add(0, Evaluation({}, [text]))
+    EvaluationLog(directory, resume_at=3).add(8, Evaluation({}, [{**text, "response": "b"}]))
+    assert saved(directory)["texts"] == [{"prompt": "p", "messages": messages, "before": "a", "after": "b"}]
+    EvaluationLog(directory, resume_at=8).add(9, Evaluation({}, [{"prompt": "p", "response": "c"}]))
+    assert saved(directory)["texts"] == []

@@ -16,8 +16,8 @@ def test_in_a_pipe_it_is_plain_text_without_control_characters():
     stream = io.StringIO()
     print_answer(ROW, stream)
     print_answer({**ROW, "finish_reason": "length", "score": 1.23456}, stream, prompt=False)
-    assert stream.getvalue() == ("prompt: Why?\nresponse: Because. [31m\n(3 tokens, finished)\n\n"
-                                 "response: Because. [31m\n(3 tokens, cut at --max-tokens, score 1.235)\n\n")
+    assert stream.getvalue() == ("prompt: Why?\nresponse: Because.\\x1b[31m\n(3 tokens, finished)\n\n"
+                                 "response: Because.\\x1b[31m\n(3 tokens, cut at --max-tokens, score 1.235)\n\n")
 
 
 def test_on_a_terminal_an_empty_answer_is_seen(monkeypatch):
