@@ -25,7 +25,7 @@ from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.report import in_a_sentence, kind_of_run, saved_values
 from rlhf_ray.observability.row_means import mean_rate
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
-from rlhf_ray.observability.sample_texts import some_rollouts
+from rlhf_ray.observability.sample_files import some_samples
 from rlhf_ray.observability.still_policy import still_policy
 from rlhf_ray.observability.tables import number, plain_table, workers_table
 
@@ -185,7 +185,7 @@ def _learning_table(first: Sequence[Mapping[str, Any]], last: Sequence[Mapping[s
 
 def _sample(run: RunDirectory) -> list[RenderableType]:
     """One text of the newest step that has some."""
-    rows = some_rollouts(run.samples, 1) if run.samples.is_dir() else []
+    rows = some_samples(run.samples, 1) if run.samples.is_dir() else []
     if not rows:
         return []
     newest = rows[-1]

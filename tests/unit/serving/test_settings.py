@@ -96,7 +96,8 @@ def test_a_port_in_use_and_a_certificate_that_is_none_are_told_before_loading(tm
             serve(ServingConfig(model=model, port=port), print)
     (tmp_path / "c.pem").write_text("nothing")
     with pytest.raises(ConfigError, match="cannot be used"):
-        serve(ServingConfig(model=model, port=0, tls_cert=tmp_path / "c.pem", tls_key=tmp_path / "c.pem"), print)
+        serve(ServingConfig(model=model, port=0, tls_cert=str(tmp_path / "c.pem"), tls_key=str(tmp_path / "c.pem")),
+              print)
     with pytest.raises(ModelError, match="no such directory"):
         serve(ServingConfig(model=model, port=0), print)
 
