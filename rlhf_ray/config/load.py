@@ -19,6 +19,7 @@ from rlhf_ray.config.conditional_fields import without_effect
 from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
 from rlhf_ray.config.derived import buffer_capacity_mb, placements_of, transport_of
 from rlhf_ray.config.error_messages import explain, suggestion
+from rlhf_ray.config.settled import with_settled
 from rlhf_ray.config.stages import (
     PPOConfig,
     PreferencesStageConfig,
@@ -55,6 +56,8 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
     layers = [file, read_environment(cls), read_overrides(overrides)]
     _refuse_unknown_variables(cls)
     values = merge(cls, layers)
+    if isinstance(cluster := values.get("cluster"), dict) and cluster.get("derived"):
+        values["cluster"] = {**cluster, "derived": _still_derived(layers)}
     try:
         config = cls(**values)
     except ValidationError as e:
@@ -81,23 +84,32 @@ def resolve(config: C) -> C:
     """
     if isinstance(config, PPOConfig) and config.evaluation and (sampling := config.evaluation.sampling):
         given = {name: getattr(sampling, name) for name in sampling.model_fields_set}
-        config = _with(config, "evaluation", sampling=config.generator.sampling.model_copy(update=given))
+        config = with_settled(config, {
+            "evaluation.sampling": config.generator.sampling.model_copy(update=given)})
     check_combinations(config)
     if used := {placement.pool for placement in placements_of(config).values()}:
         pools = {name: pool for name, pool in config.pools.items() if name in used}
-        config = config.model_copy(update={"pools": pools})
-    generator = getattr(config, "generator", None)
-    if generator is not None:
-        config = _with(config, "generator", kv_cache_mb=generator.cache_mb)
+        config = with_settled(config, {"pools": pools})
+    values: dict[str, Any] = {}
+    if isinstance(config, PPOConfig | PreferencesStageConfig):
+        values["generator.kv_cache_mb"] = config.generator.cache_mb
     if isinstance(config, PPOConfig):
-        config = _with(config, "buffer", capacity_mb=buffer_capacity_mb(config.buffer, config.cluster))
-        config = _with(config, "weights", transport=transport_of(config))
-    return config
+        values["buffer.capacity_mb"] = buffer_capacity_mb(config.buffer, config.cluster)
+        values["weights.transport"] = transport_of(config)
+        if config.weights.transport == "auto":
+            values["cluster.derived"] = sorted({*config.cluster.derived, "weights.transport"})
+    return with_settled(config, values)
 
 
-def _with(config: C, section: str, **values: Any) -> C:
-    """The configuration with other values of some fields of a section."""
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+def _still_derived(layers: list[Layer]) -> list[str]:
+    """The fields that `cluster.derived` of a saved configuration names, without those that a later layer sets."""
+    names: list[str] = []
+    for layer in layers:
+        given = {".".join(path) for path in layer.origins}
+        names = [name for name in names if not any(f"{path}.".startswith(f"{name}.") for path in given)]
+        if isinstance(cluster := layer.values.get("cluster"), dict) and isinstance(cluster.get("derived"), list):
+            names = cluster["derived"]
+    return names
 
 
 def as_yaml(config: StageConfig) -> str:
