@@ -7,6 +7,8 @@ that runs later reads the configuration and never changes it.
 
 import logging
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,11 +44,16 @@ STAGES: dict[str, type[StageConfig]] = {
 """Command -> configuration of its stage."""
 
 
-def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
+def load(cls: type[C], path: Path | str | None, overrides: list[str],
+         has_gpus: Callable[[str | None], bool] = lambda _: False) -> C:
     """The resolved configuration of a stage.
 
     `path` is a YAML file (None: defaults, environment and overrides alone); `overrides` are command-line arguments
     `--section.key=value` or `--section.key value`.
+
+    Args:
+        has_gpus: whether the cluster at an address (None: a local one) may have GPUs. Then fields that need GPUs are
+            accepted without pools and gpus, which are derived from the machines before the run starts.
 
     Raises:
         ConfigError: the configuration cannot run; lists all problems, each with its field, value, origin and fix.
@@ -59,13 +66,58 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str]) -> C:
     if isinstance(cluster := values.get("cluster"), dict) and cluster.get("derived"):
         values["cluster"] = {**cluster, "derived": _still_derived(layers)}
     try:
+        resolved = _resolved(cls, values, layers)
+    except ConfigError:
+        later = _placed_later(cls, values, layers, has_gpus)
+        if later is None:
+            raise
+        resolved = later
+    for sentence in without_effect(resolved, warns=True):
+        logging.getLogger(__name__).warning(sentence)
+    return resolved
+
+
+def _resolved(cls: type[C], values: dict[str, Any], layers: list[Layer]) -> C:
+    try:
         config = cls(**values)
     except ValidationError as e:
         raise ConfigError(explain(cls, e, layers)) from None
-    resolved = resolve(config)
-    for sentence in without_effect(config, warns=True):
-        logging.getLogger(__name__).warning(sentence)
-    return resolved
+    return resolve(config)
+
+
+PLENTY = {"cpus": 1e6, "gpus": 1}
+"""A bundle that no machine has, so that it is replaced by what the machines have."""
+
+
+def _placed_later(cls: type[C], values: dict[str, Any], layers: list[Layer],
+                  has_gpus: Callable[[str | None], bool]) -> C | None:
+    """A configuration that is refused without GPUs, with every role on GPUs: whole ones, or one together. None if it is
+    refused then too, or somebody set pools, or there are no GPUs."""
+    cluster = values.get("cluster")
+    address = cluster.get("address") if isinstance(cluster, dict) else None
+    if "pools" in values or not has_gpus(address):
+        return None
+    generator = values.get("generator")
+    engine = generator if isinstance(generator, dict) else {}
+    try:
+        devices = int(engine.get("tensor_parallel", 1)) * int(engine.get("pipeline_parallel", 1))
+    except (TypeError, ValueError):
+        return None
+    for roles in (("generator", "policy", "learner"), ("generator", "policy", "critic")):
+        for bundles, share in ((10**4, 1.0), (1, 0.2)):
+            places: dict[str, Any] = {name: {"gpus": share} for name in roles if name in cls.model_fields}
+            pool = {**PLENTY, "bundles": bundles}
+            if share == 1:  # with several ranks, which ZeRO divides something among
+                places = {name: {**place, "workers": 2} for name, place in places.items()}
+                if "generator" in places:
+                    places["generator"]["gpus"] = pool["gpus"] = devices
+            filled = merge(cls, [Layer({"pools": {"default": pool}, **places}), Layer(values)])
+            derived = ["pools", *(f"{name}.{field}" for name, place in places.items() for field in place
+                                  if field not in (values.get(name) or {}))]
+            filled["cluster"] = {**(cluster if isinstance(cluster, dict) else {}), "derived": derived}
+            with suppress(ConfigError):
+                return _resolved(cls, filled, layers)
+    return None
 
 
 def resolve(config: C) -> C:

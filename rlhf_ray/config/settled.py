@@ -4,13 +4,12 @@ Both are ordinary values of the configuration. One that is filled in is not amon
 is named in `cluster.derived`, where a saved configuration keeps what was derived from the machines.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from rlhf_ray.config.fields import default_of
-from rlhf_ray.config.section import settled
 from rlhf_ray.config.stages import StageConfig
 
 C = TypeVar("C", bound=StageConfig)
@@ -44,24 +43,29 @@ def value_at(config: StageConfig, path: str) -> Any:
 
 
 def with_settled(config: C, values: Mapping[str, Any]) -> C:
-    """The configuration with other values at dotted paths, which do not count as set. They are not validated."""
+    """The configuration with other values at dotted paths, which are set if those before were. They are not
+    validated."""
     for path, value in values.items():
-        config = _replaced(config, path.split("."), value)
+        config = _replaced(config, path.split("."), value, forget=False)
     return config
 
 
 def with_derived(config: C, values: Mapping[str, Any]) -> C:
     """The configuration with these values of the fields that nobody set, which `cluster.derived` names."""
     taken = {path: value for path, value in values.items() if not is_set(config, path)}
-    names = sorted({*config.cluster.derived, *taken})
-    return with_settled(config, {**taken, "cluster.derived": names})
+    return _derived(config, taken, {*config.cluster.derived, *taken})
 
 
-def without_derived(config: C, paths: list[str]) -> C:
-    """The configuration with the defaults of these fields, which are no longer derived."""
+def without_derived(config: C, paths: Iterable[str]) -> C:
+    """The configuration with the defaults of those of these fields that nobody set, which are no longer derived."""
     defaults = {path: default_of(config, path) for path in paths if not is_set(config, path)}
-    names = [name for name in config.cluster.derived if name not in paths]
-    return with_settled(config, {**defaults, "cluster.derived": names})
+    return _derived(config, defaults, set(config.cluster.derived) - set(defaults))
+
+
+def _derived(config: C, values: Mapping[str, Any], names: Iterable[str]) -> C:
+    for path, value in values.items():
+        config = _replaced(config, path.split("."), value, forget=True)
+    return _replaced(config, ["cluster", "derived"], sorted(names), forget=False)  # type: ignore[no-any-return]
 
 
 def _inside(value: Any, name: str) -> Any:
@@ -72,9 +76,13 @@ def _inside(value: Any, name: str) -> Any:
     raise LookupError(name)
 
 
-def _replaced(value: Any, path: list[str], new: Any) -> Any:
+def _replaced(value: Any, path: list[str], new: Any, forget: bool) -> Any:
+    """`value` with `new` at a path. With `forget`, the field no longer counts as set."""
     if not path:
         return new
     name, *rest = path
-    changed = _replaced(_inside(value, name), rest, new)
-    return {**value, name: changed} if isinstance(value, dict) else settled(value, **{name: changed})
+    changed = _replaced(_inside(value, name), rest, new, forget)
+    if isinstance(value, dict):
+        return {**value, name: changed}
+    kept = value.model_fields_set - ({name} if forget and not rest else set())
+    return value.model_construct(kept, **{**dict(value), name: changed})

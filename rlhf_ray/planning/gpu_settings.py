@@ -126,8 +126,8 @@ def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     for layout in _layouts(base, machines, shapes):
         try:
             found = _filled(base, layout, machines, nodes, shapes)
-        except (ConfigError, ValidationError) as error:
-            refused = refused or _last_line(error)
+        except ConfigError as error:
+            refused = refused or str(error).splitlines()[-1].strip()
             continue
         if best is None or _order(*found[1:]) < _order(*best[1:]):
             best = found
@@ -258,6 +258,9 @@ def _learner_pools(config: StageConfig, learners: Sequence[Role], gpus: int) -> 
     """The learners' GPUs, divided by their numbers of weights."""
     if gpus < len(learners):
         return
+    if not learners:
+        yield []
+        return
     if len(learners) == 1:
         yield [Group(learners[0].name, (learners[0].name,), gpus)]
         return
@@ -277,18 +280,19 @@ def _filled(base: C, layout: Sequence[Group], machines: Machines, nodes: Sequenc
     """A layout with its batches, the share of its fullest device, and the seconds of a step.
 
     Raises:
-        ConfigError, ValidationError: it does not go with what is set.
+        ConfigError: it does not go with what is set.
     """
     config = _with_sizes(_placed(base, layout, machines), machines, nodes, shapes)
     shared = len(layout) == 1 and len(layout[0].roles) > 1
     ways = _shared_ways if shared else _own_ways
     best: tuple[C, float, float] | None = None
     for way in ways(config, machines, shapes):
-        found = resolve(_validated(with_derived(config, way)))
+        found = checked(with_derived(config, way))
         if shared and hasattr(found, "generator"):
             found = _with_shared_cache(found, machines, nodes, shapes)
         elif hasattr(found, "generator"):
             found = _with_all_sequences(found, machines, nodes, shapes)
+        found = checked(found)
         share, seconds = _evaluated(found, nodes, shapes)
         if best is None or _order(share, seconds) < _order(*best[1:]):
             best = found, share, seconds
@@ -414,7 +418,7 @@ def _shared_ways(config: C, machines: Machines, shapes: Shapes) -> Iterator[Valu
     learners = _learners(config)
     ways = [{path: value for each in together for path, value in each.items()}
             for together in zip(*(list(_ways_of(config, name)) for name in learners), strict=False)]
-    yield from ways
+    yield from ways or [{}]
     if isinstance(config, PPOConfig) and not config.coordinator.max_staleness:
         level = 1 if config.policy.lora else 2
         turns = {"generator.sleep_level": level, **{f"{name}.offload_between_phases": True for name in learners}}
@@ -449,7 +453,10 @@ def _with_shared_cache(config: C, machines: Machines, nodes: Sequence[Node], sha
     assert isinstance(config, PPOConfig)
     generator = next(role for role in roles_of(config, shapes) if role.name == "generator")
     each = generator.models[0].cache_bytes * _longest_row(config) / MIB
-    sequences = min(256, max(8, ceil(config.coordinator.samples_per_step / config.generator.workers / 8) * 8))
+    wanted = ceil(config.coordinator.samples_per_step / config.generator.workers / 8)
+    if is_set(config, "generator.kv_cache_mb"):
+        wanted = int((config.generator.kv_cache_mb or 0) / each / 8)
+    sequences = min(256, max(8, 8 * wanted))
     while True:
         size = max(8, ceil(sequences * each))
         found = with_derived(config, {"generator.kv_cache_mb": size, "generator.max_sequences": sequences})
@@ -484,15 +491,19 @@ def _evaluated(config: StageConfig, nodes: Sequence[Node], shapes: Shapes) -> tu
     return max((load.share for load in loads), default=0.0), seconds
 
 
-def _validated(config: C) -> C:
-    """The configuration, if each section of a role is valid by itself.
+def checked(config: C) -> C:
+    """The configuration, resolved, if each section of a role is valid by itself, and all go together.
 
     Raises:
-        ValidationError: it is not.
+        ConfigError: they do not.
     """
-    for placement in placements_of(config).values():
-        type(placement).model_validate(placement.model_dump())
-    return config
+    for role, placement in placements_of(config).items():
+        try:
+            type(placement).model_validate(placement.model_dump())
+        except ValidationError as error:
+            text = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ConfigError(f"the configuration cannot run:\n  {role}: {text}") from None
+    return resolve(config)
 
 
 def _set_placement(config: StageConfig) -> Iterator[tuple[str, float]]:
@@ -502,7 +513,3 @@ def _set_placement(config: StageConfig) -> Iterator[tuple[str, float]]:
             if is_set(config, f"{role}.{field}"):
                 yield f"{role}.{field}", getattr(placement, field)
 
-
-def _last_line(error: Exception) -> str:
-    text = error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else str(error)
-    return text.splitlines()[-1].strip()
