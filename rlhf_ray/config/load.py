@@ -7,7 +7,7 @@ that runs later reads the configuration and never changes it.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -66,15 +66,12 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str],
     if isinstance(cluster := values.get("cluster"), dict) and cluster.get("derived"):
         values["cluster"] = {**cluster, "derived": _still_derived(layers)}
     try:
-        resolved = _resolved(cls, values, layers)
+        return _resolved(cls, values, layers)
     except ConfigError:
         later = _placed_later(cls, values, layers, has_gpus)
         if later is None:
             raise
-        resolved = later
-    for sentence in without_effect(resolved, warns=True):
-        logging.getLogger(__name__).warning(sentence)
-    return resolved
+        return later
 
 
 def _resolved(cls: type[C], values: dict[str, Any], layers: list[Layer]) -> C:
@@ -82,10 +79,13 @@ def _resolved(cls: type[C], values: dict[str, Any], layers: list[Layer]) -> C:
         config = cls(**values)
     except ValidationError as e:
         raise ConfigError(explain(cls, e, layers)) from None
-    return resolve(config)
+    resolved = resolve(config)
+    for sentence in without_effect(config, warns=True):
+        logging.getLogger(__name__).warning(sentence)
+    return resolved
 
 
-PLENTY = {"cpus": 1e6, "gpus": 1}
+PLENTY = {"cpus": 1e6}
 """A bundle that no machine has, so that it is replaced by what the machines have."""
 
 
@@ -97,27 +97,34 @@ def _placed_later(cls: type[C], values: dict[str, Any], layers: list[Layer],
     address = cluster.get("address") if isinstance(cluster, dict) else None
     if "pools" in values or not has_gpus(address):
         return None
-    generator = values.get("generator")
-    engine = generator if isinstance(generator, dict) else {}
-    try:
-        devices = int(engine.get("tensor_parallel", 1)) * int(engine.get("pipeline_parallel", 1))
-    except (TypeError, ValueError):
-        return None
-    for roles in (("generator", "policy", "learner"), ("generator", "policy", "critic")):
-        for bundles, share in ((10**4, 1.0), (1, 0.2)):
-            places: dict[str, Any] = {name: {"gpus": share} for name in roles if name in cls.model_fields}
-            pool = {**PLENTY, "bundles": bundles}
-            if share == 1:  # with several ranks, which ZeRO divides something among
-                places = {name: {**place, "workers": 2} for name, place in places.items()}
-                if "generator" in places:
-                    places["generator"]["gpus"] = pool["gpus"] = devices
-            filled = merge(cls, [Layer({"pools": {"default": pool}, **places}), Layer(values)])
-            derived = ["pools", *(f"{name}.{field}" for name, place in places.items() for field in place
-                                  if field not in (values.get(name) or {}))]
-            filled["cluster"] = {**(cluster if isinstance(cluster, dict) else {}), "derived": derived}
-            with suppress(ConfigError):
-                return _resolved(cls, filled, layers)
+    given = {name: section if isinstance(section := values.get(name), dict) else {} for name in cls.model_fields}
+    for below in _on_plenty(cls, given):
+        derived = [f"{name}.{field}" for name, section in below.items() if name != "pools"
+                   for field in section if field not in given[name]]
+        filled = merge(cls, [Layer(below), Layer(values)])
+        filled["cluster"] = {**filled.get("cluster", {}), "derived": ["pools", *derived]}
+        with suppress(ConfigError):
+            return _resolved(cls, filled, layers)
     return None
+
+
+def _on_plenty(cls: type[StageConfig], given: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Sections with values as they could be derived on many GPUs, or on one: a role without effect may be refused."""
+    try:
+        devices = int(given.get("generator", {}).get("tensor_parallel", 1)) * int(
+            given.get("generator", {}).get("pipeline_parallel", 1))
+    except (TypeError, ValueError):
+        return
+    store = {} if given["cluster"].get("address") else {"cluster": {"object_store_mb": 10**6}}
+    for learners in (("policy", "learner"), ("policy", "critic")):
+        for scorers in ((), ("reference",), ("reward",), ("reference", "reward")):
+            rows = {name: {"micro_batch_tokens": 10**6} for name in (*learners, *scorers)}
+            many = {name: {**rows[name], "workers": 2, "gpus": 1} for name in learners}  # ZeRO divides among several
+            one = {name: {**rows[name], "gpus": 0.2} for name in learners}
+            for places, engine, gpus, bundles in ((many, devices, devices, 10**4), (one, 0.2, 1, 1)):
+                sections = {**rows, **places, "generator": {"gpus": engine}}
+                yield {"pools": {"default": {**PLENTY, "gpus": gpus, "bundles": bundles}}, **store,
+                       **{name: section for name, section in sections.items() if name in cls.model_fields}}
 
 
 def resolve(config: C) -> C:

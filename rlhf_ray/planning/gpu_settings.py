@@ -64,6 +64,7 @@ REASONS = {
     "max_sequences": "as many of the longest as the KV cache holds, up to 256",
     "chunk": "whole groups, up to 32 samples, and work for every generator",
     "sleep_level": "generators and learners take turns on a GPU that cannot hold both",
+    "offload_optimizer": "AdamW's state fits no GPU",
     "offload_between_phases": "generators and learners take turns on a GPU that cannot hold both",
 }
 """Why a derived value is what it is, by the last part of the field's name."""
@@ -287,6 +288,8 @@ def _filled(base: C, layout: Sequence[Group], machines: Machines, nodes: Sequenc
     ways = _shared_ways if shared else _own_ways
     best: tuple[C, float, float] | None = None
     for way in ways(config, machines, shapes):
+        if best is not None and best[1] <= TIGHT and any(path.endswith("offload_optimizer") for path in way):
+            break
         found = checked(with_derived(config, way))
         if shared and hasattr(found, "generator"):
             found = _with_shared_cache(found, machines, nodes, shapes)
@@ -419,10 +422,19 @@ def _shared_ways(config: C, machines: Machines, shapes: Shapes) -> Iterator[Valu
     ways = [{path: value for each in together for path, value in each.items()}
             for together in zip(*(list(_ways_of(config, name)) for name in learners), strict=False)]
     yield from ways or [{}]
-    if isinstance(config, PPOConfig) and not config.coordinator.max_staleness:
-        level = 1 if config.policy.lora else 2
-        turns = {"generator.sleep_level": level, **{f"{name}.offload_between_phases": True for name in learners}}
-        yield from ({**way, **turns} for way in ways)
+    if not isinstance(config, PPOConfig):
+        return
+    turns: Values = {}
+    if not config.coordinator.max_staleness:
+        turns = {"generator.sleep_level": 1 if config.policy.lora else 2}
+        offloaded = {f"{name}.offload_between_phases": True for name in learners}
+        yield from ({**way, **turns, **offloaded} for way in ways)
+    yield from ({**way, **turns, **_in_main_memory(learners)} for way in ways[-2:])
+
+
+def _in_main_memory(learners: Sequence[str]) -> Values:
+    """AdamW's state in main memory, the last resort: DeepSpeed's CPU Adam is slow."""
+    return {f"{name}.offload_optimizer": True for name in learners}
 
 
 def _own_ways(config: C, machines: Machines, shapes: Shapes) -> Iterator[Values]:
@@ -436,6 +448,8 @@ def _own_ways(config: C, machines: Machines, shapes: Shapes) -> Iterator[Values]
             if role.memory(machines.device).device_bytes <= TIGHT * machines.device.memory_bytes:
                 break
     yield chosen
+    if learners := _learners(config):
+        yield {**chosen, **_in_main_memory(learners)}
 
 
 def _with_all_sequences(config: C, machines: Machines, nodes: Sequence[Node], shapes: Shapes) -> C:
