@@ -112,15 +112,19 @@ def machines_of(nodes: Sequence[Node]) -> Machines | None:
 
 def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     """The configuration with derived values of all that nobody set, for the GPUs of these nodes; `cluster.derived`
-    names them. Unchanged if there are no GPUs, or somebody set `pools`: who names pools places the roles.
+    names them. Unchanged if there are no GPUs, or somebody set `pools`: who names pools places the roles. Values that
+    were derived for other machines are derived anew, but for those in `KEPT`.
 
     Raises:
         ConfigError: no layout goes with what is set.
         ModelError: as `Shapes`.
     """
     machines = machines_of(nodes)
-    if machines is None or is_set(config, "pools"):
+    if is_set(config, "pools"):
         return config
+    if machines is None:
+        names = machine_fields(config)
+        return checked(without_derived(config, names)) if "pools" in names else config
     base = _with_precision(_without_placement(config))
     best: tuple[C, float, float] | None = None
     refused = ""

@@ -252,9 +252,11 @@ def with_gpu_settings(config: C, resume: bool) -> C:
     say = logging.getLogger(__name__).warning
     former = _former_settings(config) if resume else None
     if former is not None:
+        placed_later = "pools" in config.cluster.derived
+        config = without_derived(config, machine_fields(config)) if placed_later else config
+        if set(former) <= {"weights.transport"}:  # of a run that was placed by its own pools, or on CPUs
+            return checked(config) if placed_later else config
         config = with_derived(config, former)
-        if not former:
-            return config  # of a run that was placed by its own pools, or on CPUs
     names = machine_fields(config)
     if is_set(config, "pools"):
         return checked(without_derived(config, names)) if former else config
