@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from rlhf_ray.config.combination_checks import experience_bytes_per_token
+from rlhf_ray.config.combination_checks import check_pools, experience_bytes_per_token
 from rlhf_ray.config.derived import derive, placements_of
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
@@ -57,7 +57,7 @@ REASONS = {
     "learning_rate": "the default times 4096 / hidden size (Yang et al. 2022, table 3)",
     "object_store_mb": "three buckets of a publication besides the experience, twice",
     "bucket_mb": "a publication in about 32 buckets, of 64 to 1024 MiB",
-    "transport": "through main memory, the transport that has been tested",
+    "transport": "of `auto`: between GPUs where the placement allows it",
     "tensor_parallel": "the fewest GPUs of which weights take half",
     "shards": "the fewest GPUs of which weights take half",
     "kv_cache_mb": "what the other roles leave of the GPU, or what all sequences need",
@@ -123,9 +123,8 @@ def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     if is_set(config, "pools"):
         return config
     if machines is None:
-        names = machine_fields(config)
-        return checked(without_derived(config, names)) if "pools" in names else config
-    base = _with_precision(_without_placement(config))
+        return checked(without_placement(config)) if "pools" in config.cluster.derived else config
+    base = _with_precision(without_placement(config))
     best: tuple[C, float, float] | None = None
     refused = ""
     for layout in _layouts(base, machines, shapes):
@@ -139,7 +138,7 @@ def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     if best is None:
         set_here = ", ".join(f"{path}={value:g}" for path, value in _set_placement(base)) or "the configuration"
         raise ConfigError(f"no layout of the roles on {machines.gpus} x {machines.device.name} goes with {set_here}"
-                          f"{f': {refused}' if refused else ''}; change it, or place the roles yourself with pools")
+                          f": {refused or 'they are too few'}; change it, or place the roles yourself with pools")
     return best[0]
 
 
@@ -153,11 +152,13 @@ def machine_fields(config: StageConfig) -> list[str]:
     return [path for path in config.cluster.derived if path.rpartition(".")[2] not in KEPT]
 
 
-def _without_placement(config: C) -> C:
-    """The configuration without what an earlier derivation, or `resolve`, filled in."""
+def without_placement(config: C) -> C:
+    """The configuration without what an earlier derivation filled in for machines, and without what `resolve` fills in
+    by the placement. A transport that was derived is `auto` by somebody's wish: nobody's is the default, main memory,
+    which has been tested."""
     asked = {"weights.transport": "auto"} if "weights.transport" in config.cluster.derived else {}
-    filled_in = ["generator.kv_cache_mb", "buffer.capacity_mb"]
-    present = [path for path in filled_in if path.partition(".")[0] in type(config).model_fields]
+    present = [path for path in ("generator.kv_cache_mb", "buffer.capacity_mb")
+               if path.partition(".")[0] in type(config).model_fields]
     return with_derived(without_derived(config, [*machine_fields(config), *present]), asked)
 
 
@@ -188,11 +189,11 @@ def _on_gpus(config: StageConfig, role: Role) -> bool:
     return bool(role.models) and not (is_set(config, f"{role.name}.gpus") and not role.placement.gpus)
 
 
-def _divided(role: Role, machines: Machines) -> int:
-    """The fewest GPUs, a power of two, of which the weights of a role take a part of `HELD`."""
+def _divided(role: Role, machines: Machines, most: int) -> int:
+    """The fewest GPUs, a power of two up to `most`, of which the weights of a role take a part of `HELD`."""
     weights = sum(shape.weight_bytes for shape in role.models)
     number = 1
-    while weights / number > HELD * machines.device.memory_bytes:
+    while weights / number > HELD * machines.device.memory_bytes and 2 * number <= most:
         number *= 2
     return number
 
@@ -224,13 +225,13 @@ def _engine_gpus(config: StageConfig, role: Role, machines: Machines) -> int:
     generator = role.placement
     assert isinstance(generator, GenerationConfig)
     given = any(is_set(config, f"generator.{field}") for field in ("tensor_parallel", "pipeline_parallel"))
-    return generator.devices if given else _divided(role, machines)
+    return generator.devices if given else _divided(role, machines, machines.per_node)
 
 
 def _shards(role: Role, config: StageConfig, machines: Machines) -> int:
     given = role.placement
     assert isinstance(given, ScorerConfig)
-    return given.shards if is_set(config, f"{role.name}.shards") else _divided(role, machines)
+    return given.shards if is_set(config, f"{role.name}.shards") else _divided(role, machines, machines.gpus)
 
 
 def _scoring_pools(scorers: Sequence[Role], shards: Mapping[str, int], machines: Machines) -> Iterator[list[Group]]:
@@ -287,14 +288,19 @@ def _filled(base: C, layout: Sequence[Group], machines: Machines, nodes: Sequenc
     Raises:
         ConfigError: it does not go with what is set.
     """
-    config = _with_sizes(_placed(base, layout, machines), machines, nodes, shapes)
+    placed = _placed(base, layout, machines)
+    try:
+        check_pools(placed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    config = _with_sizes(placed, machines, nodes, shapes)
     shared = len(layout) == 1 and len(layout[0].roles) > 1
     ways = _shared_ways if shared else _own_ways
     best: tuple[C, float, float] | None = None
     for way in ways(config, machines, shapes):
         if best is not None and best[1] <= TIGHT and any(path.endswith("offload_optimizer") for path in way):
             break
-        found = checked(with_derived(config, way))
+        found = with_derived(config, way)
         if shared and hasattr(found, "generator"):
             found = _with_shared_cache(found, machines, nodes, shapes)
         elif hasattr(found, "generator"):
@@ -365,8 +371,6 @@ def _with_sizes(config: C, machines: Machines, nodes: Sequence[Node], shapes: Sh
         values["generator.chunk"] = max(whole, default=group)
         bytes_sent = shapes(config.model, "model").weight_bytes
         values["weights.bucket_mb"] = int(min(1024, max(64, 2 ** round(log2(bytes_sent / 32 / MIB)))))
-        if "weights.transport" not in config.cluster.derived:
-            values["weights.transport"] = "object_store"
         if config.cluster.address is None:
             values["cluster.object_store_mb"] = _store_mb(config, values["weights.bucket_mb"], nodes, shapes)
     return with_derived(config, values)
@@ -491,8 +495,7 @@ def _gpu_share(config: StageConfig, nodes: Sequence[Node], shapes: Shapes) -> fl
 
 
 def _evaluated(config: StageConfig, nodes: Sequence[Node], shapes: Shapes) -> tuple[float, float]:
-    """The share of the fullest device (infinite if the run cannot work), and the seconds of a step. Generators and
-    learners on one GPU take turns, also where rollouts and updates overlap."""
+    """The share of the fullest device (infinite if the run cannot work), and the seconds of a step."""
     roles = roles_of(config, shapes)
     placement = place(config.pools, {role.name: role.placement for role in roles}, nodes)
     if placement.shortages:
@@ -503,10 +506,7 @@ def _evaluated(config: StageConfig, nodes: Sequence[Node], shapes: Shapes) -> tu
     if any(problem.level == "refused" for problem in problems):
         return inf, inf
     step = estimate_step_time(config, roles, placement, nodes)
-    seconds = step.seconds if step else 0.0
-    if step and isinstance(config, PPOConfig) and len(config.pools) == 1:
-        seconds = max(seconds, sum(step.roles.values()))
-    return max((load.share for load in loads), default=0.0), seconds
+    return max((load.share for load in loads), default=0.0), step.seconds if step else 0.0
 
 
 def checked(config: C) -> C:

@@ -21,7 +21,7 @@ from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.config.settled import is_set, value_at, with_derived, without_derived
+from rlhf_ray.config.settled import is_set, value_at, with_derived
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.coordinator.recovery import Geometry, check_geometry
 from rlhf_ray.data.inspection import inspect
@@ -33,7 +33,14 @@ from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.planning.gpu_settings import checked, derive_gpu_settings, fits, machine_fields, machines_of
+from rlhf_ray.planning.gpu_settings import (
+    checked,
+    derive_gpu_settings,
+    fits,
+    machine_fields,
+    machines_of,
+    without_placement,
+)
 from rlhf_ray.planning.local_machine import CPU_ENGINE, GPU_ENGINE, installed_engines, this_machine
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.node_spec import Node
@@ -252,24 +259,22 @@ def with_gpu_settings(config: C, resume: bool) -> C:
     say = logging.getLogger(__name__).warning
     former = _former_settings(config) if resume else None
     if former is not None:
-        placed_later = "pools" in config.cluster.derived
-        config = without_derived(config, machine_fields(config)) if placed_later else config
         if set(former) <= {"weights.transport"}:  # of a run that was placed by its own pools, or on CPUs
-            return checked(config) if placed_later else config
-        config = with_derived(config, former)
+            return checked(without_placement(config)) if "pools" in config.cluster.derived else config
+        config = with_derived(without_placement(config), former)
     names = machine_fields(config)
     if is_set(config, "pools"):
-        return checked(without_derived(config, names)) if former else config
+        return checked(without_placement(config)) if former else config
     nodes = _machines(config)
     if "pools" in names:
         if _can_give(config, nodes):
             return resolve(config)
-        config = without_derived(config, names)
+        config = without_placement(config)
     machines = machines_of(nodes)
     if machines is None:
         if former:
             say(f"the machines have no GPUs now, so the run's settings for them are left out: {', '.join(names)}")
-        return checked(config) if "pools" in names else config
+        return checked(config) if former or "pools" in names else config
     try:
         config = derive_gpu_settings(config, nodes, partial(shape_of, fetch=file_from_hub))
     except ModelError as error:

@@ -131,9 +131,9 @@ class TestChoice:
     def test_a_split_that_is_chosen_is_the_fastest(self):
         config = derived(coordinator={"max_staleness": 1})
         best = planned(config).step_time.seconds
-        for workers in (1, 3, 4):
+        for workers in (1, 3):
             other = derived(coordinator={"max_staleness": 1}, generator={"workers": workers})
-            assert other.generator.workers == workers and planned(other).step_time.seconds >= best
+            assert other.generator.workers == workers and planned(other).step_time.seconds > best
 
     def test_without_a_reference_there_is_no_scoring_pool(self):
         config = derived(algorithm={"kl": {"coef": 0}}, coordinator={"max_staleness": 1})
@@ -144,7 +144,7 @@ class TestChoice:
         assert any("does not fit" in text for text in refused)
 
     @pytest.mark.parametrize("cls", OF_STAGES)
-    @pytest.mark.parametrize("nodes", ["1x1xH200", "1x8xH100", "2x8xA100"])
+    @pytest.mark.parametrize("nodes", ["1x1xH200", "2x8xA100"])
     def test_the_other_stages_use_all_gpus_too(self, cls, nodes):
         plan = planned(derived(cls, OF_STAGES[cls], nodes), nodes)
         assert not plan.refused and len(used_gpus(plan)) == sum(node.gpus for node in plan.nodes)
@@ -169,12 +169,13 @@ class TestSetFields:
         "weights.bucket_mb=32", "cluster.object_store_mb=4096", "policy.cpus=20.0"])
     def test_a_set_field_is_never_derived(self, path):
         name, _, text = path.partition("=")
-        given = load(PPOConfig, None, [*(f"--{k}={v}".replace("'", '"') for k, v in GRPO.items()),
+        small = changed(GRPO, model={"path": "Qwen/Qwen2.5-1.5B"})
+        given = load(PPOConfig, None, [*(f"--{k}={v}".replace("'", '"') for k, v in small.items()),
                                        f"--{name}={text.lower() if text == 'True' else text}"], lambda _: True)
-        config = derive_gpu_settings(given, parse_nodes("1x8xH100"), shape_of)
+        config = derive_gpu_settings(given, parse_nodes("1x4xH100"), shape_of)
         assert str(value_at(config, name)) == text
         assert is_set(config, name) and name not in config.cluster.derived
-        assert "pools" in config.cluster.derived and not planned(config).placement.shortages
+        assert "pools" in config.cluster.derived and not planned(config, "1x4xH100").placement.shortages
 
     def test_what_no_layout_goes_with_is_refused_by_its_field(self):
         with pytest.raises(ConfigError, match=r"8 x H100 SXM goes with policy\.workers=12: .*place the roles yourself"):
