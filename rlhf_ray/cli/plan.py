@@ -63,11 +63,12 @@ def plan(
         from rich.console import Console
 
         from rlhf_ray.cli.plan_report import plan_page
+        from rlhf_ray.config.settled import is_set
 
         console = Console(highlight=False)
         console.print(plan_page(made, console.width))
-        asked = any(pool.gpus for pool in config.pools.values())
-        if asked and not (nodes or cluster or config.cluster.address or made.nodes[0].gpus):
+        wanted = any(pool.gpus for pool in config.pools.values()) or not is_set(config, "pools")
+        if wanted and not (nodes or cluster or config.cluster.address or made.nodes[0].gpus):
             console.print("this machine has no GPU; plan for one that has with, say, --nodes 1x8xH100", soft_wrap=True)
     if made.refused:
         sys.exit(ConfigError.exit_code)
