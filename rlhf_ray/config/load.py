@@ -110,9 +110,10 @@ def _placed_later(cls: type[C], values: dict[str, Any], layers: list[Layer],
 
 def _on_plenty(cls: type[StageConfig], given: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Sections with values as they could be derived on many GPUs, or on one: a role without effect may be refused."""
+    engine_of = given.get("generator", {})
     try:
-        devices = int(given.get("generator", {}).get("tensor_parallel", 1)) * int(
-            given.get("generator", {}).get("pipeline_parallel", 1))
+        devices = int(engine_of.get("tensor_parallel", 1)) * int(engine_of.get("pipeline_parallel", 1))
+        chunk = int(given.get("coordinator", {}).get("samples_per_prompt", 16))
     except (TypeError, ValueError):
         return
     store = {} if given["cluster"].get("address") else {"cluster": {"object_store_mb": 10**6}}
@@ -122,7 +123,7 @@ def _on_plenty(cls: type[StageConfig], given: Mapping[str, dict[str, Any]]) -> I
             many = {name: {**rows[name], "workers": 2, "gpus": 1} for name in learners}  # ZeRO divides among several
             one = {name: {**rows[name], "gpus": 0.2} for name in learners}
             for places, engine, gpus, bundles in ((many, devices, devices, 10**4), (one, 0.2, 1, 1)):
-                sections = {**rows, **places, "generator": {"gpus": engine}}
+                sections = {**rows, **places, "generator": {"gpus": engine, "chunk": chunk}}
                 yield {"pools": {"default": {**PLENTY, "gpus": gpus, "bundles": bundles}}, **store,
                        **{name: section for name, section in sections.items() if name in cls.model_fields}}
 

@@ -69,7 +69,8 @@ class TestWithoutPools:
     @pytest.mark.parametrize("field", [
         "policy.offload_optimizer=true", "generator.sleep_level=1", "weights.transport=nccl", "weights.transport=ipc",
         "policy.gpus=1", "policy.zero_stage=2", "critic.zero_stage=2", "generator.gpu_memory_utilization=0.7",
-        "generator.sampling.max_tokens=9000", "coordinator.prompts_per_step=40000"])
+        "generator.sampling.max_tokens=9000", "coordinator.prompts_per_step=40000",
+        "coordinator.samples_per_prompt=5"])
     def test_are_accepted_where_there_may_be_gpus_only(self, write, field):
         with pytest.raises(ConfigError, match=field.partition("=")[0].split(".")[-1]):
             load(PPOConfig, write("ppo"), [f"--{field}"])
