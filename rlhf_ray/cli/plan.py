@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlhf_ray.cli.paths import path_or_name
-from rlhf_ray.cli.stage import Arguments, Stage, split_arguments
+from rlhf_ray.cli.paths import local_path, path_or_name
+from rlhf_ray.cli.stage import Arguments, Stage, may_have_gpus, split_arguments
 from rlhf_ray.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlhf_ray.config.stages import StageConfig
     from rlhf_ray.planning.node_spec import Node
     from rlhf_ray.planning.plan import Plan
+    from rlhf_ray.planning.roles import Shapes
 
 NodesOption = Annotated[str | None, typer.Option(
     "--nodes", metavar="SPEC", help="Machines to plan for: 2x8xH100, 4x(gpus=8,cpus=64,label=a:b), joined by +.")]
@@ -23,12 +25,15 @@ ClusterOption = Annotated[str | None, typer.Option(
     "--cluster", metavar="ADDRESS", help="Plan for the nodes of this running Ray cluster.")]
 ShapeOption = Annotated[list[str] | None, typer.Option(
     "--shape", metavar="MODEL=LIKE", help="MODEL has the shape of LIKE: a known name, or a config.json's directory.")]
+WriteOption = Annotated[Path | None, typer.Option(
+    "--write", parser=local_path, metavar="FILE", help="Write the configuration with the values that were derived from "
+    "the machines' GPUs; in FILE they are yours to change.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
 
 
 def plan(
     arguments: Arguments = None, nodes: NodesOption = None, cluster: ClusterOption = None, stage: Stage = None,
-    shape: ShapeOption = None, json: JsonOption = False,
+    shape: ShapeOption = None, write: WriteOption = None, json: JsonOption = False,
 ) -> None:
     """Show where each role of a run would lie, the memory of every device, the batch, the disk and a step's time.
 
@@ -37,13 +42,20 @@ def plan(
     """
     import sys
 
+    from rlhf_ray.planning.node_spec import parse_nodes
+
     if not arguments:
         raise ConfigError("give a configuration file: rlhf-ray plan CONFIG [--nodes 2x8xH100]")
     if nodes and cluster:
         raise ConfigError("--nodes describes machines and --cluster asks running ones; give one of them")
     path, overrides = split_arguments(arguments)
-    config = load_any(path, overrides, stage)
-    made = plan_for(config, machines(config, nodes, cluster), shape or [], measure_disk=not nodes)
+    described = parse_nodes(nodes) if nodes else []
+    config = load_any(path, overrides, stage,
+                      (lambda _: any(node.gpus for node in described)) if nodes else may_have_gpus)
+    config = for_machines(config, described or machines(config, cluster, free=False), shape or [])
+    made = plan_for(config, described or machines(config, cluster), shape or [], measure_disk=not nodes)
+    if write:
+        write_configuration(config, write)
     if json:
         from rlhf_ray.cli.plan_report import plan_as_json
 
@@ -52,17 +64,19 @@ def plan(
         from rich.console import Console
 
         from rlhf_ray.cli.plan_report import plan_page
+        from rlhf_ray.config.settled import is_set
 
         console = Console(highlight=False)
         console.print(plan_page(made, console.width))
-        asked = any(pool.gpus for pool in config.pools.values())
-        if asked and not (nodes or cluster or config.cluster.address or made.nodes[0].gpus):
+        wanted = any(pool.gpus for pool in config.pools.values()) or not is_set(config, "pools")
+        if wanted and not (nodes or cluster or config.cluster.address or made.nodes[0].gpus):
             console.print("this machine has no GPU; plan for one that has with, say, --nodes 1x8xH100", soft_wrap=True)
     if made.refused:
         sys.exit(ConfigError.exit_code)
 
 
-def load_any(path: Path | None, overrides: list[str], stage: str | None) -> StageConfig:
+def load_any(path: Path | None, overrides: list[str], stage: str | None,
+             has_gpus: Callable[[str | None], bool] = lambda _: True) -> StageConfig:
     """The configuration, of the stage that is named or that the file's sections tell.
 
     Raises:
@@ -76,7 +90,7 @@ def load_any(path: Path | None, overrides: list[str], stage: str | None) -> Stag
     named = stage or stage_of_file(merge(PPOConfig, layers), path)
     if named not in COMMANDS:
         raise ConfigError(f"--stage={named}: there is no such stage; there are {', '.join(COMMANDS)}")
-    return load(COMMANDS[named], path, overrides)
+    return load(COMMANDS[named], path, overrides, has_gpus=has_gpus)
 
 
 def stage_of_file(values: object, path: Path | None) -> str:
@@ -97,16 +111,12 @@ def stage_of_file(values: object, path: Path | None) -> str:
     return "reward-model" if compares or (path and "reward" in path.stem) else "sft"
 
 
-def machines(config: StageConfig, spec: str | None, cluster: str | None) -> list[Node]:
-    """The nodes to plan for: described, of a running cluster, or this machine.
+def machines(config: StageConfig, cluster: str | None, free: bool = True) -> list[Node]:
+    """The nodes of a running cluster, or this machine with its free memory (or with all of it).
 
     Raises:
-        ConfigError, ClusterError: the description cannot be read, the cluster not reached.
+        ClusterError: the cluster cannot be reached.
     """
-    from rlhf_ray.planning.node_spec import parse_nodes
-
-    if spec:
-        return parse_nodes(spec)
     address = cluster or config.cluster.address
     if address:
         from rlhf_ray.cluster.nodes import nodes_of_cluster
@@ -116,17 +126,45 @@ def machines(config: StageConfig, spec: str | None, cluster: str | None) -> list
 
     from rlhf_ray.planning.local_machine import this_machine
 
-    return [this_machine(list(config.pools.values()), float(psutil.virtual_memory().available))]
+    memory = psutil.virtual_memory()
+    return [this_machine(list(config.pools.values()), float(memory.available if free else memory.total))]
 
 
-def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_disk: bool = False) -> Plan:
-    """The plan, with shapes from directories, the table, the Hub, or those that `like` says (MODEL=LIKE)."""
-    from rlhf_ray.checkpoint.disk_space import free_bytes
+def for_machines(config: StageConfig, nodes: list[Node], like: list[str]) -> StageConfig:
+    """The configuration with settings for the GPUs of these nodes in place of those that nobody made.
+
+    Raises:
+        ConfigError: no layout goes with what is set.
+        ModelError: the shape of a model is not known.
+    """
+    from rlhf_ray.planning.gpu_settings import checked, derive_gpu_settings
+
+    derived = derive_gpu_settings(config, nodes, shapes_of(like))
+    return checked(derived) if "pools" in derived.cluster.derived else derived
+
+
+def write_configuration(config: StageConfig, file: Path) -> None:
+    """Write a configuration whose values are all somebody's own.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from rlhf_ray.config.load import as_yaml
+    from rlhf_ray.config.settled import with_settled
+
+    try:
+        file.write_text(as_yaml(with_settled(config, {"cluster.derived": []})), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--write {file} cannot be written: {error.strerror or error}; name a file in a writable "
+                          "folder") from error
+
+
+def shapes_of(like: list[str]) -> Shapes:
+    """Shapes of models from directories, the table, the Hub, or those that `like` says (MODEL=LIKE)."""
     from rlhf_ray.config.model import ModelConfig, NewModelConfig
     from rlhf_ray.models.config_json import file_from_hub
     from rlhf_ray.planning.model_lookup import shape_of
     from rlhf_ray.planning.model_shape import ModelShape
-    from rlhf_ray.planning.plan import make_plan
 
     pairs = dict(_pair(text) for text in like)
 
@@ -136,7 +174,16 @@ def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_di
             model = model.model_copy(update={"path": pairs[named]})
         return shape_of(model, field, file_from_hub)
 
-    return make_plan(config, nodes, shapes, float(free_bytes(Path(config.run.dir))) if measure_disk else None)
+    return shapes
+
+
+def plan_for(config: StageConfig, nodes: list[Node], like: list[str], measure_disk: bool = False) -> Plan:
+    """The plan; `like` as in `shapes_of`."""
+    from rlhf_ray.checkpoint.disk_space import free_bytes
+    from rlhf_ray.planning.plan import make_plan
+
+    free = float(free_bytes(Path(config.run.dir))) if measure_disk else None
+    return make_plan(config, nodes, shapes_of(like), free)
 
 
 def _pair(text: str) -> tuple[str, str]:

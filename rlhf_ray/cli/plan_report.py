@@ -8,8 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rlhf_ray.config.fields import format_value
+from rlhf_ray.config.settled import value_at
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.device_memory import Load
+from rlhf_ray.planning.gpu_settings import REASONS
 from rlhf_ray.planning.memory_breakdown import PARTS, gib
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.plan import Plan
@@ -29,6 +32,8 @@ def plan_page(plan: Plan, width: int = 100) -> RenderableType:
     parts: list[RenderableType] = [_nodes(plan), Text(""), _roles(plan), Text("")]
     parts += _bars(plan.loads, min(BAR, max(20, width - 44)))
     parts += [Text(""), _facts(plan), Text("")]
+    if "pools" in plan.config.cluster.derived:
+        parts += [_derived(plan), Text("")]
     parts += [_finding(finding.level, finding.text) for finding in plan.findings]
     parts.append(Text("the run cannot work", style="bold red") if plan.refused else
                  Text("the run fits", style="bold green"))
@@ -160,6 +165,22 @@ def _facts(plan: Plan) -> Table:
     return table
 
 
+def _derived(plan: Plan) -> Table:
+    """The values that nobody set, each with its reason."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("derived, since nobody set it", overflow="fold")
+    table.add_column("why", overflow="fold")
+    by_reason: dict[str, list[str]] = {}
+    for path in plan.config.cluster.derived:
+        name = path.rpartition(".")[2]
+        shown = ("pools, and each role's pool, workers and gpus" if name in ("pools", "pool", "workers", "gpus") else
+                 f"{path}={format_value(value_at(plan.config, path))}")
+        by_reason.setdefault(REASONS.get(name, REASONS["pools"]), []).append(shown)
+    for reason, values in by_reason.items():
+        table.add_row(", ".join(dict.fromkeys(values)), reason)
+    return table
+
+
 def seconds_of(seconds: float) -> str:
     """A duration as text."""
     if seconds < 60:
@@ -168,8 +189,13 @@ def seconds_of(seconds: float) -> str:
 
 
 def _finding(level: str, text: str) -> Text:
-    colours: Mapping[str, str] = {"refused": "bold red", "tight": "yellow"}
+    colours: Mapping[str, str] = {"refused": "bold red", "tight": "yellow", "idle": "yellow"}
     return Text.assemble((f"{level}: ", colours[level]), text)
+
+
+def plain(value: Any) -> Any:
+    """A value of the configuration as JSON has it."""
+    return {name: pool.model_dump() for name, pool in value.items()} if isinstance(value, dict) else value
 
 
 def plan_as_json(plan: Plan) -> str:
@@ -186,6 +212,7 @@ def plan_as_values(plan: Plan) -> dict[str, Any]:
         "nodes": [{"name": n.name, "cpus": n.cpus, "gpus": n.gpus, "gpu": n.gpu.name if n.gpu else None,
                    "memory_bytes": n.memory_bytes, "labels": dict(n.labels), "resources": n.custom}
                   for n in plan.nodes],
+        "derived": {path: plain(value_at(plan.config, path)) for path in plan.config.cluster.derived},
         "roles": {r.name: {"workers": r.placement.workers, "pool": r.placement.pool, "gpus": r.placement.gpus,
                            "cpus": r.placement.cpus, "model": r.named,
                            "parameters": [shape.parameters for shape in r.models],

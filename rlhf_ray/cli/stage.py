@@ -123,7 +123,7 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     from rlhf_ray.observability.run_directory import RunDirectory
     from rlhf_ray.stages.run_stage import run
 
-    config = load(COMMANDS[command], path, overrides, resume)
+    config = load(COMMANDS[command], path, overrides, resume, may_have_gpus)
     if config.run.auto_resume and not is_child():
         store = CheckpointStore(RunDirectory(config.run.dir).checkpoints, keep=1)
         from rlhf_ray.cluster.head_node import is_listening
@@ -132,6 +132,13 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     run(config, resume=resume)
     print_results(RunDirectory(config.run.dir))
     typer.echo(f"{FINISHED}{config.run.dir}")
+
+
+def may_have_gpus(address: str | None) -> bool:
+    """Whether this machine has GPUs; a cluster that is joined later may have some."""
+    from rlhf_ray.planning.local_machine import gpus_here, visible_gpus
+
+    return address is not None or bool(gpus_here()[:visible_gpus()])
 
 
 def print_results(run: RunDirectory) -> None:

@@ -27,6 +27,7 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, PPOLearnerConfig
 from rlhf_ray.config.rewards import ModelReward, ProcessReward
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.settled import value_at
 from rlhf_ray.config.stages import (
     PPOConfig,
     PreferencesStageConfig,
@@ -101,6 +102,16 @@ def _check_shared_gpus(placed: Mapping[str, PlacementConfig], slots: Sequence[Bu
             raise ValueError(f"{count} generators are in one bundle of pools.{pool}, with generator.gpus="
                              f"{place.gpus:g}: each would count the other's memory as its own when it measures what is "
                              "left for its cache; set generator.kv_cache_mb")
+
+
+def check_derived(config: StageConfig) -> None:
+    """What a saved configuration says was derived is a field."""
+    for path in config.cluster.derived:
+        try:
+            value_at(config, path)
+        except LookupError:
+            raise ValueError(f"cluster.derived names {path!r}, which is no field of this configuration; the run itself "
+                             "writes the list, so leave cluster.derived out") from None
 
 
 def check_all_prompts(config: PreferencesStageConfig) -> None:
@@ -382,7 +393,7 @@ def check_schedules(config: PPOConfig) -> None:
 
 
 CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
-    StageConfig: (check_pools, check_effects),
+    StageConfig: (check_derived, check_pools, check_effects),
     SFTConfig: (check_best_metric,),
     RewardModelConfig: (check_best_metric,),
     ProcessRewardConfig: (check_best_metric,),

@@ -222,6 +222,15 @@ def _default(field: FieldInfo) -> Any:
     return _UNSET if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
 
 
+def default_of(config: BaseModel, path: str) -> Any:
+    """The default of the field at a dotted path; of a section within a mapping, of that section."""
+    *above, last = path.split(".")
+    section: Any = config
+    for name in above:
+        section = section[name] if isinstance(section, dict) else getattr(section, name)
+    return _default(type(section).model_fields[last])
+
+
 def _describe(path: tuple[str, ...], field: FieldInfo, default: Any) -> FieldDescription:
     required = default is _UNSET
     return FieldDescription(

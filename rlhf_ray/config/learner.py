@@ -1,12 +1,12 @@
 """Learners: DeepSpeed, optimizer, schedule and memory."""
 
 import math
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.section import Section
+from rlhf_ray.config.section import Section, settled
 
 SHARDED_BUCKET = 2**24
 """Gradients per reduce bucket at ZeRO stage 3. DeepSpeed's default of 500 million takes 2 GB of a rank several times:
@@ -113,15 +113,17 @@ class LearnerConfig(PlacementConfig):
         """Whether adapters leave out some of their inputs in updates, and not in other passes."""
         return self.lora is not None and self.lora.dropout > 0
 
-    @model_validator(mode="before")
-    @classmethod
-    def _rate_of_the_role(cls, given: Any) -> Any:
-        """Fill in the default learning rate, which depends on the role and on `lora`."""
-        if not isinstance(given, dict) or not isinstance(chosen := given.get("optimizer", {}), dict | OptimizerConfig):
-            return given
-        optimizer = dict(chosen) if isinstance(chosen, dict) else chosen.model_dump(exclude_unset=True)
-        rate = cls.default_rate if given.get("lora") is None else round(LORA_RATE * cls.default_rate, 12)
-        return {**given, "optimizer": {"learning_rate": rate, **optimizer}}
+    @model_validator(mode="after")
+    def _rate_of_the_role(self) -> "LearnerConfig":
+        """Fill in the default learning rate, which depends on the role and on `lora`; it does not count as set."""
+        if "learning_rate" not in self.optimizer.model_fields_set:
+            self.__dict__["optimizer"] = settled(self.optimizer, learning_rate=self.usual_rate)
+        return self
+
+    @property
+    def usual_rate(self) -> float:
+        """The default of `optimizer.learning_rate`."""
+        return self.default_rate if self.lora is None else round(LORA_RATE * self.default_rate, 12)
 
     @property
     def is_sharded(self) -> bool:

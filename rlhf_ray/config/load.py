@@ -7,6 +7,8 @@ that runs later reads the configuration and never changes it.
 
 import logging
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +24,7 @@ from rlhf_ray.config.error_messages import explain, suggestion
 from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.given_objects import GivenRows
 from rlhf_ray.config.run import RunConfig
+from rlhf_ray.config.settled import with_settled
 from rlhf_ray.config.stages import (
     GRPOConfig,
     PPOConfig,
@@ -62,7 +65,8 @@ def module_of(command: str) -> str:
     return "ppo" if issubclass(COMMANDS[command], PPOConfig) else command.replace("-", "_")
 
 
-def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bool = False) -> C:
+def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bool = False,
+         has_gpus: Callable[[str | None], bool] = lambda _: False) -> C:
     """The resolved configuration of a stage.
 
     `path` is a YAML file (None: defaults, environment and overrides alone); `overrides` are command-line arguments
@@ -71,6 +75,8 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bo
     Args:
         resume: the run in `run.dir` goes on. One that was started by another command of the same stage (`grpo`, now
             `ppo`) keeps that command's defaults.
+        has_gpus: whether the cluster at an address (None: a local one) may have GPUs. Then fields that need GPUs are
+            accepted without pools and gpus, which are derived from the machines before the run starts.
 
     Raises:
         ConfigError: the configuration cannot run; lists all problems, each with its field, value, origin and fix.
@@ -83,6 +89,18 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bo
     if resume and issubclass(cls, PPOConfig):
         layers = [_started_with(cls, values), *layers]
         values = merge(cls, layers)
+    if isinstance(cluster := values.get("cluster"), dict) and cluster.get("derived"):
+        values["cluster"] = {**cluster, "derived": _still_derived(layers)}
+    try:
+        return _resolved(cls, values, layers)
+    except ConfigError:
+        later = _placed_later(cls, values, layers, has_gpus)
+        if later is None:
+            raise
+        return later
+
+
+def _resolved(cls: type[C], values: dict[str, Any], layers: list[Layer]) -> C:
     try:
         config = cls.model_validate(values)
     except ValidationError as e:
@@ -94,6 +112,49 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bo
     for sentence in without_effect(config, warns=True):
         logging.getLogger(__name__).warning(sentence)
     return resolved
+
+
+PLENTY = {"cpus": 1e6}
+"""A bundle that no machine has, so that it is replaced by what the machines have."""
+
+
+def _placed_later(cls: type[C], values: dict[str, Any], layers: list[Layer],
+                  has_gpus: Callable[[str | None], bool]) -> C | None:
+    """A configuration that is refused without GPUs, with every role on GPUs: whole ones, or one together. None if it is
+    refused then too, or somebody set pools, or there are no GPUs."""
+    cluster = values.get("cluster")
+    address = cluster.get("address") if isinstance(cluster, dict) else None
+    if "pools" in values or not has_gpus(address):
+        return None
+    given = {name: section if isinstance(section := values.get(name), dict) else {} for name in cls.model_fields}
+    for below in _on_plenty(cls, given):
+        derived = [f"{name}.{field}" for name, section in below.items() if name != "pools"
+                   for field in section if field not in given[name]]
+        filled = merge(cls, [Layer(below), Layer(values)])
+        filled["cluster"] = {**filled.get("cluster", {}), "derived": ["pools", *derived]}
+        with suppress(ConfigError):
+            return _resolved(cls, filled, layers)
+    return None
+
+
+def _on_plenty(cls: type[StageConfig], given: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Sections with values as they could be derived on many GPUs, or on one: a role without effect may be refused."""
+    engine_of = given.get("generator", {})
+    try:
+        devices = int(engine_of.get("tensor_parallel", 1)) * int(engine_of.get("pipeline_parallel", 1))
+        chunk = int(given.get("coordinator", {}).get("samples_per_prompt", 16))
+    except (TypeError, ValueError):
+        return
+    store = {} if given["cluster"].get("address") else {"cluster": {"object_store_mb": 10**6}}
+    for learners in (("policy", "learner"), ("policy", "critic")):
+        for scorers in ((), ("reference",), ("reward",), ("reference", "reward")):
+            rows = {name: {"micro_batch_tokens": 10**6} for name in (*learners, *scorers)}
+            many = {name: {**rows[name], "workers": 2, "gpus": 1} for name in learners}  # ZeRO divides among several
+            one = {name: {**rows[name], "gpus": 0.2} for name in learners}
+            for places, engine, gpus, bundles in ((many, devices, devices, 10**4), (one, 0.2, 1, 1)):
+                sections = {**rows, **places, "generator": {"gpus": engine, "chunk": chunk}}
+                yield {"pools": {"default": {**PLENTY, "gpus": gpus, "bundles": bundles}}, **store,
+                       **{name: section for name, section in sections.items() if name in cls.model_fields}}
 
 
 def resolve(config: C) -> C:
@@ -112,18 +173,21 @@ def resolve(config: C) -> C:
     """
     if isinstance(config, PPOConfig) and config.evaluation and (sampling := config.evaluation.sampling):
         given = {name: getattr(sampling, name) for name in sampling.model_fields_set}
-        config = _with(config, "evaluation", sampling=config.generator.sampling.model_copy(update=given))
+        config = with_settled(config, {
+            "evaluation.sampling": config.generator.sampling.model_copy(update=given)})
     check_combinations(config)
     if used := {placement.pool for placement in placements_of(config).values()}:
         pools = {name: pool for name, pool in config.pools.items() if name in used}
-        config = config.model_copy(update={"pools": pools})
-    generator = getattr(config, "generator", None)
-    if generator is not None:
-        config = _with(config, "generator", kv_cache_mb=generator.cache_mb)
+        config = with_settled(config, {"pools": pools})
+    values: dict[str, Any] = {}
+    if isinstance(config, PPOConfig | PreferencesStageConfig):
+        values["generator.kv_cache_mb"] = config.generator.cache_mb
     if isinstance(config, PPOConfig):
-        config = _with(config, "buffer", capacity_mb=buffer_capacity_mb(config.buffer, config.cluster))
-        config = _with(config, "weights", transport=transport_of(config))
-    return config
+        values["buffer.capacity_mb"] = buffer_capacity_mb(config.buffer, config.cluster)
+        values["weights.transport"] = transport_of(config)
+        if config.weights.transport == "auto":
+            values["cluster.derived"] = sorted({*config.cluster.derived, "weights.transport"})
+    return with_settled(config, values)
 
 
 def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
@@ -154,9 +218,15 @@ def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
     return Layer({}) if own_defaults or another else Layer(started, saved.origins)
 
 
-def _with(config: C, section: str, **values: Any) -> C:
-    """The configuration with other values of some fields of a section."""
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+def _still_derived(layers: list[Layer]) -> list[str]:
+    """The fields that `cluster.derived` of a saved configuration names, without those that a later layer sets."""
+    names: list[str] = []
+    for layer in layers:
+        given = {".".join(path) for path in layer.origins}
+        names = [name for name in names if not any(f"{path}.".startswith(f"{name}.") for path in given)]
+        if isinstance(cluster := layer.values.get("cluster"), dict) and isinstance(cluster.get("derived"), list):
+            names = cluster["derived"]
+    return names
 
 
 def as_yaml(config: StageConfig) -> str:

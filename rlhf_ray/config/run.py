@@ -113,6 +113,9 @@ class ClusterConfig(Section):
     max_learner_restarts: int = Field(1, ge=0)
     """Maximum consecutive restarts of all learners from the last checkpoint without a new one in between; one more
     loss ends the run (with 0, the first)."""
+    derived: list[str] = Field(default_factory=list)
+    """Fields of this configuration that nobody set: the run derived their values from the GPUs of its machines, and
+    names them here in its config.yaml. A resume keeps the values if its machines can give them."""
 
 
 class PlacementConfig(Section):

@@ -1,6 +1,6 @@
 """Base class of every section of the configuration: typed, frozen, and strict about unknown keys."""
 
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -62,6 +62,14 @@ class Section(BaseModel):
                 raise ValueError(f"{name}={value} has a truth value, as which YAML reads yes, no, on and off too; "
                                  "write a text in quotes, a number in digits, and null for nothing")
         return given
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def settled(section: S, **values: Any) -> S:
+    """The section with other values of some fields, which do not count as set. They are not validated."""
+    return section.model_construct(set(section.model_fields_set), **{**dict(section), **values})
 
 
 def _takes_bool(annotation: Any) -> bool:

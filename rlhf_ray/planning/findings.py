@@ -7,12 +7,15 @@ from typing import Literal
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.settled import is_set
 from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.inference_memory import cache_sequences
 from rlhf_ray.planning.memory_breakdown import MIB, Memory, gib
+from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.publication_size import bucket_bytes, publication_bytes
 from rlhf_ray.planning.roles import Role
+from rlhf_ray.planning.worker_placement import Placement
 
 TIGHT = 0.9
 """Share of a device above which a plan is tight: figures are estimates, and memory is lost to fragmentation."""
@@ -22,7 +25,7 @@ TIGHT = 0.9
 class Finding:
     """One problem of a plan."""
 
-    level: Literal["refused", "tight"]
+    level: Literal["refused", "tight", "idle"]
     text: str
 
 
@@ -46,6 +49,21 @@ def find_problems(
     if free_disk is not None and disk_bytes > free_disk:
         yield Finding("refused", f"run.dir={config.run.dir} has {gib(free_disk)} free, and the run writes "
                                  f"{gib(disk_bytes)}; lower checkpoint.keep, or set run.dir to a larger disk")
+
+
+def idle_gpus(config: StageConfig, placement: Placement, nodes: Sequence[Node]) -> str:
+    """A sentence about GPUs that no worker uses, without those that other jobs have reserved; empty if there are
+    none."""
+    free = sum(node.gpus_free for node in nodes)
+    used = len({(worker.node, device) for worker in placement.workers for device in worker.devices})
+    if used >= free or placement.shortages:
+        return ""
+    on_cpus = "every role is on CPUs" if not used else "no role uses them"
+    fix = ("leave pools, and the workers and gpus of roles, out of the configuration, and the run places its roles on "
+           "all GPUs" if is_set(config, "pools") else
+           "set pools, and the workers and gpus of roles" if not config.cluster.derived else
+           "raise the workers of a role, or leave them out")
+    return f"{free - used} of {free} GPUs are idle: {on_cpus}; {fix}"
 
 
 def _sequences(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory]) -> Iterator[Finding]:

@@ -78,13 +78,21 @@ def this_machine(pools: Sequence[PoolConfig], memory_bytes: float) -> Node:
         memory_bytes: main memory available to the run.
     """
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    gpus = [as_hardware(gpu) for gpu in gpus_here()] if any(pool.gpus for pool in pools) else []
+    gpus = [as_hardware(gpu) for gpu in gpus_here()][:visible_gpus()]
     pooled = sum(pool.cpus * pool.bundles for pool in pools)
     custom: Counter[str] = Counter()
     for pool in pools:
         custom.update({kind: amount * pool.bundles for kind, amount in pool.resources.items()})
     resources = {"CPU": max(pooled, cores), "GPU": float(len(gpus)), **custom}
     return Node("this machine", resources, memory_bytes, gpus[0] if gpus else None, real_cores=cores)
+
+
+def visible_gpus() -> int | None:
+    """The number of GPUs that CUDA_VISIBLE_DEVICES leaves to this process, as Ray counts them; None without it."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return None
+    return len([name for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")])
 
 
 def as_hardware(gpu: GPU) -> Hardware:

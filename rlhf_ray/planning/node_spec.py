@@ -49,6 +49,11 @@ class Node:
         return int(self.resources.get("GPU", 0.0))
 
     @property
+    def gpus_free(self) -> int:
+        """GPUs that no other job has reserved. Ray leaves out what none is free of."""
+        return int(self.free.get("GPU", 0.0)) if self.free else self.gpus
+
+    @property
     def custom(self) -> dict[str, float]:
         """Custom resources, which the node was started with."""
         return {kind: amount for kind, amount in self.resources.items()

@@ -92,7 +92,8 @@ def _ppo(
     sides = [_side([name for name in took if name in roles and name not in learning], took, placement),
              _side(learning, took, placement)]
     seconds = [side for side, _ in sides]
-    whole = (max(seconds) if staleness else sum(seconds)) + took["publication"]
+    both, _ = _side([name for name in took if name in roles], took, placement)  # also those of different sides
+    whole = (max(*seconds, both) if staleness else sum(seconds)) + took["publication"]
     bound = "publication" if took["publication"] > max(seconds) else max(sides)[1]
     if took["coordinator"] > whole:
         whole, bound = took["coordinator"], "coordinator"

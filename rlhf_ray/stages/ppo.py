@@ -45,7 +45,7 @@ from rlhf_ray.stages.ppo_roles import (
     start_roles,
     with_generators,
 )
-from rlhf_ray.stages.preflight import check_resume
+from rlhf_ray.stages.preflight import check_resume, with_gpu_settings
 from rlhf_ray.stages.reward_preflight import scored_elsewhere, trained_on_other_ends
 from rlhf_ray.stages.reward_prints import prints_shown
 from rlhf_ray.stages.runtime import (
@@ -67,7 +67,8 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
-    config, configured = resolve(config), config.generator.workers
+    config = with_gpu_settings(resolve(config), resume)
+    configured = config.generator.workers
     preflight(config)
     config = with_steps(config, lambda: count_prompts(config), config.coordinator.prompts_per_step)
     geometry = ppo_geometry(config)

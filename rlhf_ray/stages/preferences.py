@@ -35,6 +35,7 @@ from rlhf_ray.stages.preflight import (
     check_fit,
     check_model,
     check_stop_tokens,
+    with_gpu_settings,
 )
 from rlhf_ray.stages.reward_preflight import check_prompt_answers, check_reads_longest
 from rlhf_ray.stages.reward_prints import prints_shown
@@ -49,6 +50,7 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
+    config = with_gpu_settings(config, resume)
     preflight(config)
     earlier = RunDirectory(config.run.dir)
     if resume and (finished := read_json(earlier.summary)):

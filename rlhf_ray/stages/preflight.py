@@ -1,32 +1,52 @@
 """Checks before Ray starts: data files, models that fit together, memory, and the run that is resumed."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
+import yaml
+from pydantic import ValidationError
+
+from rlhf_ray.checkpoint.remote import RemoteDirectory
 from rlhf_ray.checkpoint.state_files import load_state
 from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.cluster.nodes import nodes_of_cluster
 from rlhf_ray.config.data import DataSection, StepsConfig
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig
+from rlhf_ray.config.settled import is_set, value_at, with_derived
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.coordinator.recovery import Geometry, check_geometry
 from rlhf_ray.data.inspection import inspect
 from rlhf_ray.data.row_readers import check_data_set_on_hub, is_local, local_files
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
-from rlhf_ray.models.config_json import context_of, local_configuration, pretrained_config
+from rlhf_ray.models.config_json import context_of, file_from_hub, local_configuration, pretrained_config
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.planning.gpu_settings import (
+    checked,
+    derive_gpu_settings,
+    fits,
+    machine_fields,
+    machines_of,
+    without_placement,
+)
 from rlhf_ray.planning.local_machine import CPU_ENGINE, GPU_ENGINE, installed_engines, this_machine
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.planning.plan import make_plan
+
+C = TypeVar("C", bound=StageConfig)
 
 FIRST_ROWS = 1000
 """Rows of each file that are checked before anything starts; takes a moment."""
@@ -224,6 +244,106 @@ def check_engine(cluster: ClusterConfig, generator: GenerationConfig) -> None:
     raise ConfigError(f"generator.gpus={generator.gpus:g} needs {needed}, vLLM's build for {extra.upper()}s, but "
                       f"{text} is installed; install the other one (make install EXTRA={extra}), or set "
                       f"generator.gpus and the gpus of its pool {'to 0' if generator.gpus else 'above 0'}")
+
+
+def with_gpu_settings(config: C, resume: bool) -> C:
+    """The configuration with settings for the machines' GPUs in place of those that nobody made, as
+    `planning.gpu_settings` derives them; the same configuration without GPUs, or with pools that somebody set.
+
+    A resume takes them from the run's config.yaml, and derives anew only those that its machines cannot give.
+
+    Raises:
+        ConfigError: no layout goes with what is set, or config.yaml of the run cannot be read.
+        ClusterError: the cluster at `cluster.address` cannot be reached.
+    """
+    say = logging.getLogger(__name__).warning
+    former = _former_settings(config) if resume else None
+    if former is not None:
+        if set(former) <= {"weights.transport"}:  # of a run that was placed by its own pools, or on CPUs
+            return checked(without_placement(config)) if "pools" in config.cluster.derived else config
+        config = with_derived(without_placement(config), former)
+    names = machine_fields(config)
+    if is_set(config, "pools"):
+        return checked(without_placement(config)) if former else config
+    nodes = _machines(config)
+    if "pools" in names:
+        if _can_give(config, nodes):
+            return resolve(config)
+        config = without_placement(config)
+    machines = machines_of(nodes)
+    if machines is None:
+        if former:
+            say(f"the machines have no GPUs now, so the run's settings for them are left out: {', '.join(names)}")
+        return checked(config) if former or "pools" in names else config
+    try:
+        config = derive_gpu_settings(config, nodes, partial(shape_of, fetch=file_from_hub))
+    except ModelError as error:
+        say(f"no settings for {machines.gpus} x {machines.device.name} can be derived: {error}; set pools, and the "
+            "workers and gpus of roles, or the run stays on CPUs")
+        return checked(config)
+    derived = f"{', '.join(machine_fields(config))} for {machines.gpus} x {machines.device.name}"
+    say(f"the machines cannot give the run's former settings; derived anew: {derived}" if former else
+        f"derived, since nobody set them (`rlhf-ray plan` says why): {derived}")
+    return config
+
+
+def _former_settings(config: StageConfig) -> dict[str, Any] | None:
+    """The derived values in config.yaml of the run that is resumed, of fields that this configuration has too; None
+    without such a run."""
+    text = _former_config(config)
+    if text is None:
+        return None
+    try:
+        values = yaml.safe_load(text)
+        if not values.get("cluster", {}).get("derived"):
+            return {}
+        former = type(config)(**values)
+    except (yaml.YAMLError, AttributeError, TypeError, ValidationError) as error:
+        raise ConfigError(f"config.yaml of the run in {config.run.dir} cannot be read: {error}; restore it, or set "
+                          "pools, and the workers and gpus of roles") from None
+    found = {}
+    for path in former.cluster.derived:
+        with suppress(LookupError):
+            value_at(config, path)
+            found[path] = value_at(former, path)
+    return found
+
+
+def _former_config(config: StageConfig) -> str | None:
+    """The text of config.yaml of the run that is resumed; None without such a run. Another machine may have made it,
+    and uploaded it."""
+    file = RunDirectory(config.run.dir).config
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    try:
+        found = RemoteDirectory(config.run.upload).read(file.name) if config.run.upload else None
+    except Exception:  # whatever that library raises; `fetch_uploaded` reports it
+        found = None
+    return None if found is None else found.decode()
+
+
+def _machines(config: StageConfig) -> list[Node]:
+    """The nodes of the cluster that the run joins, or this machine with all its memory. vLLM's build for CPUs uses no
+    GPU."""
+    if config.cluster.address is not None:
+        return nodes_of_cluster(config.cluster)
+    import psutil
+
+    node = this_machine(list(config.pools.values()), float(psutil.virtual_memory().total))
+    engines = installed_engines()
+    if CPU_ENGINE in engines and GPU_ENGINE not in engines:
+        return [replace(node, gpu=None, resources={**node.resources, "GPU": 0.0})]
+    return [node]
+
+
+def _can_give(config: StageConfig, nodes: Sequence[Node]) -> bool:
+    """Whether nodes can give the settings that were derived for others."""
+    try:
+        return fits(checked(config), [_with_margin(node) for node in nodes], partial(shape_of, fetch=file_from_hub))
+    except ConfigError:
+        return False
+    except ModelError:
+        return True
 
 
 MARGIN = 1.15

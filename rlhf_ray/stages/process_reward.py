@@ -5,6 +5,7 @@ from typing import Any
 from rlhf_ray.config.stages import ProcessRewardConfig
 from rlhf_ray.roles.data_readers import DataReader
 from rlhf_ray.roles.supervised_learner import ProcessRewardLearner
+from rlhf_ray.stages.preflight import with_gpu_settings
 from rlhf_ray.stages.supervised_stage import SupervisedStage, check_supervised, run_supervised
 
 
@@ -14,6 +15,7 @@ def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
+    config = with_gpu_settings(config, resume)
     preflight(config)
     return run_supervised(SupervisedStage(
         config=config, name="process_reward", title="process reward model", learner=ProcessRewardLearner,

@@ -6,6 +6,7 @@ from rlhf_ray.config.stages import RewardModelConfig
 from rlhf_ray.models.loading import has_scalar_head, pads_with_end
 from rlhf_ray.roles.data_readers import DataReader
 from rlhf_ray.roles.supervised_learner import RewardModelLearner
+from rlhf_ray.stages.preflight import with_gpu_settings
 from rlhf_ray.stages.supervised_stage import SupervisedStage, check_supervised, run_supervised
 
 
@@ -15,6 +16,7 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
+    config = with_gpu_settings(config, resume)
     preflight(config)
     training, kept = config.training, _keeps_head(config)
     return run_supervised(SupervisedStage(

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from rlhf_ray.checkpoint.atomic_directory import clear_leftovers
 from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
 from rlhf_ray.checkpoint.uploader import Uploader, fetch_copy, fetch_newest
+from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session, require_local_directories
 from rlhf_ray.cluster.shared_files import require_shared_files
@@ -35,6 +36,8 @@ from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.sinks import require_trackers
+from rlhf_ray.planning.findings import idle_gpus
+from rlhf_ray.planning.worker_placement import place
 
 T = TypeVar("T")
 SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0
@@ -96,6 +99,7 @@ async def open_runtime(config: StageConfig, say: Callable[[str], None] | None = 
         say: called with a message when the pools take long.
     """
     placements = placements_of(config)
+    await warn_of_idle_gpus(config, placements)
     pools = Pools(config.pools, placements, config.cluster)
     await pools.open(config.cluster.start_timeout_s, say)
     grace_s = FAILURE_SHUTDOWN_GRACE_S
@@ -111,6 +115,14 @@ async def open_runtime(config: StageConfig, say: Callable[[str], None] | None = 
                 await runtime.shut_down(grace_s)
             finally:
                 pools.close()
+
+
+async def warn_of_idle_gpus(config: StageConfig, placements: dict[str, PlacementConfig]) -> None:
+    """Log a warning if the cluster has GPUs that neither this run nor another job uses."""
+    nodes = await asyncio.to_thread(present_nodes)
+    if any(node.gpus_free for node in nodes) and (idle := idle_gpus(config, place(config.pools, placements, nodes),
+                                                                    nodes)):
+        logging.getLogger(__name__).warning(idle)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -20,6 +21,9 @@ from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.load import module_of
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ConfigError, ModelError, first_line
+from rlhf_ray.models.config_json import file_from_hub
+from rlhf_ray.planning.gpu_settings import derive_gpu_settings, machine_fields, machines_of
+from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.node_spec import Node
 from rlhf_ray.stages.preflight import require_fit
 
@@ -60,11 +64,17 @@ def check_plan(config: StageConfig, nodes: Sequence[Node], where: str) -> list[s
     if unknown and any(pool.gpus for pool in config.pools.values()):
         return [f"no plan was made for the cluster: {unknown[0]} has GPUs of an unknown kind"]
     try:
+        config = derive_gpu_settings(config, nodes, partial(shape_of, fetch=file_from_hub))
         require_fit(config, nodes)
     except ModelError as error:
         return [f"no plan was made for the cluster: {first_line(error)}"]
     except ConfigError as error:
         raise ConfigError(f"{error}\n  (the nodes of {where}; use --no-plan if an autoscaler adds others)") from None
+    derived = machine_fields(config)
+    machines = machines_of(nodes)
+    if "pools" in derived and machines is not None:
+        return [f"it fits the {len(nodes)} node(s) of {where}; the job derives settings for {machines.gpus} x "
+                f"{machines.device.name}: {', '.join(derived)}"]
     return [f"it fits the {len(nodes)} node(s) of {where}"]
 
 

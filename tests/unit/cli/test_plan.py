@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from rlhf_ray.cli.main import app
 from rlhf_ray.cli.plan import stage_of_file
 from rlhf_ray.config.algorithm import COMMAND_OF
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +31,8 @@ def test_a_page_for_people():
 
 
 def test_what_cannot_fit_ends_with_2_and_overrides_count():
-    answer = plan(RECIPE, "--nodes=1x1xL4", "--policy.gradient_checkpointing=false")
+    answer = plan(RECIPE, "--nodes=1x1xL4", "--policy.gradient_checkpointing=false",
+                  "--policy.micro_batch_tokens=16384")
     assert answer.exit_code == 2
     assert "set policy.gradient_checkpointing=true" in answer.output.replace("\n", " ")
     assert "the run cannot work" in answer.output
@@ -39,6 +42,43 @@ def test_who_plans_for_gpus_on_a_machine_without_is_told_how(monkeypatch):
     monkeypatch.setattr("rlhf_ray.planning.local_machine.gpus_here", list)
     assert "this machine has no GPU; plan for one that has with, say, --nodes" in plan(RECIPE).output
     assert "this machine has no GPU" not in plan(RECIPE, "--nodes=1x1xL40S").output
+
+
+class TestDerived:
+    """Settings for GPUs that nobody made."""
+
+    @pytest.fixture
+    def file(self, tmp_path):
+        file = tmp_path / "grpo.yaml"
+        file.write_text("model: {path: Qwen/Qwen3-8B}\nprompts: {path: p.jsonl, max_tokens: 1024}\n"
+                        "rewards: {right: {type: number}}\nalgorithm: {estimator: grpo}\n"
+                        "coordinator: {samples_per_prompt: 8}\ngenerator: {sampling: {max_tokens: 1024}}\n")
+        return file
+
+    def test_are_shown_with_their_reasons(self, file):
+        output = plan(str(file), "--nodes", "1x8xH100").output
+        assert "node-0 GPU 0-7: generator, reference, policy" in output and "the run fits" in output
+        assert re.search(r"policy\.optimizer\.learning_rate=1e-06 +the default times 4096 / hidden size", output)
+        assert "derived" not in plan(str(file), "--nodes", "1x(cpus=8,memory=512)").output
+
+    def test_are_written_as_values_of_ones_own(self, file, tmp_path):
+        written = tmp_path / "settled.yaml"
+        first = json.loads(plan(str(file), "--nodes", "1x8xH100", "--json", "--write", str(written)).output)
+        assert "policy.zero_stage" in first["derived"]
+        config = load(PPOConfig, written, [])
+        assert config.cluster.derived == [] and config.policy.autocast == "bfloat16"
+        again = json.loads(plan(str(written), "--nodes", "1x8xH100", "--json").output)
+        assert again == first | {"derived": {}}
+
+    def test_a_file_that_cannot_be_written_is_refused(self, file, tmp_path):
+        answer = plan(str(file), "--nodes", "1x8xH100", "--write", str(tmp_path / "none" / "x.yaml"))
+        assert isinstance(answer.exception, ConfigError) and "cannot be written" in str(answer.exception)
+
+    def test_gpus_without_a_role_are_a_warning(self, file):
+        answer = plan(str(file), "--nodes", "1x8xH100", "--pools.default.cpus=8", "--model.path=Qwen/Qwen2.5-0.5B",
+                      "--generator.kv_cache_mb=1024")
+        assert answer.exit_code == 0
+        assert "idle: 8 of 8 GPUs are idle: every role is on CPUs" in answer.output
 
 
 def test_json_is_nothing_else():

@@ -169,6 +169,8 @@ ROWS: list[Row] = [
     Warned(("cluster.dashboard",), False, "has its own", given={"cluster.address": "auto"}),
     Differs(("cluster.object_store_mb",), (512, 1024), lambda c, _: buffer_capacity_mb(c.buffer, c.cluster),
             stages=("ppo",)),
+    Shown(("cluster.derived",),
+          "tests/unit/config/test_settled.py::test_what_a_saved_configuration_derived_is_not_set"),
     Shown(("cluster.metrics_port", "cluster.dashboard"), "tests/cluster/outside.py::interrupted"),
     Shown(("cluster.start_timeout_s",), "tests/cluster/test_pools.py::"
           "test_what_is_only_busy_is_waited_for_and_told_of_and_nothing_is_kept_when_time_is_over"),

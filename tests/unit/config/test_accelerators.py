@@ -1,8 +1,5 @@
 """Transports between GPUs, parallel generators and turns on a shared GPU: refused where they cannot work."""
 
-import re
-from pathlib import Path
-
 import pytest
 
 from rlhf_ray.config.load import load, resolve
@@ -67,13 +64,3 @@ def test_auto_is_settled_by_the_placement(write, overrides, transport):
 def test_the_default_works_on_any_hardware(write):
     assert load(PPOConfig, write("ppo"), APART).weights.transport == "object_store"
 
-
-RECIPES = sorted((Path(__file__).parents[3] / "configs/recipes").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_recipes_say_what_auto_would_take(path):
-    config = load(PPOConfig, path, ["--weights.transport=auto"])
-    (said,) = re.findall(r"`auto` selects (\w+)\s", path.read_text().replace("\n# ", " "))
-    assert config.weights.transport == said != "object_store"
-    assert load(PPOConfig, path, []).weights.transport == "object_store"

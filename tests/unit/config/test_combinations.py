@@ -19,7 +19,7 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--buffer.capacity_mb=2"],
          ["buffer.capacity_mb=2", "128 samples of up to 768 tokens", "4 MiB", "lower coordinator.prompts_per_step"]),
         ("ppo", ["--coordinator.prompts_per_step=16384"],
-         ["half of cluster.object_store_mb=256", "MiB of experience"]),
+         ["half of cluster.object_store_mb=256", "396 MiB"]),
         ("ppo", ["--coordinator.concurrency=15"], ["coordinator.concurrency=15", "generator.chunk=16"]),
         ("ppo", ["--coordinator.concurrency=0"], ["coordinator.concurrency"]),
         ("ppo", ["--pools.default.bundles=2", "--generator.workers=3", "--generator.cpus=0.6", "--policy.cpus=0",

@@ -1,4 +1,4 @@
-"""Plans: what is counted, what is refused and with which way out, and that the recipes fit the machines they name."""
+"""Plans: what is counted, what is refused and with which way out, and that placed roles fit the machines they name."""
 
 import json
 import re
@@ -21,27 +21,28 @@ from rlhf_ray.planning.node_spec import parse_nodes
 from rlhf_ray.planning.plan import make_plan
 from rlhf_ray.planning.roofline import Workload
 
-RECIPES = Path(__file__).parents[3] / "configs" / "recipes"
+PLACED = Path(__file__).parent / "placed"
+"""Configurations whose roles are placed by pools, with the nodes that they are for in a comment."""
 SMALL = ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, vocabulary=320)
 LARGE = ModelShape(hidden=1024, layers=2, heads=8, kv_heads=8, intermediate=2048, vocabulary=320)
-NAMED_NODES = re.compile(r"rlhf-ray plan configs/recipes/(\S+) --nodes '?([^'\s]+)'?")
+NAMED_NODES = re.compile(r"rlhf-ray plan tests/unit/planning/placed/(\S+) --nodes '?([^'\s]+)'?")
 
 
 def planned(name, nodes, *overrides):
-    return make_plan(load(PPOConfig, RECIPES / name, list(overrides)), parse_nodes(nodes), shape_of)
+    return make_plan(load(PPOConfig, PLACED / name, list(overrides)), parse_nodes(nodes), shape_of)
 
 
 def recipes():
-    """Each recipe with the nodes that its own comment names."""
-    return [pytest.param(*match.groups(), id=match[1]) for path in sorted(RECIPES.glob("*.yaml"))
+    """Each configuration with the nodes that its own comment names."""
+    return [pytest.param(*match.groups(), id=match[1]) for path in sorted(PLACED.glob("*.yaml"))
             for match in [NAMED_NODES.search(path.read_text())] if match]
 
 
-class TestRecipes:
-    """Those of configs/recipes."""
+class TestPlaced:
+    """Configurations with pools of their own."""
 
     def test_each_names_its_nodes(self):
-        assert {param.id for param in recipes()} == {path.name for path in RECIPES.glob("*.yaml")}
+        assert {param.id for param in recipes()} == {path.name for path in PLACED.glob("*.yaml")}
         assert len(recipes()) == 5
 
     @pytest.mark.parametrize(("name", "nodes"), recipes())
@@ -284,7 +285,7 @@ class TestVerdict:
         assert any("node-0 memory" in text for text in plan.refused)
 
     def test_a_full_disk(self):
-        config = load(PPOConfig, RECIPES / "one_gpu_0.5b_grpo.yaml", [])
+        config = load(PPOConfig, PLACED / "one_gpu_0.5b_grpo.yaml", [])
         plan = make_plan(config, parse_nodes("1x1xL40S"), shape_of, free_disk=float(GIB))
         assert any("checkpoint.keep" in text for text in plan.refused)
 
@@ -300,7 +301,7 @@ class TestVerdict:
 
     def test_a_sequence_longer_than_the_context_of_the_model_is_refused(self):
         def plan(context):
-            config = load(PPOConfig, RECIPES / "one_gpu_8b_lora.yaml", [])
+            config = load(PPOConfig, PLACED / "one_gpu_8b_lora.yaml", [])
             return config, make_plan(config, parse_nodes("1x1xH100"),
                                      lambda model, field: replace(shape_of(model, field), context=context))
 
@@ -360,7 +361,7 @@ class TestRest:
 
     def test_the_coordinator_bounds_steps_of_very_many_samples(self):
         work = Workload(samples=1_000_000, prompt=1, response=1, tail=1.0)
-        config = load(PPOConfig, RECIPES / "eight_gpu_7b_grpo.yaml", [])
+        config = load(PPOConfig, PLACED / "eight_gpu_7b_grpo.yaml", [])
         step = make_plan(config, parse_nodes("1x8xH100"), shape_of, work=work).step_time
         assert step.roles["coordinator"] == pytest.approx(400)
         assert step.seconds >= 400
