@@ -95,7 +95,8 @@ def scale(
 
 
 def profile(
-    run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="Directory of a running PPO or GRPO run.")],
+    run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN", help="Directory of a running PPO or GRPO "
+                                        "run.")],
     timeout: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="Longest wait for the start and the end "
                                            "of the step.")] = 3600.0,
 ) -> None:
