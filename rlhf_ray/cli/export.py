@@ -21,8 +21,8 @@ def export(
     run: Annotated[Path, typer.Argument(parser=local_path, metavar="RUN",
         help="A run's directory, or one of its checkpoints.")],
     step: Annotated[Any, typer.Option(
-        "--step", parser=_step, metavar="N|best", help="Step of the checkpoint, or the best one by checkpoint.best_metric; the "
-        "newest by default.", show_default=False)] = None,
+        "--step", parser=_step, metavar="N|best", help="Step of the checkpoint, or the best one by "
+        "checkpoint.best_metric; the newest by default.", show_default=False)] = None,
     output: Annotated[Path | None, typer.Option(
         "--output", parser=local_path, metavar="DIR", help="A new directory for the model; RUN/export/step_N by "
         "default.", show_default=False)] = None,
