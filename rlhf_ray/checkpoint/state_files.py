@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import numpy as np
 
@@ -133,7 +134,7 @@ def load_tensors(path: Path | str, mapped: bool = False) -> Any:
     anything else is refused before any of it has run.
 
     Args:
-        mapped: the tensors are pages of the file, which are read when they are used.
+        mapped: the tensors are pages of the file, which are read when they are used, if its format allows it.
 
     Raises:
         CheckpointError: the file is missing or damaged, or contains other objects or calls.
@@ -141,7 +142,7 @@ def load_tensors(path: Path | str, mapped: bool = False) -> Any:
     import torch
 
     try:
-        return torch.load(path, weights_only=True, mmap=mapped)
+        return torch.load(path, weights_only=True, mmap=mapped and is_zipfile(path))
     except pickle.UnpicklingError as error:
         match = re.search(r"GLOBAL (\S+)", str(error))
         raise CheckpointError(f"{path} was not read: it contains {match[1] if match else 'objects'}, which no "

@@ -16,19 +16,27 @@ from rlhf_ray.errors import CheckpointError
 from rlhf_ray.internals.deepspeed import full_shape
 
 
-class SavedAverage:
-    """The average in the files that all ranks wrote to a directory, `average_<rank>.pt`."""
+def average_files(directory: Path) -> list[Path]:
+    """The files of all ranks in a learner's part of a checkpoint, in rank order."""
+    return [directory / f"average_{rank}.pt" for rank in range(len(list(directory.glob("average_*.pt"))))]
 
-    def __init__(self, directory: Path) -> None:
+
+class SavedAverage:
+    """The average in the files of all ranks."""
+
+    def __init__(self, *paths: Path) -> None:
         """
+        Args:
+            paths: the files, in rank order.
+
         Raises:
             CheckpointError: there are no files.
         """
-        self._directory, ranks = directory, len(list(directory.glob("average_*.pt")))
-        if not ranks:
+        if not paths:
             raise CheckpointError("the checkpoint has no average of the weights: it was saved without "
                                   "policy.ema_decay. Leave policy.ema_decay empty to resume, or start a new run.")
-        self._saved = [load_tensors(directory / f"average_{rank}.pt", mapped=True) for rank in range(ranks)]
+        self._directory = paths[0].parent
+        self._saved = [load_tensors(path, mapped=True) for path in paths]
 
     def whole(self, name: str, numel: int) -> Tensor:
         """[numel] the flattened average of one parameter.
@@ -85,13 +93,13 @@ class WeightAverage:
         """A copy of this rank's shards, for `torch.save`."""
         return {name: shard.to("cpu", copy=True) for name, shard in self._shards.items()}
 
-    def load(self, directory: Path) -> None:
-        """Restore the average from the files of all ranks; the number of ranks may have changed.
+    def load(self, *paths: Path) -> None:
+        """Restore the average from the files of all ranks, in rank order; the number of ranks may have changed.
 
         Raises:
             CheckpointError: there are no files, or they hold other parameters.
         """
-        saved = SavedAverage(directory)
+        saved = SavedAverage(*paths)
         for name, shard in self._shards.items():
             shard.copy_(shard_of(saved.whole(name, full_shape(self._parameters[name]).numel())))
 

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from rlhf_ray.engine.ema import SavedAverage
+from rlhf_ray.engine.ema import SavedAverage, average_files
 from rlhf_ray.engine.training_state import WEIGHTS, TrainingState
 from rlhf_ray.errors import CheckpointError
 
@@ -64,7 +64,7 @@ class SavedWeights:
         Raises:
             CheckpointError: the checkpoint has none.
         """
-        return SavedAverage(self._directory)
+        return SavedAverage(*average_files(self._directory))
 
     def gather_average(self, average: SavedAverage, names: list[str], wanted: bool = True) -> dict[str, Tensor]:
         """As `WeightAverage.gather`."""

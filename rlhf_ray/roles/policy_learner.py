@@ -25,7 +25,7 @@ from rlhf_ray.data.batching import inference_plan
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.engine.deepspeed_engine import StepResult
-from rlhf_ray.engine.ema import WeightAverage
+from rlhf_ray.engine.ema import WeightAverage, average_files
 from rlhf_ray.models.loading import load_causal_lm, remove_dropout
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
@@ -231,6 +231,6 @@ class PolicyLearner(PPOLearner):
         super().load(directory)
         path = Path(directory)
         if self.average:
-            self.average.load(path)
+            self.average.load(*average_files(path))
         if self.ptx:
             self.ptx.load(path / "ptx_0.json")  # the same on all ranks

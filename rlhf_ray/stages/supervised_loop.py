@@ -1,11 +1,12 @@
 """The training loop of a supervised stage: updates, evaluations, checkpoints, best step and export."""
 
 import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from rlhf_ray.checkpoint.model_card import card_of
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state_files import check_complete, load_state, save_state
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.calls import Call
@@ -48,6 +49,8 @@ class SupervisedRun:
     metrics: MetricsWriter
     progress: StageProgress
     stop: StopRequest
+    card: Callable[[int, Mapping[str, float]], ModelCardInfo]
+    """The model card for a step and its last evaluation."""
     contents: Contents
     """Digest of each data set."""
     geometry: Geometry
@@ -190,13 +193,13 @@ class SupervisedRun:
 
     async def export(self) -> None:
         """Write model/ in Hugging Face format, and adapter/ in peft's where adapters were trained."""
-        card = card_of(self.config, self.step, self.evaluation)
+        card = self.card(self.step, self.evaluation)
         await export_learner(self.learners, self.config.learner, self.directory, card)
 
     async def _export_model(self, place: Path) -> None:
         """Write the present model to the directory `place`, in Hugging Face format."""
-        await self.learners.values("export", str(place.absolute()),
-                                   card_of(self.config, self.step, self.evaluation), self.directory.term)
+        await self.learners.values("export", str(place.absolute()), self.card(self.step, self.evaluation),
+                                   self.directory.term)
 
     def _next_pause(self) -> int:
         """The next step at which something other than updates happens."""

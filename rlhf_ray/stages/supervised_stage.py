@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from rlhf_ray.checkpoint.model_card import card_of
 from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.cluster.worker_group import WorkerGroup
@@ -123,7 +124,8 @@ async def _run(
 
                     async def attempt(metrics: MetricsWriter, start: Checkpoint | None, *_: Any) -> SupervisedRun:
                         run = SupervisedRun(config, stage.name, learners, directory, store, metrics, progress, stop,
-                                            data.summary.contents, geometry, stage.measured_first)
+                                            partial(card_of, config), data.summary.contents, geometry,
+                                            stage.measured_first)
                         if start is not None:
                             await run.restore(start.path)
                             await files.records.run(note_restart, directory.faults, start.step, directory.term)

@@ -41,6 +41,7 @@ def test_every_parameter_that_is_a_path_is_expanded(parameter):
     ["scale", "~/RUN", "--generators", "1"], ["generate", "~/RUN", "--prompt", "a"], ["ppo", "~/RUN"],
     ["check-model", "~/RUN"], ["serve-reward", "~/RUN"], ["data", "inspect", "~/RUN.jsonl", "--model", "m"],
     ["compare", "~/RUN", "b", "--prompts", "p", "--scorer", "vader"], ["plan", "${HOME}/RUN"], ["submit", "~/RUN"],
+    ["export", "~/RUN"],
     ["serve-reward", "m", "--token-file", "~/RUN"],
 ])
 def test_the_home_directory_is_that_of_the_user(tmp_path, monkeypatch, arguments):

@@ -236,3 +236,15 @@ def test_a_directory_that_is_no_model_and_no_run_has_no_such_advice(tmp_path):
 
     with pytest.raises(ModelError, match="has no config.json.*Name the directory of one"):
         check_model_directory(ModelConfig(path=str(tmp_path)), "model")
+
+
+@pytest.mark.parametrize(("given", "answer"), [("2", 0), ("best", 2), ("last", 2), ("-1", 2)])
+def test_the_command_takes_a_number_or_best(given, answer, run, monkeypatch, tmp_path):
+    from typer.testing import CliRunner
+
+    from rlhf_ray.cli.main import app
+
+    result = CliRunner().invoke(app, ["export", str(run.path), f"--step={given}", "--output", str(tmp_path / "out")])
+    assert getattr(result.exception, "exit_code", result.exit_code) == answer
+    if answer:
+        assert "has no best step" in str(result.exception) or f"--step={given}" in str(result.exception)
