@@ -145,7 +145,7 @@ def main() -> None:
     """Run the command line; an `RLHFError` is one message and an exit code, without a traceback."""
     if any(argument in RUNS for argument in sys.argv[1:2]):
         from rlhf_ray.coordinator.stop import OF_COMMAND, StoppedAtOnce
-        from rlhf_ray.observability.non_blocking_output import use_non_blocking_output
+        from rlhf_ray.observability.non_blocking_output import drain_output, use_non_blocking_output
 
         use_non_blocking_output()
         if sys.argv[1] != "serve-reward":  # which has nothing to save, and another exit code
@@ -157,6 +157,7 @@ def main() -> None:
             raise
         finally:
             OF_COMMAND.process_ends()
+            drain_output()
         return
     try:
         _run()

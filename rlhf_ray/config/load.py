@@ -196,7 +196,7 @@ def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
     run = values.get("run")
     named = run.get("dir") if isinstance(run, dict) else None
     try:
-        directory = Path(RunConfig(**({} if named is None else {"dir": named})).dir)
+        directory = Path(RunConfig.model_validate({} if named is None else {"dir": named}).dir)
     except ValidationError:  # reported with the other problems
         return Layer({})
     if not any(directory.glob("checkpoints/step_*")) or not (directory / "config.yaml").is_file():

@@ -167,7 +167,7 @@ def _without_checkpoint(run: RunDirectory) -> str:
 def _configuration(run: RunDirectory, cls: type[TrainedConfig]) -> TrainedConfig:
     """What the run saved of its configuration; environment variables do not change it."""
     try:
-        return cls(**yaml.safe_load(run.config.read_text()))
+        return cls.model_validate(yaml.safe_load(run.config.read_text()))
     except (OSError, yaml.YAMLError, TypeError, ValidationError) as error:
         raise ConfigError(f"{run.config} cannot be read as the configuration of a {cls.__name__}: {error}. It was "
                           "changed, or written by another version; restore it") from error

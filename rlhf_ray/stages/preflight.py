@@ -297,7 +297,7 @@ def _former_settings(config: StageConfig) -> dict[str, Any] | None:
         values = yaml.safe_load(text)
         if not values.get("cluster", {}).get("derived"):
             return {}
-        former = type(config)(**values)
+        former = type(config).model_validate(values)
     except (yaml.YAMLError, AttributeError, TypeError, ValidationError) as error:
         raise ConfigError(f"config.yaml of the run in {config.run.dir} cannot be read: {error}; restore it, or set "
                           "pools, and the workers and gpus of roles") from None

@@ -28,7 +28,7 @@ from rlhf_ray.data.load_report import LeftOutRows, left_out_lines
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import DataError, DiskStalled, RLHFError, StoppedEarly, SupersededError, UploadError
 from rlhf_ray.files.writer_thread import HURRY_S, FileThread, RunFiles
-from rlhf_ray.internals.event_loop import run_coroutine
+from rlhf_ray.internals.asyncio import run_coroutine
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.observability.metrics import metric_rows_from_end

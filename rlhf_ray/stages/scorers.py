@@ -14,7 +14,7 @@ from rlhf_ray.data.chat import PromptFormat
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, ModelError, RewardError
-from rlhf_ray.internals.event_loop import run_coroutine
+from rlhf_ray.internals.asyncio import run_coroutine
 from rlhf_ray.models.loading import check_model_directory, check_scalar_head, load_tokenizer
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.records import RewardScores

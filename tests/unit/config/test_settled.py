@@ -74,23 +74,23 @@ class TestWithoutPools:
     def test_are_accepted_where_there_may_be_gpus_only(self, write, field):
         with pytest.raises(ConfigError, match=field.partition("=")[0].split(".")[-1]):
             load(PPOConfig, write("ppo"), [f"--{field}"])
-        found = load(PPOConfig, write("ppo"), [f"--{field}"], lambda _: True)
+        found = load(PPOConfig, write("ppo"), [f"--{field}"], has_gpus=lambda _: True)
         assert "pools" in found.cluster.derived and is_set(found, field.partition("=")[0])
 
     def test_are_refused_with_pools_and_when_they_never_work(self, write):
         cases = (["--policy.offload_optimizer=true", "--pools.default.cpus=4"], ["--policy.offload_optimizer=maybe"])
         for given in cases:
             with pytest.raises(ConfigError, match="policy"):
-                load(PPOConfig, write("ppo"), given, lambda _: True)
+                load(PPOConfig, write("ppo"), given, has_gpus=lambda _: True)
 
     def test_of_a_cluster_its_address_is_asked(self, write):
         asked = []
         load(SFTConfig, write("sft"), ["--learner.offload_optimizer=true", "--cluster.address=there:1"],
-             lambda address: asked.append(address) or True)
+             has_gpus=lambda address: asked.append(address) or True)
         assert asked == ["there:1"]
 
     def test_nothing_is_asked_of_a_configuration_that_works(self, write):
-        load(SFTConfig, write("sft"), [], lambda _: pytest.fail("asked"))
+        load(SFTConfig, write("sft"), [], has_gpus=lambda _: pytest.fail("asked"))
 
 
 def test_a_written_configuration_is_plain_yaml(config):

@@ -6,6 +6,7 @@ import pytest
 
 from rlhf_ray.config.learner import OptimizerConfig
 from rlhf_ray.engine.deepspeed_engine import learning_rate
+from rlhf_ray.errors import ConfigError
 
 
 def rates(total, steps=None, **settings):
@@ -25,7 +26,7 @@ def test_warm_up_may_be_a_share_of_the_run():
     assert rates(6, warmup_ratio=0.5) == pytest.approx([0.8 / 3, 1.6 / 3, 0.8, 0.8, 0.8, 0.8])
     assert rates(10, warmup_ratio=0.11)[:3] == pytest.approx([0.4, 0.8, 0.8]), "rounded up"
     assert rates(6, warmup_ratio=0.5, decay="linear") == pytest.approx(rates(6, warmup_steps=3, decay="linear"))
-    with pytest.raises(ValueError, match=r"warmup_ratio=0.5 and warmup_steps=3 both set the warm-up"):
+    with pytest.raises(ConfigError, match=r"warmup_ratio=0.5 and warmup_steps=3 both set the warm-up"):
         rates(6, warmup_ratio=0.5, warmup_steps=3)
 
 

@@ -1,5 +1,6 @@
 """Installed libraries and their bounds in pyproject.toml against the versions whose internals were read."""
 
+import sys
 import tomllib
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -10,7 +11,9 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 PROJECT = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
-LIBRARIES = [path.stem for path in sorted((Path(__file__).parents[3] / "rlhf_ray/internals").glob("[a-z]*.py"))]
+MODULES = [path.stem for path in sorted((Path(__file__).parents[3] / "rlhf_ray/internals").glob("[a-z]*.py"))]
+LIBRARIES = [name for name in MODULES if name not in sys.stdlib_module_names]
+"""What belongs to Python itself has no version of its own, and is tested with each Python."""
 
 
 def read_from(library: str) -> Version:

@@ -5,13 +5,14 @@ import subprocess
 import time
 from dataclasses import replace
 
+import pyarrow as pa
 import pytest
 from rich.console import Console
 
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability.owner_record import ProcessIdentity, Record
 from rlhf_ray.observability.report import write_report
-from rlhf_ray.observability.sample_texts import SampleWriter
+from rlhf_ray.observability.sample_files import SampleWriter
 from rlhf_ray.observability.status_page import TEXT_LINES, is_finished, status_page
 
 LIVE = {
@@ -172,12 +173,14 @@ class TestLearning:
     def test_a_text_of_the_newest_step_is_shown_without_control_characters(self, shown, tmp_path):
         writer = SampleWriter(tmp_path / "samples")
         for step, response in ((1, "old"), (2, "new\x1b[31m line\n" * 9)):
-            writer.write(step, [{"prompt": "2 + 2 = [bold]", "response": response, "score": 0.5}] * 2)
+            rows = [{"step": step, "epoch": 0, "row": row, "sample": 0, "prompt": "2 + 2 = [bold]", "messages": None,
+                     "response": response, "score": 0.5, "finish_reason": "stop"} for row in range(2)]
+            writer.write(step, pa.Table.from_pylist(rows))
         text = shown(rows=self.ROWS)
         lines = self.lines(text)
         begin = lines.index("a sample of step 2, score 0.5:")
-        assert lines[begin + 1 : begin + 3] == ["prompt 2 + 2 = [bold]", "response new [31m line"]
-        assert "\x1b" not in text and text.count("new [31m line") == TEXT_LINES and "..." in text
+        assert lines[begin + 1 : begin + 3] == ["prompt 2 + 2 = [bold]", "response new\\x1b[31m line"]
+        assert "\x1b" not in text and text.count("new\\x1b[31m line") == TEXT_LINES and "..." in text
 
     def test_processes_and_leases_are_behind_workers(self, shown):
         live = LIVE | {"time": time.time(), "checkpoint": {"step": 2, "seconds": 65.0, "doing": "hash x"}, "down": [

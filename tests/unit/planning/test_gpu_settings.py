@@ -39,7 +39,7 @@ def derived(cls=PPOConfig, values=GRPO, nodes="1x8xH100", **sections):
 def load_values(cls, values):
     """The configuration that `load` makes of a file with these values."""
     overrides = [f"--{name}={section}".replace("'", '"').replace("True", "true") for name, section in values.items()]
-    return load(cls, None, overrides, lambda _: True)
+    return load(cls, None, overrides, has_gpus=lambda _: True)
 
 
 def planned(config, nodes="1x8xH100"):
@@ -171,7 +171,7 @@ class TestSetFields:
         name, _, text = path.partition("=")
         small = changed(GRPO, model={"path": "Qwen/Qwen2.5-1.5B"})
         given = load(PPOConfig, None, [*(f"--{k}={v}".replace("'", '"') for k, v in small.items()),
-                                       f"--{name}={text.lower() if text == 'True' else text}"], lambda _: True)
+                                       f"--{name}={text.lower() if text == 'True' else text}"], has_gpus=lambda _: True)
         config = derive_gpu_settings(given, parse_nodes("1x4xH100"), shape_of)
         assert str(value_at(config, name)) == text
         assert is_set(config, name) and name not in config.cluster.derived

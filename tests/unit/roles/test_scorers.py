@@ -94,8 +94,8 @@ def test_a_score_that_is_no_number_is_an_error_that_names_the_samples(
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     only_there = rollout.row(1, "tokens")[-1] not in [*rollout.row(0, "tokens"), *rollout.row(2, "tokens")]
     assert only_there, "the damaged token should be in one row alone"
-    said = r"damaged' \(rewards\.main\) gave nan for 1 of 3 samples \(epoch 0 row 1 sample 0\)\. A missing score"
-    said += ".*reward.on_failure=quarantine$"
+    said = r"(?s)damaged' \(rewards\.main\) gave nan for 1 of 3 responses\n  prompt: 'prompt 1'\n  response: .*"
+    said += r"\nA missing score.*reward.on_failure=quarantine$"
     with pytest.raises(RewardError, match=said):
         scored(rollout, policy_model, {"main": reward(str(directory))})
 

@@ -40,7 +40,7 @@ def machine(monkeypatch):
 
 
 def config_of(given, *more):
-    return load(PPOConfig, None, [*given, *more], lambda _: True)
+    return load(PPOConfig, None, [*given, *more], has_gpus=lambda _: True)
 
 
 def saved(config):

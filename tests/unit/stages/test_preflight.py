@@ -345,7 +345,8 @@ def test_sound_rewards_pass(with_rewards, tmp_path):
 
 @pytest.mark.parametrize("section, error, said", [
     ({"type": "function", "function": "TMP/mine.py:none"}, ConfigError, "(rewards.extra) cannot be used: Attribute"),
-    ({"type": "function", "function": "TMP/mine.py:odd"}, DataError, "requires the argument 'texts', and the rows"),
+    ({"type": "function", "function": "TMP/mine.py:odd"}, ConfigError,
+     "it requires texts, which is no column"),
     ({"type": "function", "function": "no_such_module:f"}, ConfigError, "No module named 'no_such_module'"),
     ({"type": "json_schema", "accepts": "TMP/none.json"}, ConfigError, "rewards.extra.accepts="),
     ({"type": "json_schema", "accepts": {"type": 3}}, ConfigError, "rewards.extra.accepts is not a JSON schema"),

@@ -12,7 +12,7 @@ import rlhf_ray.config
 from rlhf_ray.config.fields import section_of_items, sections_of, sections_of_values
 from rlhf_ray.config.load import STAGES
 from rlhf_ray.errors import StoppedEarly
-from rlhf_ray.internals.event_loop import run_coroutine
+from rlhf_ray.internals.asyncio import run_coroutine
 from rlhf_ray.stages import ppo, run_stage, sft
 
 

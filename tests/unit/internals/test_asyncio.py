@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rlhf_ray.internals.event_loop import run_coroutine
+from rlhf_ray.internals.asyncio import run_coroutine
 
 
 async def number():
