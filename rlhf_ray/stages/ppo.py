@@ -106,8 +106,8 @@ async def _run(
         prompts, held_out = await start_roles(config, runtime, roles, progress)
         left_out = [*prompts.left_out, *(held_out.left_out if held_out else [])]
         await write_left_out(directory, left_out)
-        _warn_of_repeats(config, sum(prompts.sizes), progress)
-        for warning in [*trained_on_other_ends(config), *scored_elsewhere(config)]:
+        for warning in [*_repeats(config, sum(prompts.sizes)), *trained_on_other_ends(config),
+                        *scored_elsewhere(config)]:
             progress.warn(warning)
         timeout_s = config.cluster.heartbeat_timeout_s
         phases = Phases(config.generator, config.policy, config.critic, roles)
@@ -139,25 +139,31 @@ async def _run(
                     prints_shown(reward_sections(config).values(), roles.reward, progress.note)):
             coordinator = await attempts.run(start, resume)
         samples = await files.records.run(finalize_ledger, coordinator.pipeline.ledger, coordinator.open_keys())
+    return {**_summary(coordinator, attempts, time.perf_counter() - began), "ledger": samples}
+
+
+def _summary(coordinator: Coordinator, attempts: RunAttempts, seconds: float) -> dict[str, Any]:
+    """The contents of summary.json without the ledger's counts; `seconds` is the duration of the whole run."""
+    config, roles = coordinator.config, coordinator.roles
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
     first_rollout = roles.clock.first_end.get("phase:generate", roles.clock.now())
     return {
         "stage": "ppo", "method": config.algorithm.method, **stopped,
         "steps": coordinator.state.step, "samples": coordinator.state.samples,
-        "seconds": time.perf_counter() - began, "seconds_loop": attempts.seconds, "probe_seconds": roles.probe_seconds,
+        "seconds": seconds, "seconds_loop": attempts.seconds, "probe_seconds": roles.probe_seconds,
         "first_rollout_at": round(time.time() - (roles.clock.now() - first_rollout), 3),
         "samples_per_second": attempts.samples / attempts.seconds, **attempts.evaluations.summary(),
         **coordinator.best.summary(), "checkpoint_pause_seconds": coordinator.recovery.longest_pause_s,
-        "ledger": samples,
     }
 
 
-def _warn_of_repeats(config: PPOConfig, rows: int, progress: StageProgress) -> None:
-    """Warn if the data have fewer rows than a step takes."""
+def _repeats(config: PPOConfig, rows: int) -> list[str]:
+    """A warning if the data have fewer rows than a step takes."""
     wanted = config.coordinator.prompts_per_step
-    if wanted > rows:
-        progress.warn(f"a step takes {wanted} prompts (coordinator.prompts_per_step), and the data have {rows}: "
-                      "prompts are used several times in it")
+    if wanted <= rows:
+        return []
+    return [f"a step takes {wanted} prompts (coordinator.prompts_per_step), and the data have {rows}: prompts are "
+            "used several times in it"]
 
 
 def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinator], None]:
