@@ -113,7 +113,7 @@ def machines_of(nodes: Sequence[Node]) -> Machines | None:
 def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     """The configuration with derived values of all that nobody set, for the GPUs of these nodes; `cluster.derived`
     names them. Unchanged if there are no GPUs, or somebody set `pools`: who names pools places the roles. Values that
-    were derived for other machines are derived anew, but for those in `KEPT`.
+    were derived for other machines are derived again, but for those in `KEPT`.
 
     Raises:
         ConfigError: no layout goes with what is set.

@@ -250,7 +250,7 @@ def with_gpu_settings(config: C, resume: bool) -> C:
     """The configuration with settings for the machines' GPUs in place of those that nobody made, as
     `planning.gpu_settings` derives them; the same configuration without GPUs, or with pools that somebody set.
 
-    A resume takes them from the run's config.yaml, and derives anew only those that its machines cannot give.
+    A resume takes them from the run's config.yaml, and derives again only those that its machines cannot give.
 
     Raises:
         ConfigError: no layout goes with what is set, or config.yaml of the run cannot be read.
@@ -282,7 +282,7 @@ def with_gpu_settings(config: C, resume: bool) -> C:
             "workers and gpus of roles, or the run stays on CPUs")
         return checked(config)
     derived = f"{', '.join(machine_fields(config))} for {machines.gpus} x {machines.device.name}"
-    say(f"the machines cannot give the run's former settings; derived anew: {derived}" if former else
+    say(f"the machines cannot give the run's former settings; derived again: {derived}" if former else
         f"derived, since nobody set them (`rlhf-ray plan` says why): {derived}")
     return config
 

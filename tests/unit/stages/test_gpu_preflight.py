@@ -1,4 +1,4 @@
-"""Settings for GPUs before a run: derived once, kept by a resume, and derived anew for other machines."""
+"""Settings for GPUs before a run: derived once, kept by a resume, and derived again for other machines."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ class TestResume:
         return saved(with_gpu_settings(config_of(given), resume=False))
 
     def test_keeps_the_settings(self, former, given, machine, monkeypatch):
-        monkeypatch.setattr(preflight, "derive_gpu_settings", lambda *_: pytest.fail("derived anew"))
+        monkeypatch.setattr(preflight, "derive_gpu_settings", lambda *_: pytest.fail("derived again"))
         assert with_gpu_settings(config_of(given), resume=True) == former
         machine("1x8xH200")
         assert with_gpu_settings(config_of(given), resume=True) == former, "more than it needs"
@@ -103,7 +103,7 @@ class TestResume:
         config = with_gpu_settings(config_of(given), resume=True)
         assert sum(pool.bundles * pool.gpus for pool in config.pools.values()) == 2
         assert config.policy.optimizer.learning_rate == 7e-6, "kept"
-        assert "cannot give the run's former settings; derived anew: " in caplog.text
+        assert "cannot give the run's former settings; derived again: " in caplog.text
         assert "pools" in caplog.text and "learning_rate" not in caplog.text and "dtype" not in caplog.text
 
     def test_no_gpus_leave_the_placement_out(self, former, given, machine, caplog):
