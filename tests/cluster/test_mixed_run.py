@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 WEIGHTS = {"main": 0.5, "short": -0.25, "label": 2.0}
 FUNCTION = """
 def short(responses, labels, **others):
-    assert set(others) == {"prompts", "finish_reasons"}, others
+    assert set(others) == {"prompts", "finish_reasons", "prefills"}, others
     return [len(response.split()) + row["extra"] for response, row in zip(responses, labels)]
 """
 
