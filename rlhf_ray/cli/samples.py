@@ -23,7 +23,7 @@ def samples(
     page: Annotated[Path | None, typer.Option(parser=local_path, metavar="FILE",
                                               help="Where to write the page; by default RUN/samples.html.")] = None,
 ) -> None:
-    """Show samples of a PPO run: prompt, response, reward and its parts, advantage, finish reason.
+    """Show samples of a run: prompt, response, reward and its parts, advantage, finish reason.
 
     Also writes a page with the samples of each prompt side by side, to search, filter and sort, and with every token's
     log-probability gap, advantage and version. The command reads only the run's directory, during the run and

@@ -117,8 +117,24 @@ def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]
     return f"{name}={_shortened(problem['input'])}: {_rule(place, problem)}{_origin(place.path, layers)}"
 
 
+NAMES_ELSEWHERE = {
+    "num_generations": "coordinator.samples_per_prompt",
+    "beta": "algorithm.kl.coef",
+    "num_iterations": "algorithm.epochs",
+    "max_completion_length": "generator.sampling.max_tokens",
+    "max_prompt_length": "prompts.max_tokens",
+    "reward_funcs": "rewards",
+    "lr": "policy.optimizer.learning_rate",
+}
+"""Names of other trainers -> field."""
+
+
 def _meant(cls: type[BaseModel], place: _Place) -> str:
-    """Suggestion for an unknown key: a similar one, or one of the same name in another section."""
+    """Suggestion for an unknown key: what other trainers call so, a similar one, or one of the same name in another
+    section."""
+    elsewhere = NAMES_ELSEWHERE.get(place.path[-1], "")
+    if elsewhere.partition(".")[0] in cls.model_fields:
+        return f"did you mean {elsewhere}?"
     key, known = place.path[-1], list(place.parent.model_fields) if place.parent else []
     if place.branch and place.parent is place.branch and (owners := _types_with(cls, place, key)):
         return f"it belongs to type {' or '.join(owners)}, but this is of type {type_tag(place.branch)}; remove it"

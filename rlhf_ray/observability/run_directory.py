@@ -79,7 +79,7 @@ class RunDirectory:
         if not resume and (found := run.traces()):
             raise ConfigError(
                 f"run.dir={str(path)!r} already holds a run ({', '.join(found)}): "
-                "pass --resume to continue it, or choose another run.dir"
+                "pass --resume (from Python: resume=True) to continue it, or choose another run.dir"
             )
         _check_space(run.path, need_mb)
         return run
