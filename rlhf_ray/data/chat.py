@@ -106,7 +106,7 @@ def template_options(row: Mapping[str, Any], place: str) -> dict[str, Any]:
     """
     if row.get(TOOLS) not in NO_TOOLS:
         raise DataError(f"{place}: the row has {TOOLS}, which are not supported yet and would be left out of the "
-                        "conversation; remove the key, or write the tools into the system message")
+                        "prompt; remove the key, or write the tools into the system message")
     options = row.get(TEMPLATE_OPTIONS) or {}
     if not isinstance(options, dict):
         raise DataError(f"{place}: {TEMPLATE_OPTIONS} must be an object of options by name, not {brief(options)}")
@@ -241,14 +241,14 @@ class PromptFormat:
             self._messages = isinstance(value, list)
         if self._messages or as_chat:
             self.template.require(rows.source, self._column)
-        options = template_options(rows.records[i], place) if self._messages or as_chat else NO_OPTIONS
+        options = template_options(rows.records[i], place)
         if self._messages:
             return self.chat(checked_messages(value, place, self._column), place, options)
         text = checked_text(value, place, self._column, may_be_empty=self._may_be_empty)
         if self.template.system is not None and not as_chat:
             raise DataError(f"{place}: column {self._column!r} is a text, so system={brief(self.template.system)} has "
                             "no effect; set as_chat to make it a user message, or leave system out")
-        if rows.records[i].get(TEMPLATE_OPTIONS) and not as_chat:
+        if options and not as_chat:
             raise DataError(f"{place}: the row has {TEMPLATE_OPTIONS}, and column {self._column!r} is a text, to "
                             "which no template is applied; set as_chat to make it a user message, or remove the key")
         return self.chat([{"role": "user", "content": text}], place, options) if as_chat else PromptText(text, None)

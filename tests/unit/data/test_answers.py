@@ -237,6 +237,9 @@ def test_tools_are_refused_by_name(layout, write_jsonl):
     with pytest.raises(DataError, match="line 1: the row has tools"):
         pairs_of(rows[1], layout("chatml"))
     with pytest.raises(DataError, match="line 1: the row has tools"):
+        list(stream_prompts(PromptsConfig(path=write_jsonl({"prompt": "a", "tools": TOOLS})), layout("chatml"),
+                            LoadReport("rows")))
+    with pytest.raises(DataError, match="line 1: the row has tools"):
         list(stream_prompts(PromptsConfig(path=write_jsonl({"prompt": [USER], "tools": TOOLS})), layout("chatml"),
                             LoadReport("rows")))
 
