@@ -76,12 +76,12 @@ def session(tmp_path_factory):
 
 def test_the_run_succeeds_and_its_progress_is_below_the_cell(session):
     last = session.outputs[-1]
-    assert last.error is None and "PPO: 2 of 2 steps to go\n" in last.text and "made 2 steps\n" in last.text
+    assert last.error is None and "GRPO: 2 of 2 steps to go\n" in last.text and "made 2 steps\n" in last.text
     assert [row["step"] for row in read_metrics(session.root / "run") if "reward/mean" in row] == [1, 2]
 
 
 def test_what_the_function_prints_is_below_the_cell(session):
-    assert "PPO: rewards.matches: scoring " in session.outputs[-1].text
+    assert "GRPO: rewards.matches: scoring " in session.outputs[-1].text
 
 
 def test_the_report_is_shown_below_the_cell(session):
