@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.chat import ASSISTANT, NO_OPTIONS, ChatTemplate, Messages, PromptText, carries_loss
 from rlhf_ray.data.encoding import Encoded, encode, encode_after_text, end_token
 from rlhf_ray.data.rows import brief
@@ -52,6 +53,11 @@ class TurnEnds:
         """All tokens that end a response: those named, and the one by which the chat template ends an answer."""
         self.already: Counter[str] = Counter()
         """How many texts ended with each end already."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, model: ModelConfig | NewModelConfig | None) -> TurnEnds:
+        """Those of a model; `model` as in `named_stop_tokens`."""
+        return cls(tokenizer, named_stop_tokens(tokenizer, model))
 
     def ending(self, closing: str) -> tuple[int | None, str]:
         """(the token that ends a response, `closing` up to its end) of the text that follows an answer.
@@ -129,7 +135,7 @@ class TurnEnds:
         """As `close`, for a conversation: where no end is written after a turn, the beginning of the next one may be a
         token that ends responses."""
         tokens, mask = list(row[0]), list(row[1])
-        for _, stop in _turns(mask):
+        for _, stop in turns_with_loss(mask):
             if stop < len(tokens) and tokens[stop - 1] not in self.stops and tokens[stop] in self.stops:
                 mask[stop] = True
         return self.close((tokens, mask))
@@ -142,7 +148,7 @@ class TurnEnds:
         """
         tokens, mask = list(row[0]), list(row[1])
         begun = encode_after_text(self._tokenizer, [header])[0] if header else []
-        for start, stop in _turns(mask):
+        for start, stop in turns_with_loss(mask):
             if begun and tokens[start : start + len(begun)] == begun:
                 mask[start : start + len(begun)] = [False] * len(begun)
             last = next((i for i in range(start, stop) if tokens[i] in self.stops), stop)
@@ -163,7 +169,7 @@ class TurnEnds:
         return str(self._tokenizer.convert_ids_to_tokens(token) if added is None else added.content)
 
 
-def _turns(mask: list[bool]) -> list[list[int]]:
+def turns_with_loss(mask: list[bool]) -> list[list[int]]:
     """[[first, last + 1]] of each run of tokens with loss."""
     edges: list[list[int]] = np.flatnonzero(np.diff([False, *mask, False])).reshape(-1, 2).tolist()
     return edges

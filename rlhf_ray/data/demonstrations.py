@@ -9,7 +9,7 @@ import numpy as np
 from rlhf_ray.config.algorithm import PtxConfig
 from rlhf_ray.config.data import DemonstrationsConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
-from rlhf_ray.data.answers import AnswerFormat, TurnEnds
+from rlhf_ray.data.answers import AnswerFormat, TurnEnds, turns_with_loss
 from rlhf_ray.data.chat import (
     ASSISTANT,
     ChatTemplate,
@@ -26,7 +26,6 @@ from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.data.supervised_records import Sequences, sequences_of
 from rlhf_ray.errors import DataError
-from rlhf_ray.models.stop_tokens import named_stop_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +72,7 @@ class DemonstrationFormat:
                  model: ModelConfig | NewModelConfig | None = None) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._template = ChatTemplate(tokenizer, config.system)
-        self._ends = TurnEnds(tokenizer, named_stop_tokens(tokenizer, model))
+        self._ends = TurnEnds.of(tokenizer, model)
         self._answers = AnswerFormat(self._template, self._ends)
         self._prompts = PromptFormat(tokenizer, config.prompt or "", system=config.system, as_chat=config.as_chat)
         self.already = self._ends.already
@@ -134,13 +133,13 @@ def _with_loss(row: Encoded, messages: Messages, place: str, column: str) -> Enc
     if all(wanted):
         return row
     tokens, mask = row
-    edges = np.flatnonzero(np.diff([False, *mask, False])).reshape(-1, 2)
+    edges = turns_with_loss(mask)
     if len(edges) != len(wanted):
         raise DataError(f"{place}: column {column!r} has {len(wanted)} messages of the assistant, some without loss, "
                         f"and the chat template marks {len(edges)} texts; leave out the keys for loss, or use a "
                         "template that marks each message")
     kept = np.array(mask)
-    for (start, stop), loss in zip(edges.tolist(), wanted, strict=True):
+    for (start, stop), loss in zip(edges, wanted, strict=True):
         kept[start:stop] = loss
     return tokens, kept.tolist()
 

@@ -32,7 +32,6 @@ from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.data.rows import Rows, checked_text
 from rlhf_ray.data.supervised_records import Pairs, sequences_of
 from rlhf_ray.errors import DataError
-from rlhf_ray.models.stop_tokens import named_stop_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,7 +109,7 @@ class PreferenceFormat:
     def __init__(self, config: PreferencesConfig, tokenizer: PreTrainedTokenizerBase,
                  model: ModelConfig | NewModelConfig | None = None) -> None:
         self._config, self._tokenizer = config, tokenizer
-        self._ends = TurnEnds(tokenizer, named_stop_tokens(tokenizer, model))
+        self._ends = TurnEnds.of(tokenizer, model)
         self._prompts = PromptFormat(
             tokenizer, config.prompt, system=config.system, as_chat=config.as_chat, may_be_empty=True)
         self._answers = AnswerFormat(self._prompts.template, self._ends)

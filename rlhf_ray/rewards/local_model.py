@@ -21,7 +21,6 @@ from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.shard import WHOLE, Shard
-from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, finite_scores, sample_names
 from rlhf_ray.rewards.request_encoding import encode_for
 
@@ -136,7 +135,7 @@ class ModelSource(LocalSource[ModelReward]):
         self._same_ids = (not self._model.is_encoder
                           and tokenizer_digest(self._tokenizer) == tokenizer_digest(load_tokenizer(self._policy)))
         chats = not self._model.is_encoder and self._tokenizer.eos_token_id is not None
-        self._ends = TurnEnds(self._tokenizer, named_stop_tokens(self._tokenizer, self._config)) if chats else None
+        self._ends = TurnEnds.of(self._tokenizer, self._config) if chats else None
         return self._model.compare(self._who, self._rows, self._budget, largest_of(self._shard))
 
     def _score(self, requests: Sequence[RewardRequest]) -> RewardAnswer:

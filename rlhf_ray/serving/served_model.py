@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.answers import TurnEnds
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import RewardError
 from rlhf_ray.models.classifier import Classifier, EncodedRow
@@ -38,6 +39,8 @@ class ServedModel:
         number = check_scalar_head(config, label=label, label_field="--label")
         self.path, self.dtype = config.path, config.dtype
         self._tokenizer, self._model = load_tokenizer(config, require_eos=False), Classifier(config, number)
+        ends_responses = not self._model.is_encoder and self._tokenizer.eos_token_id is not None
+        self._ends = TurnEnds.of(self._tokenizer, config) if ends_responses else None
         self.tokenizer_digest = tokenizer_digest(self._tokenizer)
         parts: list[Any] = [self._model.digest(), self.tokenizer_digest, self._tokenizer.chat_template]
         if len(label_names(config)) > 1:
@@ -63,7 +66,7 @@ class ServedModel:
         if sample.tokens is None:
             try:
                 sample.model_dump_json()  # a tokenizer's error about half a surrogate pair would be the service's
-                return encode_for(self._model, _request(i, sample), self._tokenizer)
+                return encode_for(self._model, _request(i, sample), self._tokenizer, self._ends)
             except (RewardError, ValueError) as error:
                 raise BadSampleError(f"samples.{i}: {error}") from None
         if max(sample.tokens) >= self._model.vocabulary:

@@ -1,6 +1,9 @@
 """Checks of `rewards` before Ray starts."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive, judge_rewards, reward_sections
@@ -16,10 +19,12 @@ from rlhf_ray.errors import ConfigError, ModelError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer, pads_with_end
 from rlhf_ray.models.model_families import is_decoder
-from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.stages.preflight import FIRST_ROWS, check_context, check_same_tokens
 from rlhf_ray.stages.reward_trial import trials_of
 from rlhf_ray.stages.scorers import check_reward, check_scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def check_rewards(config: PPOConfig) -> None:
@@ -55,14 +60,15 @@ def trained_on_other_ends(config: PPOConfig) -> list[str]:
     """A warning about each reward model that reads the policy's tokens and was trained on rows that end otherwise than
     the policy's responses: it would score a token that it was not trained to score at."""
     warnings = []
-    policy, own = load_tokenizer(config.model), _answer_end(config.model)
+    policy = load_tokenizer(config.model)
+    own = _answer_end(policy, config.model)
     for field, reward in reward_sections(config).items():
         if not isinstance(reward, ModelReward) or not is_decoder(pretrained_config(reward)):
             continue
         tokenizer = load_tokenizer(reward, require_eos=False)
         if tokenizer.eos_token_id is None or tokenizer_digest(tokenizer) != tokenizer_digest(policy):
             continue
-        if (theirs := _answer_end(reward)) != own:
+        if (theirs := _answer_end(tokenizer, reward)) != own:
             texts = [repr(policy.convert_ids_to_tokens(end)) for end in (theirs, own)]
             warnings.append(f"answers to chat messages end with {texts[0]} where {field}.path={reward.path!r} is "
                             f"trained, and with {texts[1]} where the policy samples them: scores are read at a token "
@@ -71,10 +77,9 @@ def trained_on_other_ends(config: PPOConfig) -> list[str]:
     return warnings
 
 
-def _answer_end(model: ModelConfig) -> int:
+def _answer_end(tokenizer: PreTrainedTokenizerBase, model: ModelConfig) -> int:
     """The token that ends an answer to chat messages, or a text if there is no template."""
-    tokenizer = load_tokenizer(model)
-    ends = TurnEnds(tokenizer, named_stop_tokens(tokenizer, model))
+    ends = TurnEnds.of(tokenizer, model)
     return ends.end if ends.closing[0] is None else ends.closing[0]
 
 

@@ -30,7 +30,6 @@ from rlhf_ray.errors import DataError, DiskStalled, RLHFError, StoppedEarly, Sup
 from rlhf_ray.files.writer_thread import HURRY_S, FileThread, RunFiles
 from rlhf_ray.internals.asyncio import run_coroutine
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.observability.metrics import metric_rows_from_end
 from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
@@ -186,7 +185,7 @@ def ending_note(model: ModelConfig | NewModelConfig) -> str | None:
     """A sentence about the token that ends the chat template's answers, if the model's files do not name it."""
     tokenizer = load_tokenizer(model)
     named = model.path if isinstance(model, ModelConfig) else model.tokenizer
-    return TurnEnds(tokenizer, named_stop_tokens(tokenizer, model)).note(named)
+    return TurnEnds.of(tokenizer, model).note(named)
 
 
 def run_stage(

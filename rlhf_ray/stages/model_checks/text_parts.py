@@ -11,7 +11,6 @@ from rlhf_ray.data.tokenizer import check_vocabulary
 from rlhf_ray.errors import DataError, ModelError, first_line
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.stages.model_checks.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def check_stop_tokens(model: ModelConfig) -> list[Outcome]:
         ModelError: the model names something other than its tokens as ends.
     """
     tokenizer = load_tokenizer(model)
-    ends = TurnEnds(tokenizer, named_stop_tokens(tokenizer, model))
+    ends = TurnEnds.of(tokenizer, model)
     shown = ", ".join(f"{tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in sorted(ends.stops))
     numbers = {"stop_tokens": len(ends.stops)}
     if not (note := ends.note(model.path)):
@@ -95,7 +94,7 @@ def check_chat_template(model: ModelConfig) -> list[Outcome]:
         advice.append("leave prompts.system and data.system empty, and drop system messages from the data")
     try:
         if not template.marks_generation:
-            answers = AnswerFormat(template, TurnEnds(tokenizer, named_stop_tokens(tokenizer, model)))
+            answers = AnswerFormat(template, TurnEnds.of(tokenizer, model))
             answers.turns(LONGER, PLACE, "messages")
     except DataError as error:
         findings.append(first_line(error))

@@ -138,10 +138,8 @@ def test_a_text_that_was_sampled_continues_the_prompt_as_it_is(layout, write_jso
     assert split(pairs.rejected)[1] == tokenizer("odd<|im_end|>", add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", WRITES_ANSWERS)
 def test_an_assistant_that_speaks_first_is_learned_without_what_comes_before(name, layout, write_jsonl):
-    if name == "opened":
-        pytest.skip("refused, as above")
     tokenizer = layout(name)
     rows, _ = demonstrations_of(write_jsonl({"messages": [GOOD, USER, BAD]}), tokenizer, messages="messages")
     _, learned = split(rows)
