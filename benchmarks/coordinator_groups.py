@@ -1,15 +1,16 @@
 """Worker groups whose many ranks are stand-ins: in this process, or in a few Ray actors."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rlhf_ray.cluster.calls import Call
+from benchmarks.coordinator_stubs import StubRoles
+from rlhf_ray.cluster.calls import Call, Deadline
 from rlhf_ray.cluster.worker_group import WorkerGroup
 
 Answer = Callable[..., Awaitable[Any]]
-"""Answers a call: (rank, method, *arguments)."""
+"""Answers a call: (rank, name of the method, *arguments, **named)."""
 
 
 class StubGroup:
@@ -26,7 +27,8 @@ class StubGroup:
         """As `WorkerGroup.ranks`."""
         return list(range(len(self)))
 
-    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
+    def call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
+             **named: Any) -> Call[Any]:
         """As `WorkerGroup.call`."""
         raise NotImplementedError
 
@@ -44,26 +46,28 @@ class StubGroup:
     async def heartbeats(self, rank: int) -> None:
         """As `WorkerGroup.heartbeats`: nothing is known of ranks without a process."""
 
-    def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
+    def call_all(self, method: Any, *args: Any, deadline: Deadline | None = None, **named: Any) -> list[Call[Any]]:
         """As `WorkerGroup.call_all`."""
-        return [self.call(rank, method, *args, timeout_s=timeout_s) for rank in range(len(self))]
+        return [self.call(rank, method, *args, deadline=deadline, **named) for rank in range(len(self))]
 
-    async def values(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    async def values(self, method: Any, *args: Any, deadline: Deadline | None = None, **named: Any) -> list[Any]:
         """As `WorkerGroup.values`."""
-        return list(await asyncio.gather(*(call.value() for call in self.call_all(method, *args))))
+        return list(await asyncio.gather(*(call.value() for call in self.call_all(method, *args, **named))))
 
 
 class HostedGroup(StubGroup):
     """Ranks that live in a few Ray actors: every call is a real one, and only the processes are fewer."""
 
-    def __init__(self, role: str, workers: int, hosts: WorkerGroup) -> None:
+    def __init__(self, role: str, workers: int, hosts: WorkerGroup[StubRoles]) -> None:
         super().__init__(role, workers)
         self._hosts = hosts
 
-    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
+    def call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
+             **named: Any) -> Call[Any]:
         """Through the real group of hosts."""
         host = rank % len(self._hosts)
-        call = self._hosts.call(host, method, rank, *args, outputs=outputs, timeout_s=timeout_s)
+        stub = getattr(StubRoles, method.__name__)
+        call = self._hosts.call(host, stub, rank, *args, outputs=outputs, deadline=deadline, **named)
         return replace(call, role=self.role, rank=rank)
 
 
@@ -75,22 +79,26 @@ class LocalGroup(StubGroup):
         super().__init__(role, workers)
         self.answer, self._under_way = answer, set[asyncio.Task[None]]()
 
-    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
+    def call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
+             **named: Any) -> Call[Any]:
         """Begin the call; its futures are resolved as Ray resolves references."""
         loop = asyncio.get_running_loop()
         results = tuple(loop.create_future() for _ in range(outputs + 1))
-        task = loop.create_task(self._run(results, self.answer, rank, method, args))
+        task = loop.create_task(self._run(results, self.answer, rank, method.__name__, args, named))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        return Call(self.role, rank, method, results[:-1], results[-1], timeout_s or 1800.0, loop.time())
+        deadline = deadline or Deadline(1800.0)
+        return Call(self.role, rank, method.__name__, results[:-1], results[-1], deadline, loop.time())
 
     async def _run(
-        self, results: tuple[asyncio.Future[Any], ...], answer: Answer, rank: int, method: str, args: Any
+        self, results: tuple[asyncio.Future[Any], ...], answer: Answer, rank: int, method: str, args: Any,
+        named: Mapping[str, Any],
     ) -> None:
         began = asyncio.get_running_loop().time()
         try:
-            values = [await value if isinstance(value, Awaitable) else value for value in args]
-            result = await answer(rank, method, *values)
+            values = [await _value(argument) for argument in args]
+            by_name = {name: await _value(argument) for name, argument in named.items()}
+            result = await answer(rank, method, *values, **by_name)
         except Exception as error:
             for future in results:
                 future.set_exception(error)
@@ -99,3 +107,10 @@ class LocalGroup(StubGroup):
         timing = asyncio.get_running_loop().time() - began
         for future, value in zip(results, (*result, timing) if len(results) > 2 else (result, timing), strict=True):
             future.set_result(value)
+
+
+async def _value(argument: Any) -> Any:
+    """What a worker receives: values in place of references, also of a list of them."""
+    if isinstance(argument, list):
+        return [await _value(part) for part in argument]
+    return await argument if isinstance(argument, Awaitable) else argument

@@ -198,14 +198,14 @@ async def over_ray(config: PPOConfig) -> dict[str, Any]:
     async with open_runtime(config) as runtime:
         hosts, others = (runtime.spawn(name, StubRoles, PlacementConfig(workers=HOSTS), lambda rank: {"seed": rank})
                          for name in ("generators", "others"))
-        await asyncio.gather(*(call.value() for group in (hosts, others) for call in group.call_all("generated", 0)))
+        await asyncio.gather(*(group.values(StubRoles.generated, 0) for group in (hosts, others)))
 
         def group(role: str, workers: int) -> StubGroup:
             return HostedGroup(role, workers, hosts if role == "generator" else others)
 
         roles = role_groups_of(group, config.generator.workers, StepClock())
         found = await run_coordinator(config, roles, group("prompt_reader", 1), live=True)
-        generated = [await call.value() for call in hosts.call_all("generated", 0)]
+        generated = [await call.value() for call in hosts.call_all(StubRoles.generated, 0)]
     return {**found, "generated": [span for spans in generated for span in spans]}
 
 

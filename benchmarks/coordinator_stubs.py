@@ -63,9 +63,12 @@ class StubRoles:
         self._rollout = _rollout()
         self._per_token = TokenScores(self._rollout.offsets, np.zeros(len(self._rollout.tokens), np.float32))
 
-    async def answer(self, rank: int, method: str, *args: Any) -> Any:
+    async def answer(self, rank: int, method: str, *args: Any, **named: Any) -> Any:
         """Any of the methods below, by its name."""
-        return await getattr(self, method)(rank, *args)
+        return await getattr(self, method)(rank, *args, **named)
+
+    async def start(self) -> None:
+        """Nothing is loaded."""
 
     async def rows(self, rank: int, numbers: list[int], table: str) -> Prompts:
         """As many prompts as are asked for."""
@@ -88,19 +91,18 @@ class StubRoles:
 
     values = logprobs
 
-    async def score_each(self, rank: int, *records: Rollout | Prompts) -> list[RewardScores]:
+    async def score_each(self, rank: int, rollouts: list[Rollout], prompts: list[Prompts]) -> list[RewardScores]:
         """A score a sample; a forward pass for each rollout."""
-        rollouts = records[: len(records) // 2]
         await self._wait(SCORE_S * len(rollouts))
         scores = [np.ones(len(rollout), np.float32) for rollout in rollouts]
         return [RewardScores(ones, {"main": ones}, {"main": 0}) for ones in scores]
 
     async def assemble(
-        self, rank: int, terms: Any, chunks: int, ranks: int, *records: Any
+        self, rank: int, terms: Any, rollouts: list[Rollout], **columns: Any
     ) -> tuple[Experience | list[ExperienceSummary], ...]:
         """Experience, and the small numbers about it."""
-        await self._wait(CONTROL_S * chunks)
-        made = [self._assembled(rollout) for rollout in records[:chunks]]
+        await self._wait(CONTROL_S * len(rollouts))
+        made = [self._assembled(rollout) for rollout in rollouts]
         return (*(experience for experience, _ in made), [summary for _, summary in made])
 
     def _assembled(self, rollout: Rollout) -> tuple[Experience, ExperienceSummary]:
@@ -116,7 +118,7 @@ class StubRoles:
             tokens=len(rollout.tokens), behaviour_gap=0.0, gap_histogram=np.ones(BINS, np.float32),
             gold=None, components={"main": ones}, failures={"main": 0})
 
-    async def save_samples(self, rank: int, *arguments: Any) -> tuple[int, float]:
+    async def save_samples(self, rank: int, *arguments: Any, **named: Any) -> tuple[int, float]:
         """The samples of a step are on disk."""
         await self._wait(CONTROL_S)
         return 0, CONTROL_S

@@ -174,7 +174,9 @@ async def gaps(directory: Path, dtype: Dtype) -> list[Gap]:
         policy.update(version, 0.0, experience(4, 256))
         await generator.begin_weights(version, version, buckets)
         for index in range(buckets):
-            await generator.load_weights(policy.weight_bucket(version, index, True), version)
+            bucket = policy.weight_bucket(version, index, True)
+            assert bucket is not None  # of the first rank
+            await generator.load_weights(bucket, version)
         await generator.finish_weights(version)
         weights.append(_copy(policy.engine.module))
     rollout = await sampling

@@ -29,6 +29,8 @@ from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.records import Rollout, SampleKey
+from rlhf_ray.roles.generator import Generator
+from rlhf_ray.roles.policy_learner import PolicyLearner
 
 SIZES = {
     "100mb": Sizes(hidden=512, intermediate=1408, layers=8),
@@ -104,16 +106,17 @@ async def _measure(directory: Path, name: str, repeats: int) -> Measured:
 async def _draw(roles: RoleGroups, table: Any, epoch: int) -> list[Rollout]:
     sampling = SamplingConfig(max_tokens=LONGEST)
     keys = [SampleKey(epoch, row, 0) for row in range(SAMPLES)]
-    rollouts: list[Rollout] = await roles.generators.values("generate", table, keys, SEED, sampling)
-    return rollouts
+    return await roles.generators.values(Generator.generate, table, keys, SEED, sampling)
 
 
 async def _publish_in_flight(its: Measured, roles: RoleGroups, sync: WeightSync, table: Any, version: int) -> None:
     """Publish while both generators are making tokens, which the versions in their responses prove."""
-    before = await roles.generators.values("tokens_made")
+    before = await roles.generators.values(Generator.tokens_made)
     drawing = asyncio.create_task(_draw(roles, table, version))
-    while any(now == then for now, then in zip(await roles.generators.values("tokens_made"), before, strict=True)):
+    now = before
+    while any(one == other for one, other in zip(now, before, strict=True)):
         await asyncio.sleep(0.005)
+        now = await roles.generators.values(Generator.tokens_made)
     published = await sync.publish(version)
     for rollout in await drawing:
         if not {version - 1, version} <= set(rollout.versions.tolist()):
@@ -129,7 +132,7 @@ async def _require(roles: RoleGroups, table: Any, same: bool) -> None:
         DifferentWork: they do not differ, or do.
     """
     for rank, rollout in enumerate(await _draw(roles, table, 0)):
-        ours = (await roles.policy.values("logprobs", rollout))[0].values
+        ours = (await roles.policy.values(PolicyLearner.logprobs, rollout))[0].values
         gap = float(np.abs(ours - rollout.logprobs)[rollout.response_mask].max())
         if (gap < TOLERANCE) != same:
             raise DifferentWork(f"publish: log-probabilities of generator {rank} and learner differ by {gap:.2g}")
@@ -169,7 +172,7 @@ async def profile(roles: RoleGroups, version: int, repeats: int) -> dict[str, fl
     `gather and seal` and `verify, load and pack` are the workers' own time; the two `store` parts are the rest of the
     driver's time: serialising into the store, finding objects, calls and replies.
     """
-    plans = await roles.policy.values("plan_weights", WeightsConfig().bucket_mb << 20, [])
+    plans = await roles.policy.values(PolicyLearner.plan_weights, WeightsConfig().bucket_mb << 20, [])
     buckets = plans[0].whole.buckets
     turns = [await _publish_in_parts(roles, buckets, version + turn) for turn in range(repeats)]
     return {part: median(turn[part] for turn in turns) for part in turns[0]}
@@ -179,18 +182,18 @@ async def _publish_in_parts(roles: RoleGroups, buckets: int, version: int) -> di
     parts = dict.fromkeys(("begin", "gather and seal", "into the store", "verify, load and pack", "out of the store",
                            "finish"), 0.0)
     clock = _Clock()
-    await roles.generators.values("begin_weights", version, version, buckets)
+    await roles.generators.values(Generator.begin_weights, version, version, buckets)
     parts["begin"] = clock.lap()
     for index in range(buckets):
-        bucket = roles.policy.call(0, "weight_bucket", version, index)
+        bucket = roles.policy.call(0, PolicyLearner.weight_bucket, version, index)
         own = await bucket.done()
         parts["gather and seal"] += own
         parts["into the store"] += clock.lap() - own
-        calls = roles.generators.call_all("load_weights", bucket.ref, version)
+        calls = roles.generators.call_all(Generator.load_weights, bucket.ref, version)
         own = max([await call.done() for call in calls])
         parts["verify, load and pack"] += own
         parts["out of the store"] += clock.lap() - own
-    await roles.generators.values("finish_weights", version)
+    await roles.generators.values(Generator.finish_weights, version)
     parts["finish"] = clock.lap()
     return parts
 

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copy
+from typing import Any
 
 import torch
 
@@ -80,9 +81,10 @@ async def publishing_roles(learner: ModelConfig, generator: ModelConfig) -> Asyn
         generators, learners = groups
         try:
             await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
-            yield RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
-                       policy=learners, critic=None)
-            await asyncio.gather(generators.values("stop"), learners.values("leave"))
+            nobody: Any = generators
+            yield RoleGroups(generators=generators, reference=None, reward=nobody, assembler=nobody, policy=learners,
+                             critic=None)
+            await asyncio.gather(generators.values(Generator.stop), learners.values(PolicyLearner.leave))
         finally:
             for group in groups:
                 group.kill()

@@ -65,7 +65,7 @@ def main() -> None:
         assembler.start()
         for step in (1, 2):
             size, seconds = asyncio.run(assembler.save_samples(
-                str(Path(directory) / "samples"), None, step, None, True, [summary], prompts, experience))
+                str(Path(directory) / "samples"), None, step, None, True, [summary], prompts, [experience]))
             print(f"step {step}: {size / 1e6:.1f} MB, {size / asked.samples / 1e3:.1f} kB a sample, "
                   f"{size / len(experience.tokens):.1f} bytes a token, {seconds:.2f} s")
 

@@ -32,18 +32,18 @@ class RepeatedCall(Kind):
         """Repeat the next call of the method, and wait until it has been answered twice."""
         group = _group(driver, self.role)
         wanted = set(group.ranks) if self.whole_group else {fault.rank}
-        calls: dict[int, tuple[Call, Call]] = {}
+        calls: dict[int, tuple[Call[Any], Call[Any]]] = {}
         original = group.call
 
-        def call_twice(rank: int, method: str, *arguments: Any, **settings: Any) -> Call:
+        def call_twice(rank: int, method: Any, *arguments: Any, **settings: Any) -> Call[Any]:
             call = original(rank, method, *arguments, **settings)
-            if method == self.method and rank in wanted - calls.keys():
+            if method.__name__ == self.method and rank in wanted - calls.keys():
                 if not calls:
-                    driver.injected(fault, role=self.role, rank=rank, in_state=True, state=f"{method} was called")
+                    driver.injected(fault, role=self.role, rank=rank, in_state=True, state=f"{self.method} was called")
                 calls[rank] = call, original(rank, method, *arguments, **settings)
             return call
 
-        group.call = call_twice  # type: ignore[method-assign]
+        group.call = call_twice  # type: ignore[method-assign, assignment]
         try:
             while calls.keys() < wanted:
                 await asyncio.sleep(POLL_S)
@@ -82,22 +82,22 @@ class LateReply(WorkerFault):
                 driver.coordinator.roles.health.down:
             await asyncio.sleep(POLL_S)
         process, original = psutil.Process(processes.pid), group.call
-        held: list[Call] = []
+        held: list[Call[Any]] = []
 
-        def stop(call: Call) -> None:
+        def stop(call: Call[Any]) -> None:
             driver.injected(fault, role=self.role, rank=fault.rank, pid=process.pid, in_state=True,
                            incarnation=group.incarnation(fault.rank), state=f"{self.method} was answered")
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
 
-        def call_and_hold(rank: int, method: str, *arguments: Any, **settings: Any) -> Call:
+        def call_and_hold(rank: int, method: Any, *arguments: Any, **settings: Any) -> Call[Any]:
             call = original(rank, method, *arguments, **settings)
-            if method == self.method and rank == fault.rank and not held:
+            if method.__name__ == self.method and rank == fault.rank and not held:
                 held.append(call)
                 return replace(call, timing=_Held(call, stop))  # type: ignore[arg-type]
             return call
 
-        group.call = call_and_hold  # type: ignore[method-assign]
+        group.call = call_and_hold  # type: ignore[method-assign, assignment]
         try:
             while not held or held[0].fence.closed is None:
                 await asyncio.sleep(POLL_S)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import ray
 
-from rlhf_ray.cluster.heartbeat import introduce
-from rlhf_ray.cluster.processes import own_processes
+from rlhf_ray.cluster import heartbeat
+from rlhf_ray.cluster.processes import Processes, own_processes
 from rlhf_ray.config.run import PlacementConfig
 
 KEEP_MEMORY = {
@@ -40,22 +40,59 @@ class CallSpec(NamedTuple):
     method: str
     outputs: int
     plain: list[Any]
-    """Arguments that are not references."""
-    places: list[int]
-    """Positions of the references among all arguments."""
+    """All arguments, first those by position; None in place of each reference."""
+    names: list[str]
+    """Of the arguments by name, which come last."""
+    places: list[tuple[int, int]]
+    """Where each reference is: its argument, and its place in it if that is a list of references, else -1."""
 
     @classmethod
-    def of(cls, method: str, outputs: int, args: Sequence[Any]) -> tuple[Any, ...]:
-        """The call as a plain tuple, which serializes faster."""
-        places = [i for i, arg in enumerate(args) if isinstance(arg, ray.ObjectRef)]
-        return tuple(cls(method, outputs, [arg for arg in args if not isinstance(arg, ray.ObjectRef)], places))
+    def of(cls, method: str, outputs: int, args: Sequence[Any],
+           named: Mapping[str, Any] | None = None) -> tuple[tuple[Any, ...], list[ray.ObjectRef]]:
+        """The call as a plain tuple, which serializes faster, and the references among its arguments and in lists of
+        them. Only Ray's own arguments arrive as their values."""
+        named = named or {}
+        plain, places, refs = [*args, *named.values()], [], []
+        for i, argument in enumerate(plain):
+            if isinstance(argument, ray.ObjectRef):
+                places.append((i, -1))
+                refs.append(argument)
+                plain[i] = None
+            elif isinstance(argument, list) and argument and isinstance(argument[0], ray.ObjectRef):
+                places += [(i, j) for j in range(len(argument))]
+                refs += argument
+                plain[i] = [None] * len(argument)
+        return tuple(cls(method, outputs, plain, list(named), places)), refs
 
-    def arguments(self, values: Sequence[Any]) -> list[Any]:
-        """All arguments in their order; `values` are those of the references."""
+    def arguments(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """All arguments, by position and by name; `values` are those of the references."""
         arguments = list(self.plain)
-        for place, value in zip(self.places, values, strict=True):
-            arguments.insert(place, value)
-        return arguments
+        for (argument, place), value in zip(self.places, values, strict=True):
+            if place < 0:
+                arguments[argument] = value
+            else:
+                arguments[argument][place] = value
+        positional = len(arguments) - len(self.names)
+        return arguments[:positional], dict(zip(self.names, arguments[positional:], strict=True))
+
+
+class Process:
+    """What every worker answers besides the methods of its role: about its process and its node."""
+
+    def rendezvous(self) -> str:
+        """An address on the worker's node at which other ranks can join this one."""
+        from rlhf_ray.engine.distributed import free_address
+
+        return free_address(ray.util.get_node_ip_address())
+
+    def introduce(self, key: str) -> Processes:
+        """The worker's processes. From now on its heartbeat counts at `key`."""
+        heartbeat.begin(key)
+        return own_processes()
+
+    def own_processes(self) -> Processes:
+        """The worker's processes."""
+        return own_processes()
 
 
 def is_async(cls: type) -> bool:
@@ -74,19 +111,20 @@ def actor_class(cls: type) -> Any:
 
         async def timed_call(self: Any, spec: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
             began, call = time.perf_counter(), CallSpec(*spec)
+            arguments, named = call.arguments(values)
             with gc_paused_for_start(call.method):
-                result = getattr(self, call.method)(*call.arguments(values))
+                result = getattr(self, call.method)(*arguments, **named)
                 return outcome(await result if inspect.isawaitable(result) else result, call.outputs, began)
     else:
 
         def timed_call(self: Any, spec: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:  # type: ignore[misc]
             began, call = time.perf_counter(), CallSpec(*spec)
+            arguments, named = call.arguments(values)
             with gc_paused_for_start(call.method):
-                return outcome(getattr(self, call.method)(*call.arguments(values)), call.outputs, began)
+                return outcome(getattr(self, call.method)(*arguments, **named), call.outputs, began)
 
-    members = {"timed_call": timed_call, "rendezvous": _rendezvous, "introduce": introduce,
-               "own_processes": lambda _: own_processes(), "__doc__": cls.__doc__}
-    return ray.remote(type(cls.__name__, (cls,), members))
+    members = {"timed_call": timed_call, "__doc__": cls.__doc__}
+    return ray.remote(type(cls.__name__, (Process, cls), members))
 
 
 @contextmanager
@@ -104,13 +142,6 @@ def gc_paused_for_start(method: str) -> Iterator[None]:
         gc.freeze()
         if collecting:
             gc.enable()
-
-
-def _rendezvous(_: Any) -> str:
-    """An address on the worker's node at which other ranks can join this one."""
-    from rlhf_ray.engine.distributed import free_address
-
-    return free_address(ray.util.get_node_ip_address())
 
 
 def worker_environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[str, str]:

@@ -6,12 +6,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError, WorkerLost, first_line
+
+Result = TypeVar("Result")
+Answer = TypeVar("Answer", covariant=True)
 
 TIMING_BYTES = 9
 """Size of a serialized float."""
@@ -60,8 +63,16 @@ class Fence:
             self._waiting.discard(deadline)
 
 
+class Deadline(NamedTuple):
+    """How long a call may take."""
+
+    seconds: float
+    field: str = ""
+    """The configuration field that sets it; empty when none does."""
+
+
 @dataclass(frozen=True)
-class Call:
+class Call(Generic[Answer]):
     """A call in progress. Pass `ref` (or `refs`) on to other workers; await `done` or `value`."""
 
     role: str
@@ -71,13 +82,11 @@ class Call:
     """The call's results, owned by this process: they outlive the worker that made them."""
     timing: ray.ObjectRef
     """The seconds that the call took on the worker."""
-    timeout_s: float
+    deadline: Deadline
     started: float
     """By the event loop's clock, `time.monotonic`."""
     fence: Fence = field(default_factory=Fence)
     """Fence of the incarnation that was called."""
-    limit: str = "cluster.call_timeout_s"
-    """The configuration field that sets `timeout_s`; empty when none does."""
 
     @property
     def worker(self) -> str:
@@ -101,8 +110,13 @@ class Call:
         traffic.received += TIMING_BYTES
         return seconds
 
-    async def value(self, index: int = 0) -> Any:
-        """Wait for the call and fetch one result into this process. Raises the same errors as `done`."""
+    async def value(self) -> Answer:
+        """Wait for the call and fetch its result into this process. Raises the same errors as `done`."""
+        result: Answer = await self.output(0)
+        return result
+
+    async def output(self, index: int) -> Any:
+        """As `value`, for one of several results."""
         value = await self._fetch(self.refs[index])
         traffic.received += len(pickle.dumps(value, protocol=5))
         return value
@@ -110,8 +124,8 @@ class Call:
     async def _fetch(self, ref: ray.ObjectRef) -> Any:
         at_least = asyncio.get_running_loop().time() + GRACE_S
         try:
-            async with asyncio.timeout_at(max(self.started + self.timeout_s, at_least)) as deadline:
-                with self.fence.around(deadline):
+            async with asyncio.timeout_at(max(self.started + self.deadline.seconds, at_least)) as limit:
+                with self.fence.around(limit):
                     value = await ref
         except RayTaskError as error:
             raise self._as_our_error(error) from error
@@ -121,8 +135,9 @@ class Call:
             raise self._lost("result", f"the result of {self.method} of {self.worker} was lost: "
                              f"{first_line(error)}") from error
         except TimeoutError:
-            raise self._lost("hung", f"{self.worker} did not answer {self.method} within {self.timeout_s:g} s"
-                             + (f" ({self.limit})" if self.limit else "")) from None
+            seconds, field = self.deadline
+            raise self._lost("hung", f"{self.worker} did not answer {self.method} within {seconds:g} s"
+                             + (f" ({field})" if field else "")) from None
         if self.fence.closed is not None:
             raise self._lost("stale", "")
         return value

@@ -7,11 +7,9 @@ import asyncio
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import ray
 
-from rlhf_ray.cluster.processes import Processes, own_processes
 from rlhf_ray.internals.ray import delete_values, get_value, put_value
 
 PERIOD_S = 1.0
@@ -23,10 +21,9 @@ def key_of(role: str, rank: int | str = "", incarnation: int | str = "") -> str:
     return f"rlhf-ray/heartbeat/{ray.get_runtime_context().namespace}/{role}/{rank}/{incarnation}"
 
 
-def introduce(_: Any, key: str) -> Processes:
-    """Return the worker's processes, and start to count at `key` for as long as the worker's own process lives."""
+def begin(key: str) -> None:
+    """Start to count at `key`, for as long as this process lives."""
     threading.Thread(target=_count, args=(key,), daemon=True, name="heartbeat").start()
-    return own_processes()
 
 
 async def count_at(key: str) -> int | None:

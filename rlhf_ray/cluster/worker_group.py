@@ -2,15 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Concatenate, Generic, Protocol, TypeVar, overload
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf_ray.cluster.actor_class import CallSpec, actor_class, is_async, worker_environment
-from rlhf_ray.cluster.calls import Call, Fence
+from rlhf_ray.cluster.actor_class import CallSpec, Process, actor_class, is_async, worker_environment
+from rlhf_ray.cluster.calls import Call, Deadline, Fence, Result
 from rlhf_ray.cluster.heartbeat import count_at, forget, key_of
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
 from rlhf_ray.cluster.resource_pools import Pools, Seat
@@ -20,18 +20,27 @@ from rlhf_ray.errors import RLHFError
 KILLED_S = 2.0
 """Time for Ray to kill actors; Ray reports an actor that ends in another way as failed."""
 
-LIMITS = {"start": "cluster.start_timeout_s", "introduce": "cluster.start_timeout_s",
-          "finish_weights": "cluster.heartbeat_timeout_s", "load_weights": "cluster.heartbeat_timeout_s"}
-"""The configuration field that bounds a method, where it is not that of ordinary calls."""
+Role = TypeVar("Role", bound="Startable", covariant=True)
+Method = Callable[Concatenate[Role, ...], Result]
+"""A method of a role's class, as in `Generator.wake`. A worker calls its own method of that name, which may be that of
+a subclass."""
+AsyncMethod = Callable[Concatenate[Role, ...], Coroutine[Any, Any, Result]]
 
 
-class WorkerGroup:
-    """All workers of one role. A role is an ordinary class without knowledge of Ray."""
+class Startable(Protocol):
+    """A role: an ordinary class without knowledge of Ray, which can be started."""
+
+    def start(self, *args: Any) -> Any:
+        """Load what the role needs."""
+
+
+class WorkerGroup(Generic[Role]):
+    """All workers of one role."""
 
     def __init__(
         self,
         role: str,
-        cls: type,
+        cls: type[Role],
         placement: PlacementConfig,
         pools: Pools,
         arguments: Callable[[int], Mapping[str, Any]],
@@ -53,7 +62,8 @@ class WorkerGroup:
                 role's name when empty.
         """
         self.role, self._section = role, section or role
-        self.call_timeout_s = call_timeout_s
+        self.deadline = Deadline(call_timeout_s, "cluster.call_timeout_s")
+        """Of a call that has none of its own."""
         self._class, self._placement, self._pools = actor_class(cls), placement, pools
         self._concurrency = 1000 if is_async(cls) else 1
         self._task_events = task_events
@@ -101,23 +111,25 @@ class WorkerGroup:
         how long to wait for each other, as further arguments."""
         ranks = self.replica(rank)
         if len(ranks) > 1:
-            args = (*args, await self.rendezvous(ranks[0], timeout_s), self.call_timeout_s)
+            args = (*args, await self.rendezvous(ranks[0], timeout_s), self.deadline.seconds)
         return list(await asyncio.gather(*(self.start_one(each, *args, timeout_s=timeout_s) for each in ranks)))
 
     async def rendezvous(self, rank: int, timeout_s: float | None = None) -> str:
         """An address on a rank's node at which others can join it."""
-        return str(await self.call(rank, "rendezvous", timeout_s=timeout_s).value())
+        return await self.own_call(rank, Process.rendezvous, deadline=self._to_start(timeout_s)).value()
 
     async def start_one(self, rank: int, *args: Any, timeout_s: float | None = None) -> Any:
         """Call one role's `start`, record the worker's processes, so that they can be killed in any state, and start
         its heartbeat. Its own process is recorded first, in case it has to be killed while it starts."""
-        worker = self._workers[rank]
-        worker.processes = await self.call(rank, "own_processes", timeout_s=timeout_s).value()
-        started = await self.call(rank, "start", *args, timeout_s=timeout_s).value()
+        worker, deadline = self._workers[rank], self._to_start(timeout_s)
+        worker.processes = await self.own_call(rank, Process.own_processes, deadline=deadline).value()
+        started = await self.call(rank, Startable.start, *args, deadline=deadline).value()
         key = key_of(self.role, rank, worker.fence.incarnation)
-        processes = self.call(rank, "introduce", key, timeout_s=timeout_s)
-        worker.processes = await processes.value()
+        worker.processes = await self.own_call(rank, Process.introduce, key, deadline=deadline).value()
         return started
+
+    def _to_start(self, timeout_s: float | None) -> Deadline:
+        return self.deadline if timeout_s is None else Deadline(timeout_s, "cluster.start_timeout_s")
 
     async def heartbeats(self, rank: int) -> int | None:
         """A number that grows while the rank's present process lives (see `heartbeat`); None before it has started."""
@@ -157,44 +169,74 @@ class WorkerGroup:
         self._workers[rank] = self._spawned(rank, 1)
         return rank
 
-    async def remove(self, rank: int, reason: str, shutdown_method: str | None = None, grace_s: float = 0.0) -> None:
+    async def remove(self, rank: int, reason: str, shutdown: "Method[Role, Any] | None" = None,
+                     grace_s: float = 0.0) -> None:
         """End a worker permanently, and free its bundle.
 
         Args:
             reason: the error message of calls in progress.
-            shutdown_method: a method that shuts the role down cleanly, within `grace_s`.
+            shutdown: a method that shuts the role down cleanly, within `grace_s`.
         """
         worker = self._workers[rank]
-        if shutdown_method is not None and worker.fence.closed is None:
+        if shutdown is not None and worker.fence.closed is None:
             with suppress(RLHFError):
-                await self.call(rank, shutdown_method, timeout_s=grace_s).done()
+                await self.call(rank, shutdown, deadline=Deadline(grace_s)).done()
         self._former[rank] = self._workers.pop(rank)
         await _ended(worker, reason)
         self._pools.leave(self._section, rank, self._placement)
 
-    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
-        """Call one worker. Object references among `args` arrive as their values; results stay in the object store.
+    @overload
+    def call(self, rank: int, method: AsyncMethod[Role, Result], *args: Any, outputs: int = 1,
+             deadline: Deadline | None = None, **named: Any) -> Call[Result]: ...
+
+    @overload
+    def call(self, rank: int, method: Method[Role, Result], *args: Any, outputs: int = 1,
+             deadline: Deadline | None = None, **named: Any) -> Call[Result]: ...
+
+    def call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
+             **named: Any) -> Call[Any]:
+        """Call one worker. Object references among the arguments, and in lists of references, arrive as their values;
+        results stay in the object store.
 
         Args:
+            method: of the role's class.
             outputs: how many values the method returns as a tuple, each of which becomes an object of its own.
-            timeout_s: deadline, when it differs from the group's.
+            deadline: the group's if None.
         """
-        worker, spec = self._worker(rank), CallSpec.of(method, outputs, args)
-        *refs, timing = worker.timed_call(outputs + 1).remote(
-            spec, *(arg for arg in args if isinstance(arg, ray.ObjectRef)))
-        if timeout_s is None:
-            return Call(self.role, rank, method, tuple(refs), timing, self.call_timeout_s, time.monotonic(),
-                        worker.fence)
-        return Call(self.role, rank, method, tuple(refs), timing, timeout_s, time.monotonic(), worker.fence,
-                    LIMITS.get(method, ""))
+        return self.own_call(rank, method, *args, outputs=outputs, deadline=deadline, **named)
 
-    def call_all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Call]:
+    def own_call(self, rank: int, method: Callable[..., Result], *args: Any, outputs: int = 1,
+                 deadline: Deadline | None = None, **named: Any) -> Call[Result]:
+        """As `call`, for what a worker answers besides the methods of its role (`Process`)."""
+        worker, name = self._worker(rank), method.__name__
+        spec, references = CallSpec.of(name, outputs, args, named)
+        *refs, timing = worker.timed_call(outputs + 1).remote(spec, *references)
+        return Call(self.role, rank, name, tuple(refs), timing, deadline or self.deadline, time.monotonic(),
+                    worker.fence)
+
+    @overload
+    def call_all(self, method: AsyncMethod[Role, Result], *args: Any, deadline: Deadline | None = None,
+                 **named: Any) -> list[Call[Result]]: ...
+
+    @overload
+    def call_all(self, method: Method[Role, Result], *args: Any, deadline: Deadline | None = None,
+                 **named: Any) -> list[Call[Result]]: ...
+
+    def call_all(self, method: Any, *args: Any, deadline: Deadline | None = None, **named: Any) -> list[Call[Any]]:
         """The same call to every worker, in rank order."""
-        return [self.call(rank, method, *args, timeout_s=timeout_s) for rank in self.ranks]
+        return [self.call(rank, method, *args, deadline=deadline, **named) for rank in self.ranks]
 
-    async def values(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    @overload
+    async def values(self, method: AsyncMethod[Role, Result], *args: Any, deadline: Deadline | None = None,
+                     **named: Any) -> list[Result]: ...
+
+    @overload
+    async def values(self, method: Method[Role, Result], *args: Any, deadline: Deadline | None = None,
+                     **named: Any) -> list[Result]: ...
+
+    async def values(self, method: Any, *args: Any, deadline: Deadline | None = None, **named: Any) -> list[Any]:
         """The same call to every worker; returns the results in rank order. The first failure is raised."""
-        calls = self.call_all(method, *args, timeout_s=timeout_s)
+        calls = self.call_all(method, *args, deadline=deadline, **named)
         return list(await asyncio.gather(*(call.value() for call in calls)))
 
     def kill(self) -> None:

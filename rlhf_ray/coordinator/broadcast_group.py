@@ -2,45 +2,55 @@
 
 import asyncio
 from collections.abc import Collection, Iterable
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
-from rlhf_ray.cluster.calls import Call
+from rlhf_ray.cluster.calls import Call, Deadline, Result
+from rlhf_ray.cluster.worker_group import AsyncMethod, Method
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.coordinator.health_monitor import Decision
 from rlhf_ray.errors import DamagedBucket, RLHFError, WorkerLost
+from rlhf_ray.roles.generator import Generator
 
 
 class BroadcastGroup:
     """The receivers of a publication. A generator that is lost leaves the group, and the others continue."""
 
-    def __init__(self, dispatcher: WorkerDispatcher, ranks: Iterable[int]) -> None:
+    def __init__(self, dispatcher: WorkerDispatcher[Generator], ranks: Iterable[int]) -> None:
         self._dispatcher, self.ranks = dispatcher, list(ranks)
         self.losses: list[WorkerLost] = []
         """Losses of the generators that left, in order."""
         self._next_loss: asyncio.Future[None] | None = None
 
-    def calls(self, method: str, *args: Any, only: Collection[int] | None = None,
-              timeout_s: float | None = None) -> list[Call]:
+    @overload
+    def calls(self, method: AsyncMethod[Generator, Result], *args: Any, only: Collection[int] | None = None,
+              deadline: Deadline | None = None) -> list[Call[Result]]: ...
+
+    @overload
+    def calls(self, method: Method[Generator, Result], *args: Any, only: Collection[int] | None = None,
+              deadline: Deadline | None = None) -> list[Call[Result]]: ...
+
+    def calls(self, method: Any, *args: Any, only: Collection[int] | None = None,
+              deadline: Deadline | None = None) -> list[Call[Any]]:
         """The same call to all of them, or to some."""
-        return [self._dispatcher.group.call(rank, method, *args, timeout_s=timeout_s)
+        return [self._dispatcher.group.call(rank, method, *args, deadline=deadline)
                 for rank in self.ranks if only is None or rank in only]
 
-    async def each(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    async def each(self, calls: list[Call[Result]]) -> list[Result]:
         """Results of the same call to all of them. The first failure is raised."""
         answers = []
 
-        async def get(call: Call) -> None:
+        async def get(call: Call[Result]) -> None:
             if await self._answers(call):
                 answers.append((call.rank, await call.value()))
 
-        await asyncio.gather(*(get(call) for call in self.calls(method, *args, timeout_s=timeout_s)))
+        await asyncio.gather(*(get(call) for call in calls))
         return [answer for _, answer in sorted(answers, key=lambda pair: pair[0])]
 
-    async def without(self, calls: list[Call]) -> dict[int, RLHFError]:
+    async def without(self, calls: list[Call[Any]]) -> dict[int, RLHFError]:
         """Wait for calls; returns the ranks whose argument was lost or arrived damaged, with the errors."""
         missed: dict[int, RLHFError] = {}
 
-        async def wait(call: Call) -> None:
+        async def wait(call: Call[Any]) -> None:
             try:
                 await self._answers(call)
             except DamagedBucket as error:
@@ -53,7 +63,7 @@ class BroadcastGroup:
         await asyncio.gather(*(wait(call) for call in calls))
         return missed
 
-    async def _answers(self, call: Call) -> bool:
+    async def _answers(self, call: Call[Any]) -> bool:
         """Wait for a call; False if its generator was lost, which leaves the group.
 
         Raises:

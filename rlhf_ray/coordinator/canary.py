@@ -22,7 +22,9 @@ from rlhf_ray.coordinator.health_monitor import Decision
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import GeneratorMismatch, ModelError, WorkerLost
 from rlhf_ray.models.generator_parity import SAMPLED, logprob_gap, tolerated_gap, tolerated_later, typical_gap
-from rlhf_ray.records import GivenTokens, LearnerPass, Prompts, Rollout, SampleKey
+from rlhf_ray.records import GivenTokens, LearnerPass, Prompts, SampleKey
+from rlhf_ray.roles.generator import Generator
+from rlhf_ray.roles.policy_learner import PolicyLearner
 
 PHASE = "canary"
 """Under which the generators' working time is recorded."""
@@ -148,8 +150,9 @@ class Canary:
     async def _compare_long_row(self, rank: int, row: GivenTokens) -> float:
         """Compare tokens that a generator samples after a long prompt; errors as `_checked`."""
         prompts = Prompts(row.offsets, row.tokens, [""], [{}], np.arange(1))
-        rollout: Rollout = await self._dispatcher.group.call(
-            rank, "generate", prompts, [SampleKey(0, 0, 0)], self._seed, SamplingConfig(max_tokens=SAMPLED)).value()
+        sampling = SamplingConfig(max_tokens=SAMPLED)
+        rollout = await self._dispatcher.group.call(
+            rank, Generator.generate, prompts, [SampleKey(0, 0, 0)], self._seed, sampling).value()
         answer = await self._answer(0, GivenTokens(rollout.offsets, rollout.tokens, rollout.response_mask))
         return self._checked(f"generator/{rank}", rollout.logprobs[rollout.response_mask], answer.logprobs)
 
@@ -222,9 +225,11 @@ class Canary:
         return self._last
 
     async def _answer(self, version: int, rows: GivenTokens) -> LearnerAnswer:
-        calls = self._roles.policy.call_all("given_logprobs", rows)
+        calls = self._roles.policy.call_all(PolicyLearner.given_logprobs, rows)
         seconds = await asyncio.gather(*(call.done() for call in calls))
-        return LearnerAnswer(version, await calls[0].value(), max(seconds))
+        answer = await calls[0].value()
+        assert answer is not None  # the first rank's
+        return LearnerAnswer(version, answer, max(seconds))
 
     async def _compare(self, ranks: list[int], learner: asyncio.Task[LearnerAnswer], before: LearnerAnswer | None
                        ) -> Comparison:
@@ -266,7 +271,7 @@ class Canary:
         return typical_gap(values, expected.logprobs.values)
 
     def _call(self, rank: int) -> Call:
-        return self._dispatcher.group.call(rank, "given_logprobs", self._rows)
+        return self._dispatcher.group.call(rank, Generator.given_logprobs, self._rows)
 
     def _learned(self) -> LearnerAnswer | None:
         """The learner's log-probabilities at the newest version, if it has answered."""

@@ -15,14 +15,21 @@ from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import WorkerLost
-from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
+from rlhf_ray.records import ExperienceSummary, RewardTerms, Rollout, SampleKey
+from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
+from rlhf_ray.roles.assembler import Assembler
+from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.generator import Generator
+from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.reference_scorer import ReferenceScorer
+from rlhf_ray.roles.reward_scorer import RewardScorer
 
 
 @dataclass(frozen=True)
 class Generated:
     """A chunk's rollout, and the reference to its prompts."""
 
-    rollout: Call
+    rollout: Call[Rollout]
     prompts: Any
 
 
@@ -70,15 +77,16 @@ class ChunkCalls:
         Raises:
             WorkerLost: ask `generators.lost` whether to repeat it.
         """
-        rollout, _ = await self.generators.attempt(
-            None, "generate", prompts, keys, seed, sampling, phase="generate", work=len(keys))
+        rollout = await self.generators.attempt(
+            Generator.generate, prompts, keys, seed, sampling, phase="generate", work=len(keys))
         return Generated(rollout, prompts)
 
     async def score(self, chunks: Sequence[Generated]) -> Scored:
         """Score chunks by the frozen models, concurrently."""
         rollouts, prompts = [chunk.rollout.ref for chunk in chunks], [chunk.prompts for chunk in chunks]
         reference, reward = await asyncio.gather(
-            self._call_reference(rollouts), self._reward.call("score_each", *rollouts, *prompts, phase="reward"))
+            self._call_reference(rollouts), self._reward.call(
+                RewardScorer.score_each, rollouts=rollouts, prompts=prompts, phase="reward"))
         return Scored(rollouts, reference, reward.ref)
 
     async def learner_passes(self, scored: Scored) -> tuple[list[Any], list[Any]]:
@@ -88,12 +96,12 @@ class ChunkCalls:
         if passes or roles.critic:
             await self._learners_free.wait()
         if self._derived.shares_backbone:
-            both = [roles.policy.call(rank, "logprobs_and_values", *rollouts, outputs=2)
+            both = [roles.actor_critic.call(rank, ActorCriticLearner.logprobs_and_values, *rollouts, outputs=2)
                     for rank in range(len(roles.policy))]
             await self._all_ranks(both, "logprobs")
             return [call.refs[0] for call in both], [call.refs[1] for call in both]
-        logprobs = roles.policy.call_all("logprobs", *rollouts) if passes else []
-        values = roles.critic.call_all("values", *rollouts) if roles.critic else []
+        logprobs = roles.policy.call_all(PolicyLearner.logprobs, *rollouts) if passes else []
+        values = roles.critic.call_all(CriticLearner.values, *rollouts) if roles.critic else []
         await asyncio.gather(self._all_ranks(logprobs, "logprobs"), self._all_ranks(values, "values"))
         return [call.ref for call in logprobs], [call.ref for call in values]
 
@@ -108,8 +116,8 @@ class ChunkCalls:
         """
         chunks = len(scored.rollouts)
         call, summaries = await self._assembler.call_and_get(
-            chunks, "assemble", terms, chunks, len(logprobs), *scored.rollouts, scored.reward,
-            scored.reference, *logprobs, *values, phase="assemble", outputs=chunks + 1)
+            chunks, Assembler.assemble, terms, rollouts=scored.rollouts, rewards=scored.reward,
+            reference=scored.reference, old_logprobs=logprobs, values=values, phase="assemble", outputs=chunks + 1)
         return list(zip(call.refs, summaries, strict=False))
 
     async def _call_reference(self, rollouts: Sequence[Any]) -> Any:
@@ -118,15 +126,15 @@ class ChunkCalls:
         if not self._derived.uses_reference:
             return None
         if self._reference is not None:
-            return (await self._reference.call("logprobs", *rollouts, phase="reference")).ref
+            return (await self._reference.call(ReferenceScorer.logprobs, *rollouts, phase="reference")).ref
         await self._learners_free.wait()
-        shares = self._roles.policy.call_all("reference_logprobs", *rollouts)
+        shares = self._roles.policy.call_all(PolicyLearner.reference_logprobs, *rollouts)
         await self._all_ranks(shares, "reference")
         if len(shares) == 1:
             return shares[0].ref
-        return (await self._assembler.call("join", *(call.ref for call in shares), phase="assemble")).ref
+        return (await self._assembler.call(Assembler.join, *(call.ref for call in shares), phase="assemble")).ref
 
-    async def _all_ranks(self, calls: Sequence[Call], phase: str) -> None:
+    async def _all_ranks(self, calls: Sequence[Call[Any]], phase: str) -> None:
         """Wait for the same call to every rank of a learner.
 
         Raises:

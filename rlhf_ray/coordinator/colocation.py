@@ -8,11 +8,13 @@ and generators wake their weights; after the publication generators wake their c
 
 import asyncio
 
-from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.cluster.worker_group import Method, WorkerGroup
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
+from rlhf_ray.roles.generator import Generator
+from rlhf_ray.roles.learner import Learner
 
 
 class Phases:
@@ -22,7 +24,7 @@ class Phases:
                  roles: RoleGroups) -> None:
         self._dispatcher, self._level = roles.dispatcher(roles.generators), generator.sleep_level
         learners = [(policy, roles.policy), *([(critic, roles.critic)] if roles.critic else [])]
-        self._offloading: list[WorkerGroup] = [group for own, group in learners if own.offload_between_phases]
+        self._offloading: list[WorkerGroup[Learner]] = [group for own, group in learners if own.offload_between_phases]
         self._asleep: set[int] = set()
         """Ranks of the generators that sleep; one that is replaced meanwhile is awake."""
 
@@ -35,13 +37,13 @@ class Phases:
         """Prepare for an update."""
         if self._level:
             asleep = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up)
-            await asleep.each("sleep")
+            await asleep.each(asleep.calls(Generator.sleep))
             self._asleep = set(asleep.ranks)
-        await self._call_learners("reload_state")
+        await self._call_learners(Learner.reload_state)
 
     async def publishing(self) -> None:
         """Prepare for a publication."""
-        await self._call_learners("offload_state")
+        await self._call_learners(Learner.offload_state)
         await self._wake("weights")
 
     async def generation(self) -> None:
@@ -51,8 +53,9 @@ class Phases:
 
     async def _wake(self, part: str) -> None:
         up = [rank for rank in self._dispatcher.scheduler.up if rank in self._asleep]
-        await BroadcastGroup(self._dispatcher, up).each("wake", [part])
+        asleep = BroadcastGroup(self._dispatcher, up)
+        await asleep.each(asleep.calls(Generator.wake, [part]))
 
-    async def _call_learners(self, method: str) -> None:
+    async def _call_learners(self, method: Method[Learner, None]) -> None:
         calls = [call for group in self._offloading for call in group.call_all(method)]
         await asyncio.gather(*(call.done() for call in calls))

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rlhf_ray.cluster.calls import Deadline
 from rlhf_ray.cluster.heartbeat import PERIOD_S
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.health_monitor import CHECKS, HealthMonitor
 from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.errors import RLHFError
+from rlhf_ray.roles.generator import Generator
 
 LOOKS = 20
 """Looks at a heartbeat within the timeout."""
@@ -115,7 +117,7 @@ class TokenProgress:
             return
         tokens = None if last is None else last.tokens
         try:
-            tokens = await group.call(rank, "tokens_made", timeout_s=self._period_s).value()
+            tokens = await group.call(rank, Generator.tokens_made, deadline=Deadline(self._period_s)).value()
             answered = True
         except RLHFError:  # calls under way raise the error if it died or broke
             answered = False

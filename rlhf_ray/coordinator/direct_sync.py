@@ -7,11 +7,13 @@ are transferred one after the other; the next one is gathered during a transfer.
 import asyncio
 from typing import Any
 
-from rlhf_ray.cluster.calls import Call
+from rlhf_ray.cluster.calls import Call, Deadline
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import RLHFError, WorkerLost, first_line
 from rlhf_ray.records import PublicationSize, WeightRoute
+from rlhf_ray.roles.generator import Generator
+from rlhf_ray.roles.policy_learner import PolicyLearner
 
 DIRECT = ("nccl", "ipc")
 ALONE_S = 20.0
@@ -26,9 +28,9 @@ class DirectSync:
     because an NCCL collective cannot be left: after a grace period they are given up and replaced as well.
     """
 
-    def __init__(self, transport: str, roles: RoleGroups, patience_s: float | None = None) -> None:
-        """`patience_s`: longest time in which a generator receives one bucket; None: the timeout of calls."""
-        self._transport, self._roles, self._patience_s = transport, roles, patience_s
+    def __init__(self, transport: str, roles: RoleGroups, patience: Deadline | None = None) -> None:
+        """`patience`: longest time in which a generator receives one bucket; None: the timeout of calls."""
+        self._transport, self._roles, self._patience = transport, roles, patience
         self._joined: tuple[tuple[str, int, int], ...] = ()
 
     async def connect(self, receivers: BroadcastGroup) -> bool:
@@ -43,9 +45,9 @@ class DirectSync:
         self._joined = ()
         offsets, world = await self._offsets(receivers)
         route = await self._route(world)
-        learners = self._roles.policy.call_all("connect_weights", route)
+        learners = self._roles.policy.call_all(PolicyLearner.connect_weights, route)
         group = self._roles.generators
-        generators = [group.call(rank, "connect_weights", route, offset) for rank, offset in offsets.items()]
+        generators = [group.call(rank, Generator.connect_weights, route, offset) for rank, offset in offsets.items()]
         await self._together(receivers, learners, generators, "the connection")
         if self._members(receivers) == members:  # otherwise one was lost, and there is no group
             self._joined = members
@@ -60,15 +62,15 @@ class DirectSync:
             WeightsError: a generator refused a bucket.
             WorkerLost: a learner was lost, or waits for a lost generator, which the error names.
         """
-        offered: list[Call] = []
+        offered: list[Call[Any]] = []
         for index in range(size.buckets):
             # If one was lost between two buckets, the group is formed again and the bucket is offered again.
             if await self.connect(receivers) or not offered:
                 offered = self._offer(version, index, whole)
             if not receivers.ranks:
                 return
-            loads = receivers.calls("load_weights", offered[0].ref, publication, timeout_s=self._patience_s)
-            sends = self._roles.policy.call_all("send_bucket") if self._transport == "nccl" else []
+            loads = receivers.calls(Generator.load_weights, offered[0].ref, publication, deadline=self._patience)
+            sends = self._roles.policy.call_all(PolicyLearner.send_bucket) if self._transport == "nccl" else []
             present, offered = offered, self._offer(version, index + 1, whole) if index + 1 < size.buckets else []
             await asyncio.gather(*(call.done() for call in present))
             what = f"bucket {index} of weights version {version}"
@@ -78,14 +80,14 @@ class DirectSync:
 
     async def finished(self) -> None:
         """Release the learner's buckets after all generators have confirmed."""
-        await asyncio.gather(*(call.done() for call in self._roles.policy.call_all("release_weights")))
+        await asyncio.gather(*(call.done() for call in self._roles.policy.call_all(PolicyLearner.release_weights)))
 
     def forget(self) -> None:
         """Form the group again at the next publication, because the learners are replaced."""
         self._joined = ()
 
     async def _together(
-        self, receivers: BroadcastGroup, learners: list[Call], generators: list[Call], what: str
+        self, receivers: BroadcastGroup, learners: list[Call[Any]], generators: list[Call[Any]], what: str
     ) -> dict[int, RLHFError]:
         """Wait for calls in which learner and generators wait for each other; returns the ranks of generators whose
         argument was lost or damaged, with the errors. If the learner failed or does not return, generators that still
@@ -120,10 +122,10 @@ class DirectSync:
         receivers.give_up_on(f"waits for {what}, which another generator left: {reason}")
         learner = self._roles.policy
         return WorkerLost(f"{learner.role}/0 hangs in {what}, because a generator did not take part: {reason}",
-                          learner.role, 0, learner.incarnation(0), "send_bucket", "hung")
+                          learner.role, 0, learner.incarnation(0), PolicyLearner.send_bucket.__name__, "hung")
 
-    def _offer(self, version: int, index: int, whole: bool) -> list[Call]:
-        return self._roles.policy.call_all("offer_bucket", version, index, whole)
+    def _offer(self, version: int, index: int, whole: bool) -> list[Call[Any]]:
+        return self._roles.policy.call_all(PolicyLearner.offer_bucket, version, index, whole)
 
     def _members(self, receivers: BroadcastGroup) -> tuple[tuple[str, int, int], ...]:
         """(role, rank, incarnation) of all members."""
@@ -133,12 +135,12 @@ class DirectSync:
 
     async def _offsets(self, receivers: BroadcastGroup) -> tuple[dict[int, int], int]:
         """Each generator's first process in a broadcast, by rank, and the number of processes with the learner's."""
-        calls = receivers.calls("devices")
+        calls = receivers.calls(Generator.devices)
         await receivers.without(calls)
         world, offsets = 1, {}
         for call in (call for call in calls if call.rank in receivers.ranks):
             offsets[call.rank] = world
-            world += int(await call.value())
+            world += await call.value()
         return offsets, world
 
     async def _route(self, world: int) -> WeightRoute:
@@ -146,11 +148,10 @@ class DirectSync:
             return WeightRoute(self._transport)
         processes = self._roles.policy.processes(0)
         assert processes is not None  # it has started
-        route: WeightRoute = await self._roles.policy.call(0, "broadcast_route", processes.host, world).value()
-        return route
+        return await self._roles.policy.call(0, PolicyLearner.broadcast_route, processes.host, world).value()
 
 
-async def _done(calls: list[Call]) -> None:
+async def _done(calls: list[Call[Any]]) -> None:
     await asyncio.gather(*(call.done() for call in calls))
 
 

@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
-from rlhf_ray.cluster.calls import Call
-from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.cluster.calls import Call, Result
+from rlhf_ray.cluster.worker_group import AsyncMethod, Method, Role, WorkerGroup
 from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.errors import WorkerError, WorkerLost, first_line
@@ -18,11 +18,11 @@ PEER_GRACE_S = 5.0
 """Time for the other ranks of a sharded model to end a call after one has failed in it."""
 
 
-class WorkerDispatcher:
+class WorkerDispatcher(Generic[Role]):
     """Calls to one group. A call whose worker is lost is repeated on another one, with the same arguments: these roles
     are pure functions of them (samples have seeds of their own), so any worker gives the same result."""
 
-    def __init__(self, group: WorkerGroup, health: HealthMonitor) -> None:
+    def __init__(self, group: WorkerGroup[Role], health: HealthMonitor) -> None:
         """`health` decides what the loss of a worker means."""
         self.group, self.health = group, health
         self.scheduler = LeastLoadedScheduler(group)
@@ -30,70 +30,100 @@ class WorkerDispatcher:
         """By the first rank of a sharded model: its ranks take one call at a time, so that all take them in the same
         order."""
 
-    async def call(self, method: str, *arguments: Any, phase: str = "", work: int = 1, outputs: int = 1) -> Call:
+    @overload
+    async def call(self, method: AsyncMethod[Role, Result], *arguments: Any, phase: str = "", work: int = 1,
+                   outputs: int = 1, **named: Any) -> Call[Result]: ...
+
+    @overload
+    async def call(self, method: Method[Role, Result], *arguments: Any, phase: str = "", work: int = 1,
+                   outputs: int = 1, **named: Any) -> Call[Result]: ...
+
+    async def call(self, method: Any, *arguments: Any, phase: str = "", work: int = 1, outputs: int = 1,
+                   **named: Any) -> Call[Any]:
         """Call the least loaded worker, and wait for the end of the call.
 
         Args:
+            method: of the role's class.
             phase: under which its working time is recorded; not at all when empty.
             work: added to the worker's load during the call.
             outputs: see `WorkerGroup.call`.
-
-        Raises: see `call_and_get`.
-        """
-        call, _ = await self.call_and_get(None, method, *arguments, phase=phase, work=work, outputs=outputs)
-        return call
-
-    async def call_and_get(
-        self, index: int | None, method: str, *arguments: Any, phase: str = "", work: int = 1, outputs: int = 1,
-    ) -> tuple[Call, Any]:
-        """As `call`; also get the result at `index` (None: no result).
 
         Raises:
             WorkerLost: an argument of the call is lost, and must be produced again.
             WorkerError: the workers cannot be kept alive.
             RLHFError: the role's own error.
         """
+        call, _ = await self._repeated(_nothing, method, *arguments, phase=phase, work=work, outputs=outputs, **named)
+        return call
+
+    @overload
+    async def value(self, method: AsyncMethod[Role, Result], *arguments: Any, phase: str = "",
+                    **named: Any) -> Result: ...
+
+    @overload
+    async def value(self, method: Method[Role, Result], *arguments: Any, phase: str = "", **named: Any) -> Result: ...
+
+    async def value(self, method: Any, *arguments: Any, phase: str = "", **named: Any) -> Any:
+        """The result of a `call`; raises the same errors."""
+        _, value = await self._repeated(Call.value, method, *arguments, phase=phase, **named)
+        return value
+
+    async def call_and_get(self, output: int, method: Method[Role, Result], *arguments: Any, phase: str = "",
+                           outputs: int, **named: Any) -> tuple[Call[Result], Any]:
+        """As `call` of a method with several results, and one of them; raises the same errors."""
+        return await self._repeated(lambda call: call.output(output), method, *arguments, phase=phase, outputs=outputs,
+                                    **named)
+
+    async def _repeated(self, get: Callable[[Call[Any]], Awaitable[T]], method: Any, *arguments: Any, phase: str = "",
+                        work: int = 1, outputs: int = 1, **named: Any) -> tuple[Call[Any], T]:
         while True:
             try:
-                return await self.attempt(index, method, *arguments, phase=phase, work=work, outputs=outputs)
+                return await self._attempt(get, method, *arguments, phase=phase, work=work, outputs=outputs, **named)
             except WorkerLost as error:
                 if self.lost(error, work) is not Decision.RETRY:
                     raise
 
-    async def attempt(
-        self, index: int | None, method: str, *arguments: Any, phase: str = "", work: int = 1, outputs: int = 1,
-    ) -> tuple[Call, Any]:
-        """One attempt at `call_and_get`, for callers that have work of their own before each of them: they ask `lost`
-        whether to repeat it.
+    async def attempt(self, method: AsyncMethod[Role, Result], *arguments: Any, phase: str = "", work: int = 1,
+                      **named: Any) -> Call[Result]:
+        """One attempt at `call`, for callers that have work of their own before each of them: they ask `lost` whether
+        to repeat it.
 
         Raises:
             WorkerLost: the worker or an argument of the call is lost.
-            RLHFError: as `call_and_get`.
+            RLHFError: as `call`.
         """
+        call, _ = await self._attempt(_nothing, method, *arguments, phase=phase, work=work, **named)
+        return call
+
+    async def _attempt(self, get: Callable[[Call[Any]], Awaitable[T]], method: Any, *arguments: Any, phase: str,
+                       work: int, outputs: int = 1, **named: Any) -> tuple[Call[Any], T]:
         rank = await self.scheduler.acquire(work)
         try:
-            call = await self._call_replica(self.group.replica(rank), method, *arguments, phase=phase, outputs=outputs)
-            value = None if index is None else await call.value(index)
+            ranks = self.group.replica(rank)
+            call = await self._call_replica(ranks, method, *arguments, phase=phase, outputs=outputs, **named)
+            value = await get(call)
             self.scheduler.finished[rank] += 1
             return call, value
         finally:
             self.scheduler.release(rank, work)
 
-    async def _call_replica(self, ranks: Sequence[int], method: str, *arguments: Any, phase: str, outputs: int) -> Call:
+    async def _call_replica(self, ranks: Sequence[int], method: Any, *arguments: Any, phase: str, outputs: int,
+                            **named: Any) -> Call[Any]:
         """The call, finished. Ranks of a sharded model make it together; the first one's results are the call's."""
         if len(ranks) == 1:
-            return await finished(self.group.call(ranks[0], method, *arguments, outputs=outputs), phase,
-                                  self.health.clock)
+            call = self.group.call(ranks[0], method, *arguments, outputs=outputs, **named)
+            return await finished(call, phase, self.health.clock)
         first = ranks[0]
         async with self._turns[first]:
             if first not in self.scheduler.up:
-                raise WorkerLost(f"{self.group.role}/{first} was lost before {method} had its turn", self.group.role,
-                                 first, self.group.incarnation(first), method, "stale")
-            calls = [self.group.call(rank, method, *arguments, outputs=outputs) for rank in ranks]
+                name = method.__name__
+                raise WorkerLost(f"{self.group.role}/{first} was lost before {name} had its turn", self.group.role,
+                                 first, self.group.incarnation(first), name, "stale")
+            calls = [self.group.call(rank, method, *arguments, outputs=outputs, **named) for rank in ranks]
             self._check_in_step(calls, await self._ended(calls, phase))
             return calls[0]
 
-    async def _ended(self, calls: Sequence[Call], phase: str) -> list[tuple[Call, BaseException | None]]:
+    async def _ended(self, calls: Sequence[Call[Any]], phase: str) -> list[tuple[Call[Any], BaseException | None]]:
         """Wait for the calls of all ranks of a sharded model; returns those that ended, with their errors.
 
         When one fails, the others may wait for it in a collective call without end, or fail because of it. So they get
@@ -109,7 +139,9 @@ class WorkerDispatcher:
             for task in tasks:
                 task.cancel()
 
-    def _check_in_step(self, calls: Sequence[Call], ended: Sequence[tuple[Call, BaseException | None]]) -> None:
+    def _check_in_step(
+        self, calls: Sequence[Call[Any]], ended: Sequence[tuple[Call[Any], BaseException | None]],
+    ) -> None:
         """Raise the error of a call that all ranks of a sharded model made together. All of them are replaced, unless
         they have all ended with results or with the role's own errors, which leave them in step.
 
@@ -166,7 +198,11 @@ async def retry_on_lost_object(make: Callable[[], Awaitable[T]], most: int) -> T
                 raise
 
 
-async def finished(call: Call, phase: str, clock: StepClock) -> Call:
+async def _nothing(_: Call[Any]) -> None:
+    """Of a call whose result stays in the object store."""
+
+
+async def finished(call: Call[Result], phase: str, clock: StepClock) -> Call[Result]:
     """Wait for a call without fetching its result, and record its working time under its role and `phase`."""
     if not phase:
         await call.done()

@@ -13,7 +13,9 @@ from rlhf_ray.coordinator.dispatcher import retry_on_lost_object
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import RewardError, UnscoredSamples
-from rlhf_ray.records import SampleKey
+from rlhf_ray.records import EvaluationPart, SampleKey
+from rlhf_ray.roles.assembler import Assembler
+from rlhf_ray.roles.generator import Generator
 
 T = TypeVar("T")
 TEXTS = 8
@@ -66,8 +68,8 @@ class Evaluator:
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts, unscored = await self._measured(chunks)
         refs = (part.ref for part in parts)
-        _, (metrics, texts) = await roles.dispatcher(roles.assembler).call_and_get(
-            0, "sum_up", derived.evaluates_the_policy_itself, derived.solved_at, *refs, phase="evaluate")
+        metrics, texts = await roles.dispatcher(roles.assembler).value(
+            Assembler.sum_up, derived.evaluates_the_policy_itself, derived.solved_at, *refs, phase="evaluate")
         if config.reward.on_failure == "quarantine":
             metrics["unscored"] = float(unscored)
         return Evaluation(metrics, texts)
@@ -77,10 +79,10 @@ class Evaluator:
         generator, workers = self._config.generator, len(self._roles.generators)
         return asyncio.Semaphore(workers * (generator.samples_in_flight // generator.chunk))
 
-    async def _measured(self, chunks: list[list[SampleKey]]) -> tuple[list[Call], int]:
+    async def _measured(self, chunks: list[list[SampleKey]]) -> tuple[list[Call[EvaluationPart]], int]:
         """Every chunk, measured, and the number of prompts that are in none of them any more. A chunk with a prompt
         that turns out to have no score, here or elsewhere, is measured again without it."""
-        parts: dict[int, Call] = {}
+        parts: dict[int, Call[EvaluationPart]] = {}
         left_out: dict[int, str] = {}
         while waiting := [i for i, chunk in enumerate(chunks) if chunk and i not in parts]:
             found = await self._all([self._part(chunks[i], TEXTS if i == 0 else 0) for i in waiting])
@@ -112,17 +114,18 @@ class Evaluator:
             for part in parts:
                 part.cancel()
 
-    async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call | UnscoredSamples:
+    async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call[EvaluationPart] | UnscoredSamples:
         """One chunk, measured (what was measured stays in the object store), or which of its samples have no score."""
         roles, calls, evaluation = self._roles, self._calls, self._evaluation
 
-        async def measured() -> Call:
+        async def measured() -> Call[EvaluationPart]:
             prompts = await self._prompts.of(keys)
-            rollout = await calls.generators.call("generate", prompts, keys, evaluation.seed, evaluation.sampling,
-                                                  phase="generate", work=len(keys))
+            rollout = await calls.generators.call(
+                Generator.generate, prompts, keys, evaluation.seed, evaluation.sampling,
+                phase="generate", work=len(keys))
             scored = await calls.score([Generated(rollout, prompts)])
             return await roles.dispatcher(roles.assembler).call(
-                "measure", keep_texts, *scored.rollouts, scored.reward, scored.reference,
+                Assembler.measure, keep_texts, *scored.rollouts, scored.reward, scored.reference,
                 prompts if keep_texts else None, phase="evaluate")
 
         async with self._slots:  # deadlines run from the call on, so a long queue must wait here

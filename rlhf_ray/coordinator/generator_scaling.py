@@ -16,6 +16,7 @@ from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
 from rlhf_ray.files.writer_thread import RunFiles
+from rlhf_ray.roles.generator import Generator
 
 REMOVED = "it was removed by rlhf-ray scale"
 SHUTDOWN_GRACE_S = 10.0
@@ -107,7 +108,7 @@ class Scaling:
         await scheduler.idle(rank, self._config.heartbeat_timeout_s)
         await self._weights.over()  # the next one begins without it
         left = scheduler.load(rank)
-        await scheduler.group.remove(rank, REMOVED, shutdown_method="stop", grace_s=SHUTDOWN_GRACE_S)
+        await scheduler.group.remove(rank, REMOVED, shutdown=Generator.stop, grace_s=SHUTDOWN_GRACE_S)
         return left
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from rlhf_ray.cluster.calls import Call
+from rlhf_ray.cluster.actor_class import Process
+from rlhf_ray.cluster.calls import Call, Deadline
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
@@ -135,7 +136,8 @@ class HealthMonitor:
         if error.role in self._learners:
             return Decision.RESTART_LEARNERS
         if isinstance(error, WorkerLost) and error.kind == "result":
-            calls = [group.call(rank, "own_processes", timeout_s=self._config.heartbeat_timeout_s)
+            calls = [group.own_call(rank, Process.own_processes, deadline=Deadline(
+                self._config.heartbeat_timeout_s, "cluster.heartbeat_timeout_s"))
                      for group in self._learners.values() for rank in group.ranks]
             if not all(await asyncio.gather(*map(_answers, calls))):
                 return Decision.RESTART_LEARNERS

@@ -14,7 +14,7 @@ from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.load_report import LeftOutRows
 from rlhf_ray.records import SampleKey
-from rlhf_ray.roles.data_readers import HELD_OUT
+from rlhf_ray.roles.data_readers import HELD_OUT, PromptReader
 
 AHEAD = 8
 """Chunks whose prompts are read in one call. Each role that reads a chunk's prompts receives all of them."""
@@ -24,7 +24,7 @@ AHEAD = 8
 class PromptSource:
     """One table of the prompt reader."""
 
-    reader: WorkerDispatcher
+    reader: WorkerDispatcher[PromptReader]
     table: str
     sizes: list[int]
     """Rows of each of its data sets; rows are numbered from 0 over all of them."""
@@ -56,13 +56,13 @@ class PromptSource:
         return size if self.limit is None else min(size, self.limit)
 
     @classmethod
-    async def open(cls, reader: WorkerDispatcher, table: str, config: PromptsConfig) -> "PromptSource":
+    async def open(cls, reader: WorkerDispatcher[PromptReader], table: str, config: PromptsConfig) -> "PromptSource":
         """Have the reader, which has one worker, tokenise the data of a section.
 
         Raises:
             DataError, ModelError: it cannot be read; see `data.prompt_table.open_prompts`.
         """
-        _, table_info = await reader.call_and_get(0, "open", table, config)
+        table_info = await reader.value(PromptReader.open, table, config)
         held_out = None
         if any(table_info["held_out"]):
             held_out = cls(reader, HELD_OUT, table_info["held_out"], [], table_info["contents"])
@@ -79,10 +79,12 @@ class PromptSource:
 
     async def read(self, rows: Iterable[int]) -> Any:
         """Reference to the prompts of some rows, each once, after they were read."""
-        return (await self.reader.call("rows", list(dict.fromkeys(rows)), self.table, phase="read")).ref
+        return (await self.reader.call(PromptReader.rows, list(dict.fromkeys(rows)), self.table, phase="read")).ref
 
 
-def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig], contents: Mapping[str, Contents]) -> Ready:
+def reopened(
+    reader: WorkerGroup[PromptReader], tables: Mapping[str, PromptsConfig], contents: Mapping[str, Contents],
+) -> Ready:
     """A callback that opens the tables again in a restarted reader, with the same rows under the same numbers. It
     raises CheckpointError if a data set has changed since.
 
@@ -91,7 +93,7 @@ def reopened(reader: WorkerGroup, tables: Mapping[str, PromptsConfig], contents:
     """
     async def ready(rank: int, readmit: Callable[[], None]) -> str:
         for table, config in tables.items():
-            opened = await reader.call(rank, "open", table, config).value()
+            opened = await reader.call(rank, PromptReader.open, table, config).value()
             if table in contents:
                 check_contents(contents[table], opened["contents"])
         readmit()

@@ -33,6 +33,8 @@ from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_records import Entry
 from rlhf_ray.replay.ledger import Ledger
+from rlhf_ray.roles.assembler import Assembler
+from rlhf_ray.roles.learner import Learner
 
 LEDGER = "ledger.sqlite"
 """Name of the ledger's copy in a checkpoint."""
@@ -138,7 +140,7 @@ class Recovery:
                     "summaries": [[entry.order, vars(entry.summary)] for entry in waiting],
                     "experience": self.experience,
                 })
-                await asyncio.gather(*(group.values("begin_save", str(directory.absolute() / group.role))
+                await asyncio.gather(*(group.values(Learner.begin_save, str(directory.absolute() / group.role))
                                        for group in self.roles.learners()))
         except BaseException:
             self.writing = None
@@ -204,7 +206,7 @@ class Recovery:
                 is the one that the update would raise.
         """
         try:
-            await self.roles.dispatcher(self.roles.assembler).call("save", str(path), entry.ref)
+            await self.roles.dispatcher(self.roles.assembler).call(Assembler.save, str(path), entry.ref)
         except WorkerLost as error:
             if error.kind != "result":
                 raise
@@ -222,7 +224,7 @@ class Recovery:
         saved = load_state(directory / STATE)
         check_complete(saved, ("geometry", "run", "buffer", "summaries", "experience"), str(directory))
         check_geometry(directory, self.geometry, saved["geometry"])
-        await asyncio.gather(*(group.values("load", str(directory.absolute() / group.role))
+        await asyncio.gather(*(group.values(Learner.load, str(directory.absolute() / group.role))
                                for group in self.roles.learners()))
         dropped: list[SampleKey] = []
         if changed := [(saved["experience"][aspect], now) for aspect, now in self.experience.items()
@@ -232,7 +234,8 @@ class Recovery:
         refs = {}
         for entry in saved["buffer"]["ready"]:
             path = directory.absolute() / f"experience_{entry['order']}.npz"
-            refs[entry["order"]] = (await self.roles.dispatcher(self.roles.assembler).call("load", str(path))).ref
+            call = await self.roles.dispatcher(self.roles.assembler).call(Assembler.load, str(path))
+            refs[entry["order"]] = call.ref
         summaries = {order: ExperienceSummary(**summary) for order, summary in saved["summaries"]}
         self.state.load_state_dict(saved["run"], self.buffer.load_state_dict(saved["buffer"], refs, summaries))
         self.state.returned[:0] = dropped
@@ -279,9 +282,13 @@ async def parts_on_disk(groups: Iterable[WorkerGroup], timeout_s: float) -> None
     await asyncio.gather(*(_on_disk(group, timeout_s) for group in groups))
 
 
-async def _on_disk(group: WorkerGroup, timeout_s: float) -> None:
+async def _on_disk(group: WorkerGroup[Learner], timeout_s: float) -> None:
     deadline = ProgressDeadline(timeout_s, asyncio.get_running_loop().time)
-    while late := [(rank, part) for rank, part in enumerate(await group.values("save_progress")) if not part.done]:
+    while True:
+        parts = await group.values(Learner.save_progress)
+        late = [(rank, part) for rank, part in enumerate(parts) if not part.done]
+        if not late:
+            return
         deadline.check([(rank, part.moved) for rank, part in late],
                       ", ".join(f"{group.role}/{rank}: {part.doing}" for rank, part in late))
         await asyncio.sleep(POLL_S)

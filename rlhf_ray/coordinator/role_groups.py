@@ -1,44 +1,58 @@
 """The workers of a PPO run by role."""
 
 from dataclasses import dataclass, field
+from typing import Any, cast
 
-from rlhf_ray.cluster.calls import Call
-from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.cluster.calls import Call, Result
+from rlhf_ray.cluster.worker_group import Role, WorkerGroup
 from rlhf_ray.coordinator.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.coordinator.health_monitor import HealthMonitor, Ready, as_started
 from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
+from rlhf_ray.roles.assembler import Assembler
+from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.generator import Generator
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.reference_scorer import ReferenceScorer
+from rlhf_ray.roles.reward_scorer import RewardScorer
 
 
 @dataclass(frozen=True)
 class RoleGroups:
     """Everything the coordinator calls."""
 
-    generators: WorkerGroup
-    reference: WorkerGroup | None
+    generators: WorkerGroup[Generator]
+    reference: WorkerGroup[ReferenceScorer] | None
     """None where the policy's own frozen base is the reference, and where nothing needs one."""
-    reward: WorkerGroup
-    assembler: WorkerGroup
-    policy: WorkerGroup
-    critic: WorkerGroup | None
+    reward: WorkerGroup[RewardScorer]
+    assembler: WorkerGroup[Assembler]
+    policy: WorkerGroup[PolicyLearner]
+    critic: WorkerGroup[CriticLearner] | None
     """None for estimators without a critic, and where the policy is its own."""
     health: HealthMonitor = field(default_factory=HealthMonitor)
     """Replaces lost workers of the registered dispatchers."""
-    dispatchers: dict[str, WorkerDispatcher] = field(default_factory=dict)
+    dispatchers: dict[str, WorkerDispatcher[Any]] = field(default_factory=dict)
     """By role; created on first use."""
     probe_seconds: dict[str, float] = field(default_factory=dict)
     """By role, the duration of the start-up comparison of packed passes with those of transformers."""
+
+    @property
+    def actor_critic(self) -> WorkerGroup[ActorCriticLearner]:
+        """The policy, where it is its own critic."""
+        return cast(WorkerGroup[ActorCriticLearner], self.policy)
 
     @property
     def clock(self) -> StepClock:
         """Records the working time of every call."""
         return self.health.clock
 
-    def groups(self) -> list[WorkerGroup]:
+    def groups(self) -> list[WorkerGroup[Any]]:
         """All groups, in the order in which a step calls them."""
         reference = [] if self.reference is None else [self.reference]
         return [self.generators, *reference, self.reward, self.assembler, *self.learners()]
 
-    def learners(self) -> list[WorkerGroup]:
+    def learners(self) -> list[WorkerGroup[Learner]]:
         """The groups with a model under training."""
         return [self.policy] if self.critic is None else [self.policy, self.critic]
 
@@ -46,7 +60,7 @@ class RoleGroups:
         """Whether the workers of a role are learners."""
         return role in {group.role for group in self.learners()}
 
-    def all_groups(self) -> list[WorkerGroup]:
+    def all_groups(self) -> list[WorkerGroup[Any]]:
         """`groups`, and other groups that have a dispatcher."""
         groups = self.groups()
         return groups + [dispatcher.group for dispatcher in self.dispatchers.values() if dispatcher.group not in groups]
@@ -55,7 +69,7 @@ class RoleGroups:
         """Number of workers by role."""
         return {group.role: len(group) for group in self.groups()}
 
-    def dispatcher(self, group: WorkerGroup) -> WorkerDispatcher:
+    def dispatcher(self, group: WorkerGroup[Role]) -> WorkerDispatcher[Role]:
         """The dispatcher of a group whose workers are interchangeable."""
         if group.role not in self.dispatchers:
             self.dispatchers[group.role] = WorkerDispatcher(group, self.health)
@@ -74,6 +88,6 @@ class RoleGroups:
                 self.health.register(self.dispatcher(group).scheduler,
                                      catch_up if group is self.generators else as_started)
 
-    async def done(self, call: Call, phase: str) -> Call:
+    async def done(self, call: Call[Result], phase: str) -> Call[Result]:
         """Wait for a call without fetching its result, and record its working time under its role and `phase`."""
         return await finished(call, phase, self.clock)

@@ -10,6 +10,7 @@ from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import WorkerLost, first_line
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.replay.buffer_records import Entry, Lease
+from rlhf_ray.roles.assembler import Assembler
 
 PATIENCE_S = 5.0
 """Time for the write under way when the run ends with an error."""
@@ -66,9 +67,9 @@ class SampleSaving:
         entries = _with_first_prompts(lease.entries, limit)
         try:
             prompts = await self._prompts.of(key for entry in entries for key in entry.keys)
-            _, (size, seconds) = await self._roles.dispatcher(self._roles.assembler).call_and_get(
-                0, "save_samples", str(self._directory.absolute()), self._term, step, limit, self._old_known,
-                [entry.summary for entry in entries], prompts, *(entry.ref for entry in entries))
+            size, seconds = await self._roles.dispatcher(self._roles.assembler).value(
+                Assembler.save_samples, str(self._directory.absolute()), self._term, step, limit, self._old_known,
+                [entry.summary for entry in entries], prompts, experiences=[entry.ref for entry in entries])
         except WorkerLost as error:
             self._warn(f"the samples of step {step} are not in {self._directory.name}/: {first_line(error)}")
             return {}

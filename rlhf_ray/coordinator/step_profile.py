@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlhf_ray.cluster.calls import Deadline
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import ConfigError, RLHFError, first_line
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import Span, chrome_trace
 from rlhf_ray.records import WorkerProfile
+from rlhf_ray.roles.profiling import Profiled
 
 MOST_RANKS = 4
 """Workers of each role that are profiled, the first ones; the others of a role behave alike."""
@@ -42,7 +44,7 @@ class StepProfiler:
         self._directory, self._roles, self._at_step, self._say = directory, roles, at_step, say
         self._write_timeline = write_timeline
         self._asked: list[asyncio.Future[dict[str, Any]]] = []
-        self._workers: list[tuple[WorkerGroup, int]] | None = None
+        self._workers: list[tuple[WorkerGroup[Profiled], int]] | None = None
         """Workers that are being profiled; None between profiles."""
         self._closed = False
 
@@ -63,12 +65,12 @@ class StepProfiler:
         if not self._asked and step != self._at_step:
             return
         roles = self._roles
-        groups = [*([roles.reference] if roles.reference else []), *roles.learners()]
+        groups: list[WorkerGroup[Profiled]] = [*([roles.reference] if roles.reference else []), *roles.learners()]
         up = sorted(roles.dispatcher(roles.generators).scheduler.up)
-        ranks = [(roles.generators, rank) for rank in up[:MOST_RANKS]]
+        ranks: list[tuple[WorkerGroup[Profiled], int]] = [(roles.generators, rank) for rank in up[:MOST_RANKS]]
         ranks += [(group, rank) for group in groups for rank in range(min(len(group), MOST_RANKS))]
         begun = await asyncio.gather(
-            *(group.call(rank, "begin_profile", timeout_s=BEGIN_S).done() for group, rank in ranks),
+            *(group.call(rank, Profiled.begin_profile, deadline=Deadline(BEGIN_S)).done() for group, rank in ranks),
             return_exceptions=True)
         self._workers = [worker for worker, failed in zip(ranks, begun, strict=True) if _worked(failed)]
 
@@ -94,7 +96,7 @@ class StepProfiler:
         workers, self._workers, self._closed = self._workers or [], None, True
         for group, rank in workers:
             if not self._roles.trains(group.role):
-                group.call(rank, "drop_profile")  # its result and its failure do not matter
+                group.call(rank, Profiled.drop_profile)  # its result and its failure do not matter
         self._refuse(NO_STEP)
 
     def _refuse(self, why: str) -> None:
@@ -103,13 +105,16 @@ class StepProfiler:
                 answer.set_exception(ConfigError(why))
         self._asked.clear()
 
-    async def _kept(self, workers: list[tuple[WorkerGroup, int]], step: int, began: float, ended: float) -> Path:
+    async def _kept(
+        self, workers: list[tuple[WorkerGroup[Profiled], int]], step: int, began: float, ended: float,
+    ) -> Path:
         """Write the profile of a step; returns its directory."""
         directory = self._directory.profile / f"step_{step}"
         records = self._directory.files.records
         await records.run(partial(directory.mkdir, parents=True, exist_ok=True))
         outcomes = await asyncio.gather(*(
-            group.call(rank, "end_profile", str(directory.resolve() / f"{group.role}_{rank}.trace.json.gz")).value()
+            group.call(rank, Profiled.end_profile, trace=str(
+                directory.resolve() / f"{group.role}_{rank}.trace.json.gz")).value()
             for group, rank in workers), return_exceptions=True)
         profiles = {f"{group.role}/{rank}": profile for (group, rank), profile in zip(workers, outcomes, strict=True)
                     if _worked(profile) and isinstance(profile, WorkerProfile)}

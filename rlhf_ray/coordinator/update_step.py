@@ -1,13 +1,12 @@
 """One update: policy and critic learn from a lease concurrently; state, buffer and ledger follow."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.cluster.calls import Call, Result
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
@@ -16,6 +15,9 @@ from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_records import Lease
 from rlhf_ray.replay.ledger import Ledger
+from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
+from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.policy_learner import PolicyLearner
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,22 @@ class Learning:
 
     async def _update_all(self, lease: Lease) -> Learned:
         """Update policy and critic from the same experience, concurrently."""
-        roles, coef = self._roles, self._state.kl.value
+        roles, step, coef = self._roles, self._state.step, self._state.kl.value
         if self._shares_backbone:
-            return Learned(*await self._update(roles.policy, lease, "policy_update", coef, method="update_both"))
-        warming_up = self._state.step < self._config.critic_warmup_steps
+            both = roles.actor_critic.call_all(ActorCriticLearner.update_both, step, coef, *lease.refs)
+            of_both = await self._of_first_rank(both, "policy_update")
+            assert of_both is not None
+            return Learned(*of_both)
+        warming_up = step < self._config.critic_warmup_steps
+        policy = [] if warming_up else roles.policy.call_all(PolicyLearner.update, step, coef, *lease.refs)
+        critic = roles.critic.call_all(CriticLearner.update, step, *lease.refs) if roles.critic else []
         return Learned(*await asyncio.gather(
-            self._update(None if warming_up else roles.policy, lease, "policy_update", coef),
-            self._update(roles.critic, lease, "critic_update"),
-        ))
+            self._of_first_rank(policy, "policy_update"), self._of_first_rank(critic, "critic_update")))
 
-    async def _update(
-        self, group: WorkerGroup | None, lease: Lease, phase: str, *numbers: float, method: str = "update"
-    ) -> Any:
-        """The first rank's statistics; None without a group."""
-        if group is None:
+    async def _of_first_rank(self, calls: "Sequence[Call[Result]]", phase: str) -> "Result | None":
+        """The first rank's statistics, after all ranks are done; None without calls."""
+        if not calls:
             return None
-        calls = group.call_all(method, self._state.step, *numbers, *lease.refs)
         await asyncio.gather(*(self._roles.done(call, phase) for call in calls))
         return await calls[0].value()
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_ray.cluster.calls import Call
+from rlhf_ray.cluster.calls import Call, Deadline
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.canary import Canary
@@ -17,7 +17,9 @@ from rlhf_ray.coordinator.direct_sync import DIRECT, DirectSync
 from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import DamagedBucket, NoWeightsPlan, RLHFError, WeightsError, WorkerError, first_line
 from rlhf_ray.failpoints import reached
-from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
+from rlhf_ray.records import PublicationSize, WeightsPlan
+from rlhf_ray.roles.generator import Generator
+from rlhf_ray.roles.policy_learner import PolicyLearner
 
 AHEAD = 3
 """Buckets in flight: while one is loaded, the next is in the store and another one is gathered."""
@@ -65,14 +67,15 @@ class WeightSync:
         """The newest published version; generators load version 0 when they start."""
         self.confirmed: dict[int, int] = {}
         """Version that each generator confirmed last, by rank; no entry if it still has the weights that it loaded."""
-        self._finish_timeout_s = finish_timeout_s
+        self._to_finish = None if finish_timeout_s is None else Deadline(
+            finish_timeout_s, "cluster.heartbeat_timeout_s")
         self._dispatcher = roles.dispatcher(roles.generators)
         self._steady, self._settled = asyncio.Lock(), True
         self._catching_up: asyncio.Timeout | None = None
         """Around the catch-up under way; there is one at a time."""
         self._publication = 0
         """Number of the latest publication. It is unique, unlike a version, which repeats after a learner is lost."""
-        self._direct = DirectSync(config.transport, roles, finish_timeout_s) if config.transport in DIRECT else None
+        self._direct = DirectSync(config.transport, roles, self._to_finish) if config.transport in DIRECT else None
         self._plan: WeightsPlan | None = None
         self._unchanged: Any = None
         """Reference to digests of the tensors that may be omitted; None before a whole publication was confirmed."""
@@ -193,8 +196,8 @@ class WeightSync:
             await self._direct.connect(receivers)
         size = await self._begin(receivers, plan, unchanged, resend)
         await self._send(receivers, size, whole=size is plan.whole)
-        confirmed: list[WeightsConfirmed] = await receivers.each(
-            "finish_weights", self.version, timeout_s=self._finish_timeout_s)
+        confirmed = await receivers.each(receivers.calls(
+            Generator.finish_weights, self.version, deadline=self._to_finish))
         if {answer.version for answer in confirmed} - {self.version}:
             raise WeightsError(f"published version {self.version}, but the generators confirmed "
                                f"{[answer.version for answer in confirmed]}")
@@ -204,17 +207,17 @@ class WeightSync:
         seconds = time.perf_counter() - began
         if plan.changing != plan.whole:
             if size is not plan.changing:
-                unchanged = self.roles.policy.call(0, "unchanged_weights").ref
+                unchanged = self.roles.policy.call(0, PolicyLearner.unchanged_weights).ref
             self._unchanged = unchanged
         return Published(seconds, max((answer.pause_seconds for answer in confirmed), default=0.0), size.nbytes)
 
     async def _planned(self, receivers: BroadcastGroup) -> WeightsPlan | None:
         """The plan; None if no generator is left to return its fused groups."""
-        answers = await receivers.each("fused_groups")
+        answers = await receivers.each(receivers.calls(Generator.fused_groups))
         if not answers:
             return None
-        plans: list[WeightsPlan] = await self.roles.policy.values(
-            "plan_weights", self.config.bucket_mb * 2**20, answers[0])
+        plans = await self.roles.policy.values(
+            PolicyLearner.plan_weights, self.config.bucket_mb * 2**20, answers[0])
         return plans[0]
 
     async def _begin(
@@ -224,7 +227,7 @@ class WeightSync:
         async def missed(size: PublicationSize, *unchanged: Any) -> dict[int, RLHFError]:
             self._publication += 1
             return await receivers.without(receivers.calls(
-                "begin_weights", self._publication, self.version, size.buckets, resend, *unchanged))
+                Generator.begin_weights, self._publication, self.version, size.buckets, resend, *unchanged))
 
         if unchanged is not None:
             # A generator may lack the omitted tensors, or the digests may be lost: then the publication is whole.
@@ -239,22 +242,22 @@ class WeightSync:
         if self._direct:
             await self._direct.send(receivers, self.version, self._publication, size, whole)
             return
-        under_way: deque[tuple[int, list[Call], list[Call]]] = deque()
+        under_way: deque[tuple[int, list[Call[Any]], list[Call[Any]]]] = deque()
         for index in range(size.buckets):
             bucket = self._gathered(index, whole)
-            under_way.append((index, bucket, receivers.calls("load_weights", bucket[0].ref, self._publication)))
+            under_way.append((index, bucket, receivers.calls(Generator.load_weights, bucket[0].ref, self._publication)))
             if len(under_way) == AHEAD:
                 await self._loaded(receivers, whole, *under_way.popleft())
         reached("publication_begun")
         while under_way:
             await self._loaded(receivers, whole, *under_way.popleft())
 
-    def _gathered(self, index: int, whole: bool) -> list[Call]:
+    def _gathered(self, index: int, whole: bool) -> list[Call[Any]]:
         """Calls to all ranks; the result of the first rank is the bucket."""
-        return self.roles.policy.call_all("weight_bucket", self.version, index, whole)
+        return self.roles.policy.call_all(PolicyLearner.weight_bucket, self.version, index, whole)
 
     async def _loaded(
-        self, receivers: BroadcastGroup, whole: bool, index: int, bucket: list[Call], loads: list[Call]
+        self, receivers: BroadcastGroup, whole: bool, index: int, bucket: list[Call[Any]], loads: list[Call[Any]]
     ) -> None:
         """Wait until all generators have loaded a bucket. Those for which its bytes are lost or damaged get it once
         more, gathered anew; a generator for which it is so again is replaced.
@@ -267,7 +270,7 @@ class WeightSync:
             return
         noticed, group, log = time.perf_counter(), self._dispatcher.group, self._dispatcher.health.log
         bucket = self._gathered(index, whole)
-        again = receivers.calls("load_weights", bucket[0].ref, self._publication, only=missed)
+        again = receivers.calls(Generator.load_weights, bucket[0].ref, self._publication, only=missed)
         await asyncio.gather(*(call.done() for call in bucket))
         still = await receivers.without(again)
         for rank, error in missed.items():

@@ -63,32 +63,33 @@ class Assembler:
         self._tokenizer = load_tokenizer(self._model)
 
     def assemble(
-        self, terms: RewardTerms, chunks: int, policy_ranks: int, *records: Any
+        self, terms: RewardTerms, rollouts: Sequence[Rollout], rewards: Sequence[RewardScores],
+        reference: TokenScores | None, old_logprobs: Sequence[TokenScores], values: Sequence[TokenScores],
     ) -> tuple[Experience | list[ExperienceSummary], ...]:
         """Experience of rollouts that were scored together.
 
         Args:
             terms: numbers of the run so far that enter the rewards.
-            chunks: the number of rollouts.
-            policy_ranks: how many of the ranks' parts are the policy's log-probabilities; the rest are critic values.
-                If 0, the generator's log-probabilities are the old ones.
-            records: the rollouts, a list of each one's rewards, the reference's log-probabilities (None where nothing
-                needs them: no KL is then measured or penalised), and the ranks' parts. Each part holds a rank's
-                contiguous share of the concatenated rows of all rollouts.
+            rewards: those of each rollout.
+            reference: the reference's log-probabilities of the concatenated rows of all rollouts; None where nothing
+                needs them: no KL is then measured or penalised.
+            old_logprobs: the policy's log-probabilities, each rank's contiguous share of the concatenated rows; if
+                empty, the generator's are the old ones.
+            values: the critic's values, likewise; empty without a critic.
 
         Returns:
             each rollout's experience, followed by a list of the summaries.
         """
-        rollouts, (rewards, reference, *parts) = records[:chunks], records[chunks:]
+        none = [None] * len(rollouts)
 
         def split(shares: Sequence[TokenScores]) -> Sequence[TokenScores]:
             return split_scores(TokenScores.concat(shares), rollouts)
 
-        policy = split(parts[:policy_ranks]) if policy_ranks else [
+        policy = split(old_logprobs) if old_logprobs else [
             TokenScores(offsets=np.asarray(rollout.offsets), values=rollout.logprobs) for rollout in rollouts]
-        references = [None] * chunks if reference is None else split_scores(reference, rollouts)
-        values = split(parts[policy_ranks:]) if len(parts) > policy_ranks else [None] * chunks
-        scores = [Scores(*columns) for columns in zip(rewards, references, policy, values, strict=True)]
+        references = none if reference is None else split([reference])
+        scores = [Scores(*columns) for columns in zip(rewards, references, policy, split(values) if values else none,
+                                                      strict=True)]
         experiences = [self._experience(rollout, scored, terms)
                        for rollout, scored in zip(rollouts, scores, strict=True)]
         summaries = [self._summary(*one) for one in zip(rollouts, scores, experiences, strict=True)]
@@ -96,7 +97,7 @@ class Assembler:
 
     async def save_samples(
         self, directory: str, term: Term | None, step: int, prompts_saved: int | None, old_known: bool,
-        summaries: Sequence[ExperienceSummary], prompts: Prompts, *experiences: Experience,
+        summaries: Sequence[ExperienceSummary], prompts: Prompts, experiences: Sequence[Experience],
     ) -> tuple[int, float]:
         """Write the samples of a step to the samples/ folder `directory`, in a thread: other calls run meanwhile.
 

@@ -1,13 +1,13 @@
 """The base of all learners: one rank's passes and optimizer steps. Parts save its state and publish its weights."""
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import inference_plan, rank_plan
@@ -18,8 +18,18 @@ from rlhf_ray.models.lora import Adapters, check_adapter_description
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.models.router_balance import RouterBalance
-from rlhf_ray.records import Rollout, TokenScores, UpdateStats
-from rlhf_ray.roles.learner_state import LearnerState, Writers
+from rlhf_ray.observability.owner_record import Term
+from rlhf_ray.records import (
+    Rollout,
+    TokenScores,
+    UpdateStats,
+    WeightBucket,
+    WeightOffer,
+    WeightRoute,
+    WeightsPlan,
+    WorkerProfile,
+)
+from rlhf_ray.roles.learner_state import LearnerState, SaveProgress, Writers
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, score_columns, share_of
 from rlhf_ray.roles.profiling import TorchProfile
 from rlhf_ray.roles.publication import Publication, PublishedModel, PublishedTensors
@@ -33,23 +43,6 @@ class Learner:
 
     Its parts: `state` in checkpoints, the `published` model, and the `publication` that sends it to the generators.
     """
-
-    # Calls that a part answers, and describes.
-    save_progress = property(attrgetter("state.save_progress"))
-    plan_weights = property(attrgetter("publication.plan"))
-    weight_bucket = property(attrgetter("publication.bucket"))
-    broadcast_route = property(attrgetter("publication.broadcast_route"))
-    connect_weights = property(attrgetter("publication.connect"))
-    offer_bucket = property(attrgetter("publication.offer"))
-    send_bucket = property(attrgetter("publication.send"))
-    release_weights = property(attrgetter("publication.release"))
-    unchanged_weights = property(attrgetter("publication.unchanged"))
-    export = property(attrgetter("published.export"))
-    export_adapter = property(attrgetter("published.export_adapter"))
-    offload_state = property(attrgetter("engine.offload_state"))
-    reload_state = property(attrgetter("engine.reload_state"))
-    begin_profile = property(attrgetter("_profile.begin"))
-    end_profile = property(attrgetter("_profile.end"))
 
     head_dropout: float = 0.0
     """Dropout before a scalar head, which subclasses with one set."""
@@ -220,6 +213,70 @@ class Learner:
         """See `LearnerState.load`; a subclass also restores the files of `copies`."""
         self.last_update = None
         self.state.load(Path(directory))
+
+    def save_progress(self) -> SaveProgress:
+        """See `LearnerState.save_progress`."""
+        return self.state.save_progress()
+
+    def offload_state(self) -> None:
+        """See `TrainEngine.offload_state`."""
+        self.engine.offload_state()
+
+    def reload_state(self) -> None:
+        """See `TrainEngine.reload_state`."""
+        self.engine.reload_state()
+
+    def plan_weights(self, bucket_bytes: int, fused_groups: list[list[str]]) -> WeightsPlan:
+        """See `Publication.plan`."""
+        return self.publication.plan(bucket_bytes, fused_groups)
+
+    def weight_bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
+        """See `Publication.bucket`."""
+        return self.publication.bucket(version, index, whole)
+
+    def broadcast_route(self, host: str, world: int) -> WeightRoute:
+        """See `Publication.broadcast_route`."""
+        return self.publication.broadcast_route(host, world)
+
+    def connect_weights(self, route: WeightRoute) -> None:
+        """See `Publication.connect`."""
+        self.publication.connect(route)
+
+    def offer_bucket(self, version: int, index: int, whole: bool = True) -> WeightOffer | None:
+        """See `Publication.offer`."""
+        return self.publication.offer(version, index, whole)
+
+    def send_bucket(self) -> None:
+        """See `Publication.send`."""
+        self.publication.send()
+
+    def release_weights(self) -> None:
+        """See `Publication.release`."""
+        self.publication.release()
+
+    def unchanged_weights(self) -> dict[str, str] | None:
+        """See `Publication.unchanged`."""
+        return self.publication.unchanged()
+
+    def export(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
+        """See `PublishedModel.export`."""
+        self.published.export(directory, card, term)
+
+    def export_adapter(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
+        """See `PublishedModel.export_adapter`."""
+        self.published.export_adapter(directory, card, term)
+
+    def begin_profile(self) -> None:
+        """See `TorchProfile.begin`."""
+        self._profile.begin()
+
+    def end_profile(self, trace: str) -> WorkerProfile | None:
+        """See `TorchProfile.end`."""
+        return self._profile.end(trace)
+
+    def drop_profile(self) -> None:
+        """See `TorchProfile.drop`."""
+        self._profile.drop()
 
     def leave(self) -> None:
         """Disconnect from the generators and leave the process group."""

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlhf_ray.records import OperatorTime, WorkerProfile
 
@@ -19,6 +19,22 @@ OPERATORS = 15
 """Number of operators in the table, those with the most self time."""
 PROFILED_STEPS = 200
 """Maximum number of model steps in one profile; viewers cannot open traces with thousands."""
+
+
+class Profiled(Protocol):
+    """A role whose workers can be profiled; one profile at a time."""
+
+    def start(self, *args: Any) -> Any:
+        """See the role."""
+
+    def begin_profile(self) -> Any:
+        """Start profiling; an unfinished profile is discarded."""
+
+    def end_profile(self, trace: str) -> Any:
+        """Stop profiling and write the trace; returns a `WorkerProfile`, or None if none was started."""
+
+    def drop_profile(self) -> Any:
+        """Stop profiling and discard the profile."""
 
 
 class TorchProfile:

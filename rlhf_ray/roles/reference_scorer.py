@@ -1,8 +1,6 @@
 """The reference scorer: log-probabilities of rollouts under a frozen model, usually the one that the policy started
 from."""
 
-from operator import attrgetter
-
 import torch
 
 from rlhf_ray.config.model import ModelConfig
@@ -13,17 +11,13 @@ from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import CHUNKS, Chunks, PackedLanguageModel
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.models.shard import WHOLE, Shard
-from rlhf_ray.records import Rollout, TokenScores
+from rlhf_ray.records import Rollout, TokenScores, WorkerProfile
 from rlhf_ray.roles.micro_batch import concatenated, score_columns, share_of
 from rlhf_ray.roles.profiling import TorchProfile
 
 
 class ReferenceScorer:
     """A pure function of rollouts: repeated calls return the same numbers."""
-
-    begin_profile = property(attrgetter("_profile.begin"))
-    end_profile = property(attrgetter("_profile.end"))
-    drop_profile = property(attrgetter("_profile.drop"))
 
     def __init__(self, model: ModelConfig, micro_batch_tokens: int, temperature: float,
                  longest: int | None = None, shard: Shard = WHOLE) -> None:
@@ -69,3 +63,15 @@ class ReferenceScorer:
         if shard.is_whole:
             return scores
         return TokenScores.concat(distributed.gather_objects(share_of(scores, shard.rank, shard.world)))
+
+    def begin_profile(self) -> None:
+        """See `TorchProfile.begin`."""
+        self._profile.begin()
+
+    def end_profile(self, trace: str) -> WorkerProfile | None:
+        """See `TorchProfile.end`."""
+        return self._profile.end(trace)
+
+    def drop_profile(self) -> None:
+        """See `TorchProfile.drop`."""
+        self._profile.drop()

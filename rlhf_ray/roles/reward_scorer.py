@@ -1,10 +1,10 @@
 """The reward scorer: the weighted sum of all reward sources for each rollout."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
@@ -101,11 +101,9 @@ class RewardScorer:
         assert scores is not None
         return scores
 
-    async def score_each(self, *records: Rollout | Prompts) -> list[RewardScores]:
-        """As `score`, for several rollouts concurrently: `records` are all rollouts, then the prompts of each."""
-        half = len(records) // 2
-        pairs = cast(Iterable[tuple[Rollout, Prompts]], zip(records[:half], records[half:], strict=True))
-        return await all_ended(*(self.score(rollout, prompts) for rollout, prompts in pairs))
+    async def score_each(self, rollouts: Sequence[Rollout], prompts: Sequence[Prompts]) -> list[RewardScores]:
+        """As `score`, for several rollouts concurrently; each has prompts of its own."""
+        return await all_ended(*(self.score(*pair) for pair in zip(rollouts, prompts, strict=True)))
 
     async def printed(self) -> list[str]:
         """The lines that reward functions have printed since the last call."""

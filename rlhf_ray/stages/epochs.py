@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig, StageConfig
-from rlhf_ray.roles.data_readers import DataReader, PromptReader
+from rlhf_ray.roles.data_readers import DataReader, DataSummary, PromptReader
 from rlhf_ray.stages.supervised_loop import SupervisedConfig
 
 C = TypeVar("C", bound=StageConfig)
@@ -41,12 +41,13 @@ def count_prompts(config: PPOConfig) -> int:
     return int(sum(reader.open("training", config.prompts)["sizes"]))
 
 
-def count_rows(config: SupervisedConfig, reader: type[DataReader], method: str, reading: tuple[Any, ...]) -> int:
+def count_rows(config: SupervisedConfig, read: Callable[..., tuple[Any, Any, DataSummary]],
+               reading: tuple[Any, ...]) -> int:
     """Number of training rows of a supervised stage, as `count_prompts`.
 
     Args:
-        reader, method, reading: see `SupervisedStage`.
+        read, reading: see `SupervisedStage`.
     """
-    role = reader(config.model)
+    role = DataReader(config.model)
     role.start()
-    return int(getattr(role, method)(config.data, *reading)[2].rows)
+    return read(role, config.data, *reading)[2].rows

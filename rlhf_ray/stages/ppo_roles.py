@@ -32,6 +32,7 @@ from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.data_readers import DataReader, PromptReader
 from rlhf_ray.roles.generator import Generator, generator_environment
+from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
@@ -51,7 +52,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
                           "name": f"generator/{rank}", "in_flight": config.weights.in_flight,
                           "transport": config.weights.transport, "record_masks": True,
                           "lora": config.policy.lora if adapters else None},
-            {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
+            {**generator_environment(generation), **runtime.scratch}, shutdown=Generator.stop,
         ),
         reference=runtime.spawn(
             "reference_scorer", ReferenceScorer, config.reference,
@@ -65,7 +66,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
                           "micro_batch_tokens": config.reward.micro_batch_tokens,
                           "on_failure": config.reward.on_failure, "longest": _longest_row(config, "reward"),
                           "judge": judge, "shard": _shard(config.reward, rank)},
-            shutdown_method="stop",
+            shutdown=RewardScorer.stop,
         ),
         assembler=runtime.spawn(
             "assembler", Assembler, config.assembler,
@@ -76,11 +77,11 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
             "policy_learner", ActorCriticLearner if derived.shares_backbone else PolicyLearner, config.policy,
             lambda rank: {**_learner(config, "policy", rank), "temperature": temperature,
                           "old_logprobs": derived.old_logprobs, "publishes_adapters": adapters},
-            fixed_segments() if config.weights.transport == "ipc" else None, shutdown_method="leave",
+            fixed_segments() if config.weights.transport == "ipc" else None, shutdown=Learner.leave,
         ),
         critic=runtime.spawn(
             "critic_learner", CriticLearner, config.critic,
-            lambda rank: _learner(config, "critic", rank), shutdown_method="leave",
+            lambda rank: _learner(config, "critic", rank), shutdown=Learner.leave,
         ) if derived.starts_critic else None,
         health=health or HealthMonitor(config.cluster),
     )
@@ -212,13 +213,13 @@ async def hand_out_pretraining_text(
     reader = runtime.spawn("text_reader", DataReader, PlacementConfig(pool=config.policy.pool, cpus=0),
                          lambda _: {"model": config.model})
     await reader.start()
-    call = reader.call(0, "pretraining_text", config.ptx, outputs=2)
-    summary = await call.value(1)
+    call = reader.call(0, DataReader.pretraining_text, config.ptx, outputs=2)
+    summary = await call.output(1)
     for report in summary.reports:
         progress.note(report)
     progress.note(f"{summary.rows} rows of pretraining text, of at most {config.ptx.max_tokens} tokens")
     await asyncio.gather(*(c.done() for c in roles.policy.call_all(
-        "take_pretraining_text", config.ptx, call.ref, summary.sizes, summary.contents)))
+        PolicyLearner.take_pretraining_text, config.ptx, call.ref, summary.sizes, summary.contents)))
     reader.kill()
 
 

@@ -114,13 +114,13 @@ class _Sampler:
             "generator", Generator, generation,
             lambda rank: {"model": model, "generation": generation, "seed": config.run.seed,
                           "max_context": config.longest_sample, "name": f"generator/{rank}"},
-            {**generator_environment(generation), **runtime.scratch}, shutdown_method="stop",
+            {**generator_environment(generation), **runtime.scratch}, shutdown=Generator.stop,
         )
         self._dispatcher = WorkerDispatcher(self._generators, health)
         self._judge = judge = scorer_rewards(config.pairs.judge, "pairs.judge")
         ranker = runtime.spawn("pair_ranker", PairRanker, pool,
                                lambda _: {"model": model, "judge": judge, "min_margin": config.pairs.min_margin,
-                                          "longest": config.longest_sample}, shutdown_method="stop")
+                                          "longest": config.longest_sample}, shutdown=PairRanker.stop)
         self._ranker = WorkerDispatcher(ranker, health)
         reader = runtime.spawn("prompt_reader", PromptReader, pool,
                                    lambda _: {"model": model, "directory": Path(config.run.dir).absolute(),
@@ -134,7 +134,7 @@ class _Sampler:
         self = cls(config, runtime, health)
         dispatchers = self._dispatcher, self._ranker, self._reader
         await asyncio.gather(*(dispatcher.group.start() for dispatcher in dispatchers))
-        await self._generators.call(0, "compare_with_transformers").done()
+        await self._generators.call(0, Generator.compare_with_transformers).done()
         contents: dict[str, Contents] = {}
         open_again = reopened(self._reader.group, {"training": config.prompts}, contents)
         for dispatcher in dispatchers:
@@ -177,8 +177,6 @@ class _Sampler:
     async def _sample(self, rows: range) -> list[dict[str, Any] | None]:
         keys = [SampleKey(0, row, sample) for row in rows for sample in (0, 1)]
         prompts = await self.prompts.of(keys)
-        call = await self._dispatcher.call("generate", prompts, keys, self._config.run.seed, phase="generate",
+        call = await self._dispatcher.call(Generator.generate, prompts, keys, self._config.run.seed, phase="generate",
                                            work=len(keys))
-        _, ranked = await self._ranker.call_and_get(0, "rank", call.ref, prompts, phase="rank")
-        pairs: list[dict[str, Any] | None] = ranked
-        return pairs
+        return await self._ranker.value(PairRanker.rank, call.ref, prompts, phase="rank")

@@ -19,7 +19,7 @@ def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
     preflight(config)
     return run_supervised(SupervisedStage(
         config=config, name="process_reward", title="process reward model", learner=ProcessRewardLearner,
-        reader=DataReader, method="process_rows", reading=(config.steps,), options={"steps": config.steps},
+        read=DataReader.process_rows, reading=(config.steps,), options={"steps": config.steps},
     ), resume)
 
 

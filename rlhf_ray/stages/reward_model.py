@@ -20,8 +20,8 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
     preflight(config)
     training, kept = config.training, _keeps_head(config)
     return run_supervised(SupervisedStage(
-        config=config, name="reward_model", title="reward model", learner=RewardModelLearner, reader=DataReader,
-        method="preferences", options={"head_dropout": training.head_dropout, "new_head": training.new_head},
+        config=config, name="reward_model", title="reward model", learner=RewardModelLearner,
+        read=DataReader.preferences, options={"head_dropout": training.head_dropout, "new_head": training.new_head},
         start=_start_in_words(config, kept), measured_first=kept,
     ), resume)
 

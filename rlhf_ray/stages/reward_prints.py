@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.rewards import FunctionReward, RewardConfig
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.observability.background_task import background_task
+from rlhf_ray.roles.reward_scorer import RewardScorer
 
 EVERY_S = 1.0
 LAST_S = 3.0
@@ -15,7 +17,7 @@ LAST_S = 3.0
 
 
 @asynccontextmanager
-async def prints_shown(rewards: Iterable[RewardConfig], scorers: WorkerGroup,
+async def prints_shown(rewards: Iterable[RewardConfig], scorers: WorkerGroup[Any],
                        say: Callable[[str], None]) -> AsyncIterator[None]:
     """Show what functions print during the enclosed work, and at its end what is left.
 
@@ -30,7 +32,7 @@ async def prints_shown(rewards: Iterable[RewardConfig], scorers: WorkerGroup,
     async def show() -> None:
         for rank in scorers.ranks:
             with suppress(RLHFError):  # a lost worker is reported and replaced elsewhere
-                for line in await scorers.call(rank, "printed").value():
+                for line in await scorers.call(rank, RewardScorer.printed).value():
                     say(line)
 
     async def show_always() -> None:

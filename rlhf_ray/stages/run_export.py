@@ -10,17 +10,20 @@ from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 
 
 async def export_learner(
-    learners: WorkerGroup, config: LearnerConfig, directory: RunDirectory, card: ModelCardInfo
+    learners: WorkerGroup[Learner], config: LearnerConfig, directory: RunDirectory, card: ModelCardInfo
 ) -> None:
     """Write model/ in Hugging Face format with adapters merged, and adapter/ in peft's format when adapters were
     trained."""
-    await learners.values("export", str(directory.model.absolute()), card, directory.term)
+    await learners.values(Learner.export, str(directory.model.absolute()), card, directory.term)
     if config.lora:
-        await learners.values("export_adapter", str(directory.adapter.absolute()), card, directory.term)
+        await learners.values(Learner.export_adapter, str(directory.adapter.absolute()), card, directory.term)
 
 
 async def export_run(coordinator: Coordinator, evaluations: EvaluationLog, directory: RunDirectory) -> None:
@@ -28,17 +31,19 @@ async def export_run(coordinator: Coordinator, evaluations: EvaluationLog, direc
     config, policy = coordinator.config, coordinator.roles.policy
     await export_learner(policy, config.policy, directory, _card(coordinator, evaluations))
     if derive(config).shares_backbone:
-        await policy.values("export_value_head", str(directory.value_head.absolute()), directory.term)
+        await coordinator.roles.actor_critic.values(
+            ActorCriticLearner.export_value_head, str(directory.value_head.absolute()), directory.term)
     if config.policy.ema_decay is not None:
         card = card_of_average(_card(coordinator, evaluations), config.policy.ema_decay)
-        await policy.values("export_average", str(directory.model_ema.absolute()), card, directory.term)
+        await policy.values(PolicyLearner.export_average, str(directory.model_ema.absolute()), card, directory.term)
 
 
 async def export_policy(
     coordinator: Coordinator, evaluations: EvaluationLog, place: Path, term: Term | None
 ) -> None:
     """Write the present policy to the directory `place` of the run; `term` is the writer's ownership term."""
-    await coordinator.roles.policy.values("export", str(place.absolute()), _card(coordinator, evaluations), term)
+    card = _card(coordinator, evaluations)
+    await coordinator.roles.policy.values(PolicyLearner.export, str(place.absolute()), card, term)
 
 
 def _card(coordinator: Coordinator, evaluations: EvaluationLog) -> ModelCardInfo:

@@ -16,7 +16,7 @@ from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session, require_local_directories
 from rlhf_ray.cluster.shared_files import require_shared_files
-from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.cluster.worker_group import Method, Role, WorkerGroup
 from rlhf_ray.config.derived import model_paths, placements_of
 from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
@@ -37,6 +37,7 @@ from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.sinks import require_trackers
 from rlhf_ray.planning.findings import idle_gpus
 from rlhf_ray.planning.worker_placement import place
+from rlhf_ray.roles.learner import Learner
 
 T = TypeVar("T")
 SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0
@@ -55,18 +56,18 @@ class Runtime:
         self._config, self._pools, self._placements = config, pools, placements_of(config)
         self.scratch = scratch or {}
         """Environment variables that put a worker's temporary files into a directory that the stage removes."""
-        self._groups: list[tuple[WorkerGroup, str | None]] = []
+        self._groups: list[tuple[WorkerGroup[Any], Method[Any, Any] | None]] = []
 
     def spawn(
-        self, role: str, cls: type, placement: PlacementConfig, arguments: Callable[[int], Mapping[str, Any]],
-        environment: Mapping[str, str] | None = None, shutdown_method: str | None = None,
-    ) -> WorkerGroup:
-        """Spawn the workers of one role. `shutdown_method` is the role's method for a clean shutdown."""
+        self, role: str, cls: type[Role], placement: PlacementConfig, arguments: Callable[[int], Mapping[str, Any]],
+        environment: Mapping[str, str] | None = None, shutdown: Method[Role, Any] | None = None,
+    ) -> WorkerGroup[Role]:
+        """Spawn the workers of one role. `shutdown` is the role's method for a clean shutdown."""
         group = WorkerGroup(role, cls, placement, self._pools, arguments,
                             {**accelerator_environment(placement.gpus), **self._recording(), **(environment or {})},
                             self._config.cluster.call_timeout_s, self._config.logging.task_events,
                             self._section(placement))
-        self._groups.append((group, shutdown_method))
+        self._groups.append((group, shutdown))
         return group
 
     def _recording(self) -> Mapping[str, str]:
@@ -135,10 +136,10 @@ def scratch(config: StageConfig) -> Iterator[dict[str, str]]:
         yield {"TMPDIR": directory}
 
 
-async def start_learners(group: WorkerGroup, timeout_s: float) -> list[Any]:
+async def start_learners(group: WorkerGroup[Learner], timeout_s: float) -> list[Any]:
     """Let the ranks of a learner rendezvous and build their engines, within `timeout_s`."""
     address = await group.rendezvous(0, timeout_s)
-    return await group.start(address, group.call_timeout_s, timeout_s=timeout_s)
+    return await group.start(address, group.deadline.seconds, timeout_s=timeout_s)
 
 
 def sizes_note(role: str, started: Mapping[str, float]) -> str:

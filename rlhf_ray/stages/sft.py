@@ -18,7 +18,7 @@ def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
     config = with_gpu_settings(config, resume)
     preflight(config)
     return run_supervised(SupervisedStage(
-        config=config, name="sft", title="SFT", learner=SFTLearner, reader=DataReader, method="demonstrations",
+        config=config, name="sft", title="SFT", learner=SFTLearner, read=DataReader.demonstrations,
     ), resume)
 
 

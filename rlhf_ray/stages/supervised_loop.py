@@ -28,6 +28,7 @@ from rlhf_ray.errors import RunInterrupted, WorkerError, WorkerLost
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.run_export import export_learner
 
 SupervisedConfig = SFTConfig | RewardModelConfig | ProcessRewardConfig
@@ -119,7 +120,7 @@ class SupervisedRun:
         while submits() or under_way:
             while submits():
                 submitted += 1
-                under_way.append(self.learners.call_all("update", submitted))
+                under_way.append(self.learners.call_all(SupervisedLearner.update, submitted))
             stats = (await asyncio.gather(*(call.value() for call in under_way.pop(0))))[0]
             self.step = stats.step
             row = {f"{self.name}/{key}": value for key, value in stats.metrics.items()}
@@ -133,7 +134,7 @@ class SupervisedRun:
         """Measure the model on held-out rows; True when it is the best so far, and not the initial model. If that
         fails, the step is saved, and a resumed run starts with this evaluation."""
         try:
-            metrics: dict[str, float] = (await self.learners.values("evaluate"))[0]
+            metrics: dict[str, float] = (await self.learners.values(SupervisedLearner.evaluate))[0]
             best = self.keeper.consider(self.step, metrics)
         except Exception as error:
             answered = isinstance(error, WorkerError) and not isinstance(error, WorkerLost)
@@ -155,7 +156,7 @@ class SupervisedRun:
         async with reported(self.step, self.progress):
             try:
                 async with asyncio.timeout(limit_s):
-                    await self.learners.values("save_progress")
+                    await self.learners.values(SupervisedLearner.save_progress)
             except TimeoutError:  # it waits in the evaluation for the rank that failed
                 raise WorkerError(f"a rank of {self.learners.role} did not end its evaluation within "
                                   f"cluster.heartbeat_timeout_s={limit_s:g}", self.learners.role) from None
@@ -167,7 +168,7 @@ class SupervisedRun:
         self._pace.begin()
         directory = await checkpoints.run(self.store.begin, self.step)
         async with whole_or_nothing(self.directory.files, self.store, directory, self.step):
-            await self.learners.values("begin_save", str(directory.absolute() / self.learners.role))
+            await self.learners.values(SupervisedLearner.begin_save, str(directory.absolute() / self.learners.role))
             await parts_on_disk([self.learners], checkpoints.timeout_s)
             await checkpoints.run(save_state, directory / STATE, {
                 "step": self.step, "best": self.best.state_dict(), "unmeasured": self.unmeasured,
@@ -184,7 +185,7 @@ class SupervisedRun:
         state = load_state(path / STATE)
         check_complete(state, ("step", "best", "unmeasured", "contents"), str(path))
         check_contents(state["contents"], self.contents)
-        await self.learners.values("load", str(path.absolute() / self.learners.role))
+        await self.learners.values(SupervisedLearner.load, str(path.absolute() / self.learners.role))
         self.step, self.unmeasured = state["step"], state["unmeasured"]
         self.best.load_state_dict(state["best"])
         self.progress.note(f"resuming after step {self.step}")
@@ -198,8 +199,8 @@ class SupervisedRun:
 
     async def _export_model(self, place: Path) -> None:
         """Write the present model to the directory `place`, in Hugging Face format."""
-        await self.learners.values("export", str(place.absolute()), self.card(self.step, self.evaluation),
-                                   self.directory.term)
+        card = self.card(self.step, self.evaluation)
+        await self.learners.values(SupervisedLearner.export, str(place.absolute()), card, self.directory.term)
 
     def _next_pause(self) -> int:
         """The next step at which something other than updates happens."""

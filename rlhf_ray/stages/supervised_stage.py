@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -71,11 +71,10 @@ class SupervisedStage:
     title: str
     """Shown to the user."""
     learner: type[SupervisedLearner]
-    reader: type[DataReader]
-    method: str
-    """The reader's method that returns training rows, held-out rows and a `DataSummary`."""
+    read: Callable[..., tuple[Any, Any, DataSummary]]
+    """The method of `DataReader` that returns training rows, held-out rows and a summary."""
     reading: tuple[Any, ...] = ()
-    """Arguments of the reader's method besides the section `data`."""
+    """Arguments of `read` besides the section `data`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of this stage's learner besides the common ones."""
     start: str = ""
@@ -87,7 +86,7 @@ class SupervisedStage:
 def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
     """Run a supervised stage to its end; returns its summary."""
     config = stage.config
-    config = with_steps(config, partial(count_rows, config, stage.reader, stage.method, stage.reading),
+    config = with_steps(config, partial(count_rows, config, stage.read, stage.reading),
                         config.training.batch_size)
     stage, geometry = replace(stage, config=config), supervised_geometry(config)
     with owned_directory(config, resume) as directory:
@@ -160,7 +159,7 @@ class _TrainingData:
 
     async def send_to(self, learners: WorkerGroup) -> None:
         """Send all ranks the rows, which they use without a copy."""
-        calls = learners.call_all("take", *self.rows, self.summary.sizes, self.summary.weights)
+        calls = learners.call_all(SupervisedLearner.take, *self.rows, self.summary.sizes, self.summary.weights)
         await asyncio.gather(*(call.done() for call in calls))
 
 
@@ -173,14 +172,14 @@ async def _prepare(
         the learners, the rows, and the seconds of the comparison with transformers.
     """
     config = stage.config
-    reader = runtime.spawn("data_reader", stage.reader, PlacementConfig(pool=config.learner.pool, cpus=0),
+    reader = runtime.spawn("data_reader", DataReader, PlacementConfig(pool=config.learner.pool, cpus=0),
                          lambda _: {"model": config.model})
     learners = runtime.spawn(
         f"{stage.name}_learner", stage.learner, config.learner,
         lambda rank: {"config": config.learner, "model": config.model, "rank": rank, "world": config.learner.workers,
                       "seed": config.run.seed, "total_steps": config.run.steps,
                       "batch_size": config.training.batch_size, "longest": config.data.max_tokens, **stage.options},
-        shutdown_method="leave",
+        shutdown=SupervisedLearner.leave,
     )
     progress.note(f"starting {len(learners)} learner(s) and reading {config.data.title}")
     if note := ending_note(config.model):
@@ -188,8 +187,8 @@ async def _prepare(
 
     async def read() -> tuple[Any, DataSummary]:
         await reader.start()
-        call = reader.call(0, stage.method, config.data, *stage.reading, outputs=3)
-        summary: DataSummary = await call.value(2)
+        call = reader.call(0, stage.read, config.data, *stage.reading, outputs=3)
+        summary: DataSummary = await call.output(2)
         for report in summary.reports:
             progress.note(report)
         return call, summary

@@ -18,6 +18,7 @@ from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
+from rlhf_ray.roles.generator import Generator
 from tests.cluster.outside import interrupted, resumed_outside
 from tests.cluster.processes import abandoned, descendants, shared_memory
 from tests.cluster.shared_ray import after, before, own_ray, shared_ray
@@ -123,7 +124,7 @@ def look_at_the_end(patch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         await run(self)
         for method in ("version", "tokens_made"):
             found[method] = await self.roles.generators.values(method)
-        found["generate"] = await self.roles.generators.values("generate", prompts, keys, 1)
+        found["generate"] = await self.roles.generators.values(Generator.generate, prompts, keys, 1)
 
     patch.setattr(Coordinator, "run", run_and_look)
     return found

@@ -49,9 +49,9 @@ class DelayedReference(ReferenceScorer):
 
 
 class DelayedAssembler(Assembler):
-    def assemble(self, *args: Any) -> Any:
+    def assemble(self, *args: Any, **columns: Any) -> Any:
         time.sleep(_seconds())
-        return super().assemble(*args)
+        return super().assemble(*args, **columns)
 
 
 class DelayedPolicy(PolicyLearner):

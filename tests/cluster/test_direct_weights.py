@@ -86,7 +86,7 @@ async def role_groups_of(learner, generator, policy, transport, health=None):
             yield RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
                              policy=learners,
                              critic=None, health=health or HealthMonitor())
-            await learners.values("leave")
+            await learners.values(PolicyLearner.leave)
         finally:
             for group in (generators, learners):
                 group.kill()
@@ -97,13 +97,13 @@ async def gaps(roles):
     """Largest difference of log-probabilities between the learner and each generator."""
     found = []
     for rollout in await drawn(roles, SHORT):
-        ours = np.concatenate([share.values for share in await roles.policy.values("logprobs", rollout)])
+        ours = np.concatenate([share.values for share in await roles.policy.values(PolicyLearner.logprobs, rollout)])
         found.append(float(np.abs(ours - rollout.logprobs)[rollout.response_mask].max()))
     return found
 
 
 async def drawn(roles, sampling):
-    return await roles.generators.values("generate", PROMPTS, KEYS, 3, sampling)
+    return await roles.generators.values(Generator.generate, PROMPTS, KEYS, 3, sampling)
 
 
 async def the_whole_way(roles, transport, model):
@@ -115,15 +115,15 @@ async def the_whole_way(roles, transport, model):
     first = await sync.publish(1)
     assert first.nbytes > 100_000 and first.pause_seconds > 0
     assert max(await gaps(roles)) < 1e-4 and await canary.mismatch() is None
-    assert await roles.generators.values("version") == [1, 1]
+    assert await roles.generators.values(Generator.version) == [1, 1]
     drawing = asyncio.create_task(drawn(roles, LONG))
-    while not all(await roles.generators.values("tokens_made")):
+    while not all(await roles.generators.values(Generator.tokens_made)):
         await asyncio.sleep(0.01)
     await sync.publish(2)
     assert await canary.mismatch() is None and canary.metrics()["weights/canary_moved"] == 0.0
     for rollout in await drawing:
         assert set(rollout.versions[rollout.response_mask].tolist()) <= {1, 2}
-    assert await roles.generators.values("version") == [2, 2]
+    assert await roles.generators.values(Generator.version) == [2, 2]
     if transport == "object_store":  # whose damage the generator finds itself (tests/unit/weights)
         return
     with pytest.raises(WorkerLost, match="arrived with digest") as lost:
@@ -213,8 +213,8 @@ def test_a_generator_that_comes_later_meets_the_learner_and_the_others_again(tmp
                               lambda count: None, lambda text: None)
             await scaling.asked({"generators": 3})
             assert len(roles.generators) == 3 and max(await gaps(roles)) < 1e-4
-            assert await roles.generators.values("version") == [1, 1, 1]
+            assert await roles.generators.values(Generator.version) == [1, 1, 1]
             await sync.publish(2)
-            assert await roles.generators.values("version") == [2, 2, 2]
+            assert await roles.generators.values(Generator.version) == [2, 2, 2]
 
     asyncio.run(run())

@@ -186,11 +186,11 @@ def test_bytes_of_a_lost_node_are_no_fault_of_the_worker_that_was_to_read_them(n
                        for name, pool in (("there", "away"), ("here", "default")))
         await there.start()
         await here.start()
-        made = there.call(0, "make")
+        made = there.call(0, Holder.make)
         await made.done()
         await asyncio.to_thread(nodes.take_away, there.processes(0).node)
         with pytest.raises(WorkerLost) as caught:
-            await here.call(0, "take", made.ref).done()
+            await here.call(0, Holder.take, made.ref).done()
         here.kill()
         return caught.value
 

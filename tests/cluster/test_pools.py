@@ -56,8 +56,8 @@ def test_roles_land_where_the_labels_of_their_pools_say_and_one_copy_of_a_result
             assert sorted(node_of(readers, rank) for rank in range(4)) == sorted([ids["gen"], ids["spare"]] * 2)
             assert {readers.seat(rank).bundle for rank in (0, 1)} == {0, 1}, "neighbours in rank are spread"
             before = stored(ids)
-            made = learner.call(0, "make")
-            assert await asyncio.gather(*(call.value() for call in readers.call_all("read", made.ref))) == [BYTES] * 4
+            made = learner.call(0, Reader.make)
+            assert await readers.values(Reader.read, made.ref) == [BYTES] * 4
             after = stored(ids)
         received = {kind: after[kind] - before[kind] for kind in ids}
         assert all(BYTES <= received[kind] < 1.1 * BYTES for kind in ("learn", "gen", "spare")), received
@@ -152,11 +152,11 @@ def test_a_group_gets_another_worker_by_a_bundle_of_its_own_and_gives_it_back(th
                 await group.add(20)
             await group.remove(1, "it was removed")
             assert group.ranks == [0, 2, 3] and len(group) == 3
-            assert (await lost_in(group.call(1, "start"))).kind == "stale", "whoever still calls it is told"
+            assert (await lost_in(group.call(1, Reader.start))).kind == "stale", "whoever still calls it is told"
             assert await group.add(20) == 4 and group.seat(4).bundle == 0
             await group.start_one(4)
             await asyncio.gather(group.remove(2, "gone"), group.remove(3, "gone"))
-            assert await group.values("read", np.zeros(3, np.uint8)) == [3, 3]
+            assert await group.values(Reader.read, np.zeros(3, np.uint8)) == [3, 3]
             alone = Pools({"x": pool("gen", cpus=2)})
             await alone.open(20)  # the second bundle was given back to the cluster
             alone.close()

@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 
+from rlhf_ray.cluster.calls import Deadline
 from rlhf_ray.cluster.heartbeat import PERIOD_S
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import WorkerLost
@@ -47,7 +48,7 @@ def pids(group, rank):
 async def again(group, rank, reason="it was restarted"):
     await group.respawn(rank, reason)
     assert await group.start_one(rank) == rank
-    assert (await group.call(rank, "echo", "hello").value())[0] == "hello"
+    assert (await group.call(rank, Sleeper.echo, "hello").value())[0] == "hello"
 
 
 def test_a_stopped_process_and_its_child_are_killed_and_another_takes_their_place(sleepers):
@@ -55,7 +56,7 @@ def test_a_stopped_process_and_its_child_are_killed_and_another_takes_their_plac
     old, began, incarnation = pids(group, 0), time.monotonic(), group.incarnation(0)
     assert len(old) == 2
     os.kill(old[0], signal.SIGSTOP)
-    call = group.call(0, "echo", 1)
+    call = group.call(0, Sleeper.echo, 1)
 
     async def hang_and_heal():
         waiting = asyncio.create_task(lost_in(call))
@@ -75,7 +76,7 @@ def test_a_stopped_process_and_its_child_are_killed_and_another_takes_their_plac
 def test_a_process_that_ends_is_told_at_once_and_its_child_is_not_left_behind(sleepers):
     do, group = sleepers
     old = pids(group, 1)
-    error = do(lost_in(group.call(1, "leave")))
+    error = do(lost_in(group.call(1, Sleeper.leave)))
     assert (error.kind, error.worker) == ("died", "sleeper/1") and gone(old[0])
     do(again(group, 1))
     assert gone(old[1])
@@ -85,8 +86,8 @@ def test_a_call_that_was_given_the_result_of_a_dead_worker_is_not_its_own_worker
     do, group = sleepers
 
     async def pass_on():
-        given = group.call(1, "leave")
-        return await lost_in(group.call(0, "echo", given.ref)), await lost_in(given)
+        given = group.call(1, Sleeper.leave)
+        return await lost_in(group.call(0, Sleeper.echo, given.ref)), await lost_in(given)
 
     error, cause = do(pass_on())
     assert (error.kind, error.worker, cause.kind, cause.worker) == ("result", "sleeper/0", "died", "sleeper/1")
@@ -96,10 +97,10 @@ def test_a_call_that_was_given_the_result_of_a_dead_worker_is_not_its_own_worker
 
 def test_an_answer_of_a_worker_that_was_given_up_is_refused_though_it_comes(sleepers):
     do, group = sleepers
-    _, pid = do(group.call(0, "echo", 1).value())
+    _, pid = do(group.call(0, Sleeper.echo, 1).value())
 
     async def given_up():
-        call = group.call(0, "echo", 2)
+        call = group.call(0, Sleeper.echo, 2)
         await asyncio.wait([call.timing.as_future()], timeout=20)  # the answer is there, nobody has asked for it
         group.give_up(0, "it was cut off")
         return await lost_in(call)
@@ -111,13 +112,13 @@ def test_an_answer_of_a_worker_that_was_given_up_is_refused_though_it_comes(slee
 
 def test_a_worker_that_says_it_cannot_work_any_more_is_lost_too(sleepers):
     do, group = sleepers
-    error = do(lost_in(group.call(1, "cannot")))
+    error = do(lost_in(group.call(1, Sleeper.cannot)))
     assert (error.kind, error.worker, str(error)) == ("broke", "sleeper/1", "no engine any more")
 
 
 def test_a_deadline_that_passes_names_worker_method_and_age(sleepers):
     do, group = sleepers
-    error = do(lost_in(group.call(0, "sleep", 4, timeout_s=0.5)))
+    error = do(lost_in(group.call(0, Sleeper.sleep, 4, deadline=Deadline(0.5))))
     assert error.kind == "hung" and "sleeper/0 did not answer sleep within 0.5 s" in str(error) and error.age_s >= 0.5
 
 

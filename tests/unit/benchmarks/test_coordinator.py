@@ -35,8 +35,8 @@ class Operations:
         """A group of stand-ins that counts its calls by method."""
 
         class CountingGroup(LocalGroup):
-            def call(group, rank: int, method: str, *args: Any, **settings: Any) -> Any:
-                self.calls[method] += 1
+            def call(group, rank: int, method: Any, *args: Any, **settings: Any) -> Any:
+                self.calls[method.__name__] += 1
                 return super().call(rank, method, *args, **settings)
 
         return CountingGroup

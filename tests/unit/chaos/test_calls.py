@@ -15,6 +15,7 @@ from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.kinds import KINDS
 from rlhf_ray.cluster.calls import Fence
+from rlhf_ray.roles.policy_learner import PolicyLearner
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Group:
     def call(self, rank, method, *_, **__):
         timing = asyncio.get_running_loop().create_future()
         timing.set_result(0.5)
-        self.made.append(MadeCall(rank, method, timing))
+        self.made.append(MadeCall(rank, method.__name__, timing))
         return self.made[-1]
 
     def processes(self, _):
@@ -71,7 +72,7 @@ def test_the_next_call_is_made_twice_and_only_that(tmp_path, kind, repeated):
         await asyncio.sleep(0)
         for method in ("other", KINDS[kind].method, KINDS[kind].method):
             for rank in (0, 1):
-                group.call(rank, method)
+                group.call(rank, SimpleNamespace(__name__=method))
         await asyncio.sleep(0.05)
         driver.coordinator.state.step += 1
         await injecting
@@ -93,7 +94,7 @@ def test_a_reply_is_held_back_until_its_worker_was_given_up(tmp_path):
     async def run():
         injecting = asyncio.create_task(KINDS["reply_late"].inject(driver, fault))
         await asyncio.sleep(0)
-        reply = asyncio.create_task(group.call(0, "logprobs").done())
+        reply = asyncio.create_task(group.call(0, PolicyLearner.logprobs).done())
         await asyncio.sleep(0.05)
         assert not reply.done() and psutil.Process(child.pid).status() == psutil.STATUS_STOPPED
         group.made[0].fence.close("it gave no sign of life")

@@ -8,13 +8,15 @@ import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.cluster.calls import GRACE_S, Call, traffic
+from rlhf_ray.cluster.calls import GRACE_S, Call, Deadline, traffic
 from rlhf_ray.errors import RESTARTABLE, RewardError, WorkerError
+from rlhf_ray.roles.reward_scorer import RewardScorer
 from tests.unit.cluster.local_groups import local_group
 
 
 def call(result, timing, timeout_s=5.0, age_s=0.0):
-    return Call("reward_scorer", 1, "score", (result, "second"), timing, timeout_s, time.monotonic() - age_s)
+    deadline = Deadline(timeout_s, "cluster.call_timeout_s")
+    return Call("reward_scorer", 1, "score", (result, "second"), timing, deadline, time.monotonic() - age_s)
 
 
 def failing(error):
@@ -63,23 +65,22 @@ def test_a_call_past_its_deadline_names_worker_method_and_setting():
         answer(lambda: call(asyncio.get_running_loop().create_future(), None, timeout_s=0.05).value())
 
 
-@pytest.mark.parametrize(("method", "timeout_s", "field"), [
-    ("score", None, "(cluster.call_timeout_s)"), ("start", 0.02, "(cluster.start_timeout_s)"),
-    ("start", None, "(cluster.call_timeout_s)"), ("finish_weights", 0.02, "(cluster.heartbeat_timeout_s)"),
-    ("stop", 0.02, ""),
+@pytest.mark.parametrize(("deadline", "field"), [
+    (None, "(cluster.call_timeout_s)"), (Deadline(0.02, "cluster.start_timeout_s"), "(cluster.start_timeout_s)"),
+    (Deadline(0.02), ""),
 ])
-def test_a_deadline_of_its_own_is_not_told_by_the_name_of_another_s(method, timeout_s, field, monkeypatch):
+def test_a_deadline_of_its_own_is_not_told_by_the_name_of_another_s(deadline, field, monkeypatch):
     """A group whose one worker answers nothing."""
 
     async def run():
         silent = asyncio.get_running_loop().create_future
         group = local_group(monkeypatch, lambda *_: [silent(), silent()])
-        late = group.call(0, method, timeout_s=timeout_s)
+        late = group.call(0, RewardScorer.score, deadline=deadline)
         await replace(late, started=late.started - 10).done()
 
     with pytest.raises(WorkerError) as told:
         asyncio.run(run())
-    assert str(told.value) == f"reward_scorer/0 did not answer {method} within 0.02 s {field}".rstrip()
+    assert str(told.value) == f"reward_scorer/0 did not answer score within 0.02 s {field}".rstrip()
 
 
 def test_the_deadline_counts_from_the_call_and_not_from_the_waiting():

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_ray.cluster.calls import Call, Fence
+from rlhf_ray.cluster.calls import Call, Deadline, Fence
 from rlhf_ray.cluster.processes import kill
 from rlhf_ray.errors import WorkerLost
 
 
 def call_to(fence, result):
-    return Call("generator", 2, "generate", (result,), result, 100.0, time.monotonic(), fence)
+    return Call("generator", 2, "generate", (result,), result, Deadline(100.0), time.monotonic(), fence)
 
 
 def test_closing_ends_the_waits_that_are_under_way_with_its_reason():

@@ -1,6 +1,7 @@
 """What a worker process is given, and how a role's class becomes remote, before any Ray is started."""
 
 import asyncio
+import pickle
 
 import ray
 
@@ -31,6 +32,11 @@ class Asynchronous:
         return x + 1
 
 
+def order(method, *args, outputs=1):
+    """A call as the worker gets it."""
+    return CallSpec.of(method, outputs, args)[0]
+
+
 def inner(cls):
     """The class that Ray would run, as an ordinary one."""
     return actor_class(cls).__ray_metadata__.modified_class
@@ -38,7 +44,7 @@ def inner(cls):
 
 def test_every_role_has_an_address_on_its_node_where_others_join(monkeypatch):
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    (address, _) = inner(Plain)().timed_call(CallSpec.of("rendezvous", 1, ()))
+    (address, _) = inner(Plain)().timed_call(order("rendezvous"))
     assert address.startswith("tcp://127.0.0.1:")
 
 
@@ -52,22 +58,29 @@ def test_a_remote_class_keeps_its_name():
 
 def test_a_call_answers_with_its_result_and_its_time():
     worker = inner(Plain)()
-    result, seconds = worker.timed_call(CallSpec.of("double", 1, [4]))
+    result, seconds = worker.timed_call(order("double", 4))
     assert result == 8 and seconds >= 0
-    first, second, _ = worker.timed_call(CallSpec.of("both", 2, [4]))
+    first, second, _ = worker.timed_call(order("both", 4, outputs=2))
     assert (first, second) == (4, -4)
-    pair, _ = worker.timed_call(CallSpec.of("both", 1, [4]))
+    pair, _ = worker.timed_call(order("both", 4))
     assert pair == (4, -4)
 
 
 def test_arguments_arrive_in_their_order_whether_by_value_or_by_reference():
     a, b = ray.ObjectRef(b"a" * 28), ray.ObjectRef(b"b" * 28)
-    for args in ([a, 1, 2, b], [None, a, b, [3]], [1, 2], [a], []):
-        order = CallSpec(*CallSpec.of("m", 1, args))
-        assert not any(isinstance(arg, ray.ObjectRef) for arg in order.plain)
-        values = {a: "value of a", b: "value of b"}
-        found = order.arguments([values[arg] for arg in args if isinstance(arg, ray.ObjectRef)])
-        assert found == [values[arg] if isinstance(arg, ray.ObjectRef) else arg for arg in args]
+    values = {a: "value of a", b: "value of b"}
+
+    def arrived(argument):
+        if isinstance(argument, list):
+            return [arrived(part) for part in argument]
+        return values[argument] if isinstance(argument, ray.ObjectRef) else argument
+
+    for args in ([a, 1, 2, b], [None, a, b, [3]], [1, 2], [a], [], [[a, b], 1, [], a], [[b, a]]):
+        for named in ({}, {"x": a, "y": 2, "z": [b, a]}):
+            spec, references = CallSpec.of("m", 1, args, named)
+            given = pickle.loads(pickle.dumps(spec))
+            found = CallSpec(*given).arguments([values[reference] for reference in references])
+            assert found == (arrived(args), {name: arrived(value) for name, value in named.items()})
 
 
 def test_the_rank_of_one_that_was_removed_is_never_given_again(monkeypatch):
@@ -82,8 +95,8 @@ def test_the_rank_of_one_that_was_removed_is_never_given_again(monkeypatch):
 
 def test_coroutines_and_plain_methods_of_one_role_both_answer():
     worker = inner(Asynchronous)()
-    assert asyncio.run(worker.timed_call(CallSpec.of("double", 1, [4])))[0] == 8
-    assert asyncio.run(worker.timed_call(CallSpec.of("plain", 1, [4])))[0] == 5
+    assert asyncio.run(worker.timed_call(order("double", 4)))[0] == 8
+    assert asyncio.run(worker.timed_call(order("plain", 4)))[0] == 5
 
 
 def test_the_environment_limits_threads_and_the_roles_own_settings_win():

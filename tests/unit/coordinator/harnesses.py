@@ -74,16 +74,14 @@ class PipelineHarness:
         await self.delay()
         return method, rank
 
-    async def score(self, rank, method, *records):
-        rollouts, prompts = records[: len(records) // 2], records[len(records) // 2 :]
+    async def score(self, rank, method, rollouts, prompts):
         for rollout, (name, rows) in zip(rollouts, prompts, strict=True):
             assert name == "prompts" and rows >= {key.row for key in rollout["keys"]}
         return await self.forward(rank, method, *rollouts)
 
-    async def assemble(self, rank, method, terms, chunks, ranks, *records):
+    async def assemble(self, rank, method, terms, rollouts, **columns):
         await self.delay()
-        rollouts, (reward, reference, *parts) = records[:chunks], records[chunks:]
-        self.parts = (terms, ranks, reward, reference, tuple(parts))
+        self.parts = terms, columns
         experience = [f"experience {rollout['keys'][0].row}" for rollout in rollouts]
         return *experience, [self._summary(rollout["keys"], rollout["version"]) for rollout in rollouts]
 
@@ -112,13 +110,13 @@ class QuarantineHarness(PipelineHarness):
         self.file = self.ledger.path.with_name("quarantine.jsonl")
         self.pipeline.quarantine = Quarantine(self.ledger, self.file, limit, ROWS, warn)
 
-    async def score(self, rank, method, *records):
-        keys = [key for rollout in records[: len(records) // 2] for key in rollout["keys"]]
+    async def score(self, rank, method, rollouts, prompts):
+        keys = [key for rollout in rollouts for key in rollout["keys"]]
         worst = [key for key in keys if key.row in self.bad and not key.sample]
         if blamed := [Unscored(key, f"p{key.row}", "r", f"bad {key.row}") for key in worst]:
             await self.delay()
             raise UnscoredSamples("no score", blamed)
-        return await super().score(rank, method, *records)
+        return await super().score(rank, method, rollouts, prompts)
 
 
 def coordinator_of(config, roles, state, buffer, calls, pipeline, publish, **parts):
@@ -259,7 +257,7 @@ class DelayedRun:
     async def delay(self, scale=1.0):
         await asyncio.sleep(scale * self._random.paretovariate(1.2))
 
-    async def forward(self, rank, method, *_):
+    async def forward(self, rank, method, *_, **__):
         await self.delay(0.3)
 
     async def generate(self, rank, method, prompts, keys, seed, sampling):
@@ -284,9 +282,8 @@ class DelayedRun:
         await self.delay(self.updating)
         return UpdateStats(step=step, applied=1, skipped=0, seconds=0.1, tokens=1, metrics={"loss": 1.0})
 
-    async def assemble(self, rank, method, terms, chunks, ranks, *records):
+    async def assemble(self, rank, method, terms, rollouts, **columns):
         await self.delay(0.1)
-        rollouts = records[:chunks]
         return *rollouts, [self._summary(list(rollout["keys"]), rollout["oldest"]) for rollout in rollouts]
 
     async def publish(self, version):

@@ -2,6 +2,7 @@
 
 import asyncio
 
+from rlhf_ray.cluster.worker_group import Startable
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.health_monitor import HealthMonitor
@@ -9,6 +10,7 @@ from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
+from rlhf_ray.roles.generator import Generator
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 
@@ -62,7 +64,7 @@ class LossyGenerators(StandInGroup):
     async def start_one(self, rank, timeout_s):
         if self.unrestartable:
             raise self.unrestartable
-        await self.call(rank, "start").value()
+        await self.call(rank, Startable.start).value()
 
     async def start_replica(self, rank, timeout_s):
         await self.start_one(rank, timeout_s)
@@ -82,7 +84,7 @@ class ReplacementHarness:
 
     async def ask_all(self, calls):
         """Ask so many at once; who answered."""
-        asked = [self.dispatcher.call("generate", work=4) for _ in range(calls)]
+        asked = [self.dispatcher.call(Generator.generate, work=4) for _ in range(calls)]
         return sorted(call.rank for call in await asyncio.gather(*asked))
 
 

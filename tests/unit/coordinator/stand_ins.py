@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coordinator_groups import Answer, LocalGroup
-from rlhf_ray.cluster.calls import Call
+from rlhf_ray.cluster.calls import Call, Deadline
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
@@ -48,9 +48,10 @@ class StandInGroup(LocalGroup):
         super().__init__(role, workers, answer)
         self.log: list[tuple[str, int]] = []
 
-    def call(self, rank: int, method: str, *args: Any, outputs: int = 1, timeout_s: float | None = None) -> Call:
-        self.log.append((method, rank))
-        call = super().call(rank, method, *args, outputs=outputs, timeout_s=timeout_s or FOREVER_S)
+    def call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
+             **named: Any) -> Call[Any]:
+        self.log.append((method.__name__, rank))
+        call = super().call(rank, method, *args, outputs=outputs, deadline=deadline or Deadline(FOREVER_S), **named)
         return replace(call, refs=tuple(map(SharedRef, call.refs)), timing=SharedRef(call.timing))
 
 
@@ -71,7 +72,7 @@ class StandInPrompts:
         return self.name, frozenset(self.reads[-1])
 
 
-async def silent(rank: int, method: str, *args: Any) -> None:
+async def silent(rank: int, method: str, *args: Any, **named: Any) -> None:
     """Answers everything with None at once."""
     return
 

@@ -87,7 +87,8 @@ class EvaluationHarness:
         await asyncio.sleep(0.01 / len(self.asked))
         return keys
 
-    async def score(self, rank, method, keys, prompts):
+    async def score(self, rank, method, rollouts, prompts):
+        (keys,) = rollouts
         self.scored.append(keys)
         if failed := [Unscored(key, "p", "r", f"row {key.row} is odd") for key in keys if key in self._bad]:
             raise UnscoredSamples("no score", failed)

@@ -51,7 +51,7 @@ class Growing(LossyGenerators):
         await asyncio.sleep(self.slow_starts.get(rank, 0.0))
         await super().start_one(rank, timeout_s)
 
-    async def remove(self, rank, reason, shutdown_method=None, grace_s=0.0):
+    async def remove(self, rank, reason, shutdown=None, grace_s=0.0):
         self.present.remove(rank)
         self.gone[rank] = reason
 

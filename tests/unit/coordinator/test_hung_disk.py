@@ -57,9 +57,9 @@ class DiskRun(CoordinatorHarness):
 
         return behave
 
-    async def assemble(self, rank, method, *arguments):
+    async def assemble(self, rank, method, *arguments, **named):
         if method != "save_samples":
-            return await self.harness.assemble(rank, method, *arguments)
+            return await self.harness.assemble(rank, method, *arguments, **named)
         directory, _, step, *_ = arguments
         write = SampleWriter(Path(directory)).write
         return await self.thread.run(write, step, pa.table({"step": [step]})), 0.1

@@ -26,7 +26,7 @@ class Group:
     async def respawn(self, rank, reason):
         self.respawned.append(rank)
 
-    def call(self, rank, method, timeout_s):
+    def own_call(self, rank, method, deadline):
         async def done():
             if rank in self.gone:
                 raise lost("policy", "died")

@@ -199,10 +199,10 @@ def failing_score(run, error, at):
     """Have the reward raise `error` for the batch after step `at`; returns what it does otherwise."""
     score = run.harness.roles.reward.answer
 
-    async def raising(rank, method, *records):
+    async def raising(rank, method, **records):
         if run.harness.state.step == at:
             raise error
-        return await score(rank, method, *records)
+        return await score(rank, method, **records)
 
     run.harness.roles.reward.answer = raising
     return score
@@ -321,11 +321,11 @@ def test_a_state_that_its_ledger_contradicts_is_not_saved(ppo_config, summary):
     run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)
     score = run.harness.roles.reward.answer
 
-    async def between(rank, method, *records):
+    async def between(rank, method, **records):
         if run.harness.state.step == 2:
             run.harness.state.chunks.popitem()
             raise ValueError("a bug")
-        return await score(rank, method, *records)
+        return await score(rank, method, **records)
 
     run.harness.roles.reward.answer = between
     with pytest.raises(ValueError, match="a bug"):

@@ -65,13 +65,13 @@ def test_a_chunk_whose_bytes_were_lost_is_made_again_with_the_same_keys_and_seed
         harness = PipelineHarness(ppo_config(prompts=4, chunk=2), summary)
         assemble = harness.assemble
 
-        async def lose_one(rank, method, terms, chunks, ranks, *records):
+        async def lose_one(rank, method, terms, rollouts, **columns):
             if not lost:
-                lost.append(records[0]["keys"])
+                lost.append(rollouts[0]["keys"])
                 error = WorkerLost("an argument of assemble was lost")
                 error.role, error.kind = "assembler", "result"
                 raise error
-            return await assemble(rank, method, terms, chunks, ranks, *records)
+            return await assemble(rank, method, terms, rollouts, **columns)
 
         harness.roles.assembler.answer = lose_one
         keys = await harness.train()
@@ -94,13 +94,13 @@ def test_the_room_of_a_chunk_that_is_made_again_is_free_when_it_is_generated_aga
         loop = config.coordinator.model_copy(update={"concurrency": 2})
         harness, lost = PipelineHarness(config.model_copy(update={"coordinator": loop}), summary), []
 
-        async def lose_one(*args):
+        async def lose_one(*args, **columns):
             if not lost:
                 lost.append(args)
                 error = WorkerLost("an argument of assemble was lost")
                 error.role, error.kind = "assembler", "result"
                 raise error
-            return await harness.assemble(*args)
+            return await harness.assemble(*args, **columns)
 
         harness.roles.assembler.answer = lose_one
         await harness.train()
@@ -144,8 +144,9 @@ def test_the_assembler_gets_every_ranks_part_in_rank_order(ppo_config, summary):
         await harness.train()
         return harness.parts
 
-    parts = (("logprobs", 0), ("logprobs", 1), ("values", 0))
-    assert in_loop(run()) == (RewardTerms(0.1), 2, ("score_each", 0), ("logprobs", 0), parts)
+    assert in_loop(run()) == (RewardTerms(0.1), {
+        "rewards": ("score_each", 0), "reference": ("logprobs", 0), "values": [("values", 0)],
+        "old_logprobs": [("logprobs", 0), ("logprobs", 1)]})
 
 
 def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config, summary):
@@ -159,8 +160,9 @@ def test_without_a_critic_the_assembler_gets_the_policys_parts_alone(ppo_config,
         await harness.train()
         return harness.parts
 
-    parts = (("logprobs", 0), ("logprobs", 1))
-    assert in_loop(run()) == (RewardTerms(0.1), 2, ("score_each", 0), ("logprobs", 0), parts)
+    assert in_loop(run()) == (RewardTerms(0.1), {
+        "rewards": ("score_each", 0), "reference": ("logprobs", 0), "values": [],
+        "old_logprobs": [("logprobs", 0), ("logprobs", 1)]})
 
 
 def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summary):
@@ -179,9 +181,10 @@ def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summ
         await harness.train()
         return harness.parts, policy.log
 
-    parts = (("logprobs", 0), ("logprobs", 1), ("values", 0), ("values", 1))
     told, log = in_loop(run())
-    assert told == (RewardTerms(0.1), 2, ("score_each", 0), ("logprobs", 0), parts)
+    assert told == (RewardTerms(0.1), {
+        "rewards": ("score_each", 0), "reference": ("logprobs", 0), "values": [("values", 0), ("values", 1)],
+        "old_logprobs": [("logprobs", 0), ("logprobs", 1)]})
     assert log == [("logprobs_and_values", 0), ("logprobs_and_values", 1)]
 
 
@@ -190,15 +193,15 @@ def test_without_a_reference_the_policy_s_frozen_base_is_asked_rank_by_rank(ppo_
     async def run():
         harness = PipelineHarness(ppo_config(prompts=2, steps=1), summary, ranks=ranks)
 
-        async def assemble(rank, method, *args):
-            return args if method == "join" else await harness.assemble(rank, method, *args)
+        async def assemble(rank, method, *args, **columns):
+            return args if method == "join" else await harness.assemble(rank, method, *args, **columns)
 
         roles = role_groups_of(generators=harness.generators, policy=harness.policy, reward=harness.score,
                                 reference=None,
                        critic=None, assembler=assemble)
         harness.pipeline = harness.pipeline_of(harness.pipeline.config, roles)
         await harness.train()
-        return harness.parts[3]
+        return harness.parts[1]["reference"]
 
     shares = tuple(("reference_logprobs", rank) for rank in range(ranks))
     assert in_loop(run()) == (shares[0] if ranks == 1 else shares)
@@ -289,8 +292,8 @@ def test_the_first_failing_chunk_is_raised(ppo_config, summary):
     async def run():
         harness = PipelineHarness(ppo_config(), summary)
 
-        async def refuse(rank, method, rollout, *_):
-            raise RewardError(f"no score for row {rollout['keys'][0].row}")
+        async def refuse(rank, method, rollouts, prompts):
+            raise RewardError(f"no score for row {rollouts[0]['keys'][0].row}")
 
         harness.roles = role_groups_of(generators=harness.generators, policy=harness.policy, reward=refuse,
                                           reference=harness.forward,

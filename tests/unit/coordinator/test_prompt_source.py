@@ -34,7 +34,7 @@ class LocalReaders:
         self.reader = reader
 
     def call(self, rank, method, *arguments):
-        return Answer(getattr(self.reader, method)(*arguments))
+        return Answer(method(self.reader, *arguments))
 
 
 def test_a_table_that_is_opened_again_has_the_rows_of_before(tmp_path):

@@ -28,10 +28,10 @@ class Ordered(QuarantineHarness):
         self._turns = turns
         super().__init__(config, summary, BAD, limit=0.5, **more)
 
-    async def score(self, rank, method, *records):
-        chunk = FIRST.index(records[0]["keys"][-1].row) // 2
+    async def score(self, rank, method, rollouts, prompts):
+        chunk = FIRST.index(rollouts[0]["keys"][-1].row) // 2
         await asyncio.sleep(0.1 * (1 + self._turns[chunk % len(self._turns)]))
-        return await super().score(rank, method, *records)
+        return await super().score(rank, method, rollouts, prompts)
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +115,11 @@ def test_a_run_saved_after_the_loss_of_its_scorers_goes_on_as_if_it_had_not_been
     harness, copy = ordered(turns), tmp_path / "copy.sqlite"
     score = harness.score
 
-    async def score_or_fail(rank, method, *records):
-        if records[0]["keys"][0].row == FIRST[0]:
+    async def score_or_fail(rank, method, rollouts, prompts):
+        if rollouts[0]["keys"][0].row == FIRST[0]:
             await asyncio.sleep(0.1 * (1 + turns[0]))
             raise WorkerError("the scorers cannot be kept alive", "reward")
-        return await score(rank, method, *records)
+        return await score(rank, method, rollouts, prompts)
 
     harness.roles.reward.answer = score_or_fail
 

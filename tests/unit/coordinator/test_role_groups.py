@@ -3,6 +3,7 @@
 import asyncio
 
 from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
+from rlhf_ray.roles.policy_learner import PolicyLearner
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of, silent
 
 
@@ -42,7 +43,7 @@ def test_working_time_is_noted_under_role_and_phase():
     async def run():
         roles = role_groups_of()
         began = roles.clock.now()
-        await roles.done(roles.policy.call(0, "update"), "policy_update")
+        await roles.done(roles.policy.call(0, PolicyLearner.update), "policy_update")
         return roles.clock, began
 
     clock, began = asyncio.run(run())

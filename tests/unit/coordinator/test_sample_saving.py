@@ -30,13 +30,13 @@ class Saving:
         self.saving = SampleSaving(saved, roles, StandInPrompts("prompts"), Path("/runs/a/samples"), None, True,
                                    self.warnings.append)
 
-    async def assemble(self, rank, method, directory, term, step, limit, old_known, summaries, prompts, *chunks):
+    async def assemble(self, rank, method, directory, term, step, limit, old_known, summaries, prompts, experiences):
         assert (method, directory, term, old_known) == ("save_samples", "/runs/a/samples", None, True)
         self.asked.append(f"begin {step}")
         if self._answer is not None:
             raise self._answer
         await asyncio.sleep(0.01)
-        self.asked.append((step, limit, summaries, chunks))
+        self.asked.append((step, limit, summaries, experiences))
         return 100 * step, 0.5
 
 
@@ -47,7 +47,7 @@ def test_samples_are_written_with_their_numbers_as_metrics_and_one_step_at_a_tim
         assert await second == {"samples/bytes": 200.0, "samples/write_s": 0.5} and first.done()
         return saving.asked
 
-    chunks = (["about 0", "about 1"], ("chunk 0", "chunk 1"))
+    chunks = (["about 0", "about 1"], ["chunk 0", "chunk 1"])
     assert asyncio.run(run()) == ["begin 1", (1, None, *chunks), "begin 2", (2, None, *chunks)]
 
 
@@ -59,7 +59,7 @@ def test_only_chunks_of_the_first_prompts_are_passed_on(saved, chunks):
         return saving.asked[-1]
 
     assert asyncio.run(run())[1:] == (saved, [f"about {i}" for i in range(chunks)],
-                                      tuple(f"chunk {i}" for i in range(chunks)))
+                                      [f"chunk {i}" for i in range(chunks)])
 
 
 def test_nothing_is_written_when_it_is_off():
@@ -88,8 +88,9 @@ def saved_run(ppo_config, summary, tmp_path):
         harness = CoordinatorHarness(ppo_config(prompts=4, steps=3), summary)
         coordinator, roles, assemble = harness.coordinator, harness.harness.roles, harness.harness.assemble
 
-        async def answer(rank, method, *arguments):
-            return await (save(arguments[2]) if method == "save_samples" else assemble(rank, method, *arguments))
+        async def answer(rank, method, *arguments, **named):
+            return await (save(arguments[2]) if method == "save_samples" else assemble(
+                rank, method, *arguments, **named))
 
         roles.assembler.answer, run.events = answer, harness.events
         coordinator.metrics = MetricsWriter(tmp_path, LoggingConfig(tensorboard=False, ray_metrics=False))

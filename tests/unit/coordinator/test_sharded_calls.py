@@ -8,6 +8,7 @@ import pytest
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.coordinator.dispatcher import PEER_GRACE_S
 from rlhf_ray.errors import SampleError, WorkerError, WorkerLost
+from rlhf_ray.roles.reward_scorer import RewardScorer
 from tests.unit.coordinator.losses import ReplacementHarness, lost
 
 FOREVER_S = 1e6
@@ -40,8 +41,8 @@ class ShardedScorers(ReplacementHarness):
 
     async def ask(self, *names, work=1):
         async def one(name):
-            call, value = await self.dispatcher.call_and_get(0, "score", name, work=work)
-            return call.rank, value
+            call = await self.dispatcher.call(RewardScorer.score, name, work=work)
+            return call.rank, await call.value()
 
         return await asyncio.gather(*map(one, names))
 

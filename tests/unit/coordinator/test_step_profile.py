@@ -12,16 +12,16 @@ from rlhf_ray.records import OperatorTime, WorkerProfile
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 
-async def profiled(rank, method, *args):
+async def profiled(rank, method, trace=""):
     if method == "end_profile":
-        return WorkerProfile(args[0].rsplit("/", 1)[1], 0.5, [OperatorTime("aten::mm", 3, 1.5)])
+        return WorkerProfile(trace.rsplit("/", 1)[1], 0.5, [OperatorTime("aten::mm", 3, 1.5)])
     return None
 
 
-async def broken(rank, method, *args):
+async def broken(rank, method, **named):
     if rank == 1:
         raise WorkerError(f"{method} failed")
-    return await profiled(rank, method, *args)
+    return await profiled(rank, method, **named)
 
 
 def profiler_of(directory, at_step=None, generators=profiled, workers=1):
@@ -90,9 +90,9 @@ def test_a_worker_has_a_minute_to_begin(tmp_path, monkeypatch):
     profiler, roles = profiler_of(tmp_path, at_step=1)
     given, call = [], roles.generators.call
 
-    def noting(rank, method, *args, timeout_s=None):
-        given.append((method, timeout_s))
-        return call(rank, method, *args)
+    def noting(rank, method, deadline=None, **named):
+        given.append((method.__name__, deadline and deadline.seconds))
+        return call(rank, method, **named)
 
     monkeypatch.setattr(roles.generators, "call", noting)
     asyncio.run(make_step(profiler, roles, 1))

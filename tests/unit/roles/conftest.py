@@ -41,7 +41,9 @@ def assemble_one(
     rewards: RewardScores, *scores: TokenScores | None,
 ) -> tuple[Experience, ExperienceSummary]:
     """`Assembler.assemble` of one rollout; `scores` are the reference's and the ranks' parts."""
-    experience, (summary,) = assembler.assemble(terms, 1, policy_ranks, rollout, [rewards], *scores)
+    reference, *parts = scores
+    experience, (summary,) = assembler.assemble(
+        terms, [rollout], [rewards], reference, parts[:policy_ranks], parts[policy_ranks:])
     return experience, summary
 
 

@@ -67,7 +67,7 @@ def reward(policy: ModelConfig, rewards: dict[str, Any], shard: Shard, address: 
         try:
             await scorer.start(address, 60.0)
             try:
-                return await scorer.score_each(*rollouts(), *map(prompts_of, rollouts()))
+                return await scorer.score_each(rollouts(), [*map(prompts_of, rollouts())])
             except (RewardError, UnscoredSamples) as error:
                 return error
         finally:

@@ -275,7 +275,7 @@ def saved(assemble, policy_model, tmp_path):
         assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
         assembler.start()
         size, seconds = asyncio.run(assembler.save_samples(
-            str(tmp_path), None, 7, prompts_saved, old_known, [summary], prompts, experience))
+            str(tmp_path), None, 7, prompts_saved, old_known, [summary], prompts, [experience]))
         assert (size, seconds > 0) == ((tmp_path / "step_000007.parquet").stat().st_size, True)
         return read_samples(tmp_path, 7)
 
@@ -323,7 +323,7 @@ def test_saving_on_a_disk_that_hangs_ends_by_the_files_name(assemble, policy_mod
     assembler.start()
     monkeypatch.setenv(VARIABLE, "fsync@step_000001.parquet:hang")
     with pytest.raises(DiskStalled, match=r"flush \S*step_000001.parquet has made no progress"):
-        asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], PROMPTS, experience))
+        asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], PROMPTS, [experience]))
     monkeypatch.delenv(VARIABLE)
     while hanging():
         time.sleep(0.01)
@@ -338,7 +338,7 @@ def test_a_full_disk_is_named_with_its_remedy(assemble, policy_model, tmp_path, 
     assembler.start()
     monkeypatch.setattr(sample_files, "write_atomically", full)
     with pytest.raises(CheckpointError, match=r"the disk is full: the samples of step 1 .*\(logging.samples\)"):
-        asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], PROMPTS, experience))
+        asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], PROMPTS, [experience]))
 
 
 def test_a_late_assembler_of_a_superseded_driver_writes_no_samples(assemble, policy_model, tmp_path):
@@ -349,7 +349,7 @@ def test_a_late_assembler_of_a_superseded_driver_writes_no_samples(assemble, pol
     assembler.start()
     with pytest.raises(SupersededError):
         asyncio.run(assembler.save_samples(str(tmp_path / "samples"), term, 1, None, True, [summary], PROMPTS,
-                                           experience))
+                                           [experience]))
     assert list((tmp_path / "samples").iterdir()) == []
 
 
@@ -449,8 +449,8 @@ def test_rollouts_assembled_in_company_become_what_each_becomes_alone(two_rows, 
     old = (OLD,) if ranks else ()
 
     *together, summaries = assembler.assemble(
-        RewardTerms(COEF), 3, ranks, *rollouts, rewards, TokenScores.concat(parts_of(REFERENCE)),
-        *(share for told in old for share in shares(told)), *shares(VALUES))
+        RewardTerms(COEF), rollouts, rewards, TokenScores.concat(parts_of(REFERENCE)),
+        [share for told in old for share in shares(told)], shares(VALUES))
     assert [len(summary.scores) for summary in summaries] == [1, 2, 1]
     told = zip(*(parts_of(numbers) for numbers in (REFERENCE, *old, VALUES)), strict=True)
     for i, scores in enumerate(told):

@@ -85,7 +85,7 @@ def test_samples_of_several_rows_are_saved_as_one_each(segments, policy_model, t
     prompts = Prompts(offsets_of([1, 1]), np.zeros(2, np.int32), ["p9", "p4"], [{}, {}], np.array([9, 4]))
     assembler = Assembler(AlgorithmConfig(), policy_model, 8)
     assembler.start()
-    asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], prompts, experience))
+    asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], prompts, [experience]))
     rows = read_samples(tmp_path, 1)
     assert [row["token_ids"] for row in rows] == [segments.tokens[tokens].tolist() for tokens in TOKENS_OF_SAMPLE]
     assert [row["row_lengths"] for row in rows] == [[len(MASKS[0]), len(MASKS[1])], [len(MASKS[2])],

@@ -156,9 +156,9 @@ def test_several_rollouts_are_scored_side_by_side(rollout, policy_model):
     async def ask():
         scorer = RewardScorer(match, policy_model, 1000)
         assert await scorer.start() == {}, "without a model nothing is compared"
-        two = await scorer.score_each(rollout, rollout.select([1]), prompts, prompts.select([1]))
+        two = await scorer.score_each([rollout, rollout.select([1])], [prompts, prompts.select([1])])
         with pytest.raises(ValueError, match="zip"):
-            await scorer.score_each(rollout, rollout, prompts)
+            await scorer.score_each([rollout, rollout], [prompts])
         await scorer.stop()
         return two
 

@@ -29,7 +29,7 @@ class Learners:
 
     def call_all(self, method, step):
         async def value():
-            self._maybe_fail(method, step)
+            self._maybe_fail(method.__name__, step)
             self.step = step
             if self.now is not None:
                 self.now.append(self.now[-1] + 60)
@@ -38,6 +38,7 @@ class Learners:
         return [SimpleNamespace(value=value)]
 
     async def values(self, method, *given):
+        method = method.__name__
         self._maybe_fail(method, self.step)
         if method == "save_progress":
             if self.stuck:

@@ -21,7 +21,7 @@ class Learners:
     role = "sft_learner"
 
     async def values(self, method, *given):
-        return [SaveProgress(True, (0, 0), "nothing")] if method == "save_progress" else [None]
+        return [SaveProgress(True, (0, 0), "nothing")] if method.__name__ == "save_progress" else [None]
 
 
 def config_of(run_dir, seed=0, batch_size=8, held_out=0.1, max_tokens=64, weights=(1.0, 2.0), row=None, system=None,
