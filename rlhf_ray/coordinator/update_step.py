@@ -66,14 +66,15 @@ class Learning:
     async def _update_all(self, lease: Lease) -> Learned:
         """Update policy and critic from the same experience, concurrently."""
         roles, step, coef = self._roles, self._state.step, self._state.kl.value
+        batch = lease.refs
         if self._shares_backbone:
-            both = roles.actor_critic.call_all(ActorCriticLearner.update_both, step, coef, *lease.refs)
+            both = roles.actor_critic.call_all(ActorCriticLearner.update_both, step, coef, *batch)
             of_both = await self._of_first_rank(both, "policy_update")
             assert of_both is not None
             return Learned(*of_both)
         warming_up = step < self._config.critic_warmup_steps
-        policy = [] if warming_up else roles.policy.call_all(PolicyLearner.update, step, coef, *lease.refs)
-        critic = roles.critic.call_all(CriticLearner.update, step, *lease.refs) if roles.critic else []
+        policy = [] if warming_up else roles.policy.call_all(PolicyLearner.update, step, coef, *batch)
+        critic = roles.critic.call_all(CriticLearner.update, step, *batch) if roles.critic else []
         return Learned(*await asyncio.gather(
             self._of_first_rank(policy, "policy_update"), self._of_first_rank(critic, "critic_update")))
 
