@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models.cpu.short_rows import HeadGrids, ShortRowAttention, takes_short_rows
-from rlhf_ray.models.packing import Packing
+from rlhf_ray.models.packing import Packing, without_filler
 
 NAME = "rlhf_ray_packed"
 NEUTRAL = {
@@ -114,7 +114,7 @@ def packed_attention(
                          "or does not pass on; use 'sdpa' for padded batches")
     _refuse_other_kinds(module, {"attention_mask": attention_mask, **others})
     kind = Kind(dropout, scaling, sliding_window, softcap, s_aux)
-    q, k, v = (_in_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
+    q, k, v = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
     plain = not kind.has_own_scores and (sliding_window is None or packing.longest <= sliding_window)
     if plain and q.shape[-1] == v.shape[-1] and takes_short_rows(q, k, packing, dropout):
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -200,10 +200,11 @@ def attend_variable_length(
     """[T, heads, D] outputs of `[T, heads, D]` queries, keys and values by a kernel like `varlen_attn`, whose windows
     count the tokens before the query."""
     before = -1 if kind.window is None else kind.window - 1
-    q, k, v = (x[: packing.tokens] for x in (query, key, value))
+    filler = len(query) - packing.tokens
+    q, k, v = (without_filler(x, filler) for x in (query, key, value))
     out = kernel(q, k, v, packing.boundaries, packing.boundaries, packing.longest, packing.longest,
                  scale=kind.scale, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1])
-    return _with_filler([out], len(query) - packing.tokens)
+    return _with_filler([out], filler)
 
 
 def attend_in_grids(packing: Packing, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:

@@ -27,6 +27,12 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def without_filler(flat: Tensor, filler: int) -> Tensor:
+    """`[T + filler, ...]` numbers without the last `filler`. The same tensor where there are none: the backward pass of
+    a slice, even of a whole one, copies the gradient into zeros."""
+    return flat[: len(flat) - filler] if filler else flat
+
+
 @dataclass(frozen=True)
 class Packing:
     """Lengths and positions of the rows of a packed sequence.
