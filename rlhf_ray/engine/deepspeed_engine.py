@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,7 +33,13 @@ from rlhf_ray.internals.deepspeed import (
     wrapped_optimizer,
 )
 from rlhf_ray.models.compiled import compile_layers
+from rlhf_ray.models.config_json import context_of
+from rlhf_ray.models.packed_model import hidden_states
+from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity_pass import embedding_as_leaf
+
+ROWS_TRIED = 5
+"""Number of rows, at least, of the pass by which layers are compiled."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,6 @@ class TrainEngine:
         self.world = dist.get_world_size()
         if config.gradient_checkpointing:
             module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.compile_layers:
-            compile_layers(module.model)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)
@@ -79,6 +84,10 @@ class TrainEngine:
             if self.world == 1:
                 leave_gradients_unreduced(self.engine)
         self.device = self.engine.device
+        self.compiled = None
+        """What is compiled."""
+        if config.compiles_layers:
+            self.compiled = compile_layers(module.model, self._try_layers, required=config.compile_layers is True)
 
     @property
     def module(self) -> nn.Module:
@@ -112,6 +121,21 @@ class TrainEngine:
         layers keep their train or eval mode."""
         with self._cast_cache(), autocast(self.engine):
             return self.module(*args, **kwargs)
+
+    def _try_layers(self) -> None:
+        """A forward and a backward pass of the model's layers over a micro-batch of random tokens. The state of the run
+        is not touched."""
+        model, most = self.module.model, self.config.micro_batch_tokens
+        context = context_of(model.config) or most
+        longest = max(2, min(context, most // ROWS_TRIED))
+        packing = Packing.of(np.arange(longest, max(1, longest - most // longest), -1), self.device)
+        devices = [torch.device(self.device)] if self._on_gpu else []
+        self._set_mode(True)
+        with torch.random.fork_rng(devices), self._cast_cache(), autocast(self.engine):
+            tokens = torch.randint(model.config.get_text_config().vocab_size, (packing.tokens,), device=self.device)
+            with embedding_as_leaf(model, 0.0) as leaves:
+                states = hidden_states(model, tokens, packing)
+            torch.autograd.grad(states.sum(), leaves)
 
     def release_gathered(self) -> None:
         """Under ZeRO-3, free gathered parameters after passes that no `step` follows; `step` frees them itself."""

@@ -39,6 +39,7 @@ def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) ->
         grid = backbone(input_ids=packing.to_grid(tokens), attention_mask=mask, use_cache=False).last_hidden_state
         return packing.from_grid(grid)
     filler = filler_of(tokens)
+    packing.prepare()
     output = backbone(
         input_ids=pad(tokens, (0, filler))[None], position_ids=pad(packing.positions, (0, filler))[None],
         use_cache=False, packing=packing,
