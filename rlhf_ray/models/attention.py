@@ -142,9 +142,15 @@ def _in_autocast(x: Tensor) -> Tensor:
     """In the precision of autocast, where it is on, as for torch's own attention. Where weights are float32, so are the
     rotations of queries and keys, and the kernel for rows of any length takes half precision only."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
     return x
+
+
+@torch.compiler.assume_constant_result
+def _has_autocast(kind: str) -> bool:
+    """Whether a type of device has autocast. What a compiled layer asks of the device must not be part of its graph."""
+    return torch.amp.is_autocast_available(kind)
 
 
 def _with_filler(outputs: list[Tensor], filler: int) -> Tensor:
