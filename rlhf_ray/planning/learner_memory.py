@@ -181,16 +181,21 @@ def _copied(config: LearnerConfig, shape: ModelShape) -> float:
 
 def _communication_bytes(config: LearnerConfig, shape: ModelShape) -> float:
     """Bytes of DeepSpeed's buffers for gradients being reduced: at stage 3 as collected, as laid out by rank, and on
-    CPUs in gloo; and the weights that stage 3 leaves gathered. Below stage 3 on CPUs, all copies together
+    CPUs in gloo; and the weights that stage 3 leaves gathered, and a layer's as they arrive from all ranks. At stage 2
+    there are two buckets, each at least as large as the embedding. Below stage 3 on CPUs, all copies together
     (`worker_memory.COPIES_ON_CPU`)."""
     stage, number = stage_of(config), trained(config, shape)
     if stage == 3:
         each = shape.bytes_per_value if config.lora else FLOAT
-        return (2 if config.gpus else 3) * _bucket_bytes(config, shape) + min(GATHERED, shape.parameters) * each
+        gathered = min(GATHERED, shape.parameters) + shape.layer_parameters
+        return (2 if config.gpus else 3) * _bucket_bytes(config, shape) + gathered * each
     if config.workers == 1:
         return 0.0
     if not config.gpus:
         return float(FLOAT * COPIES_ON_CPU[stage] * number)
+    if stage == 2 and not config.offload_optimizer:
+        largest = 0 if config.lora else shape.largest_parameter
+        return 2.0 * FLOAT * max(SHARDED_BUCKET, largest)
     return FLOAT * REDUCE_BUCKET if stage else 0.0
 
 
