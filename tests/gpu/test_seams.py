@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from rlhf_ray.records import TensorEntry
+from rlhf_ray.weights import fingerprint as fingerprints
 from rlhf_ray.weights.direct_transport import handle_arguments, plain_handle
 from rlhf_ray.weights.fingerprint import fingerprint
 
@@ -22,6 +23,15 @@ def entry_of(tensor):
 def test_a_tensor_has_the_same_fingerprint_on_every_device(gpu, dtype):
     tensor = torch.randn(1031, 257).to(dtype)
     assert fingerprint(entry_of(tensor), tensor) == fingerprint(entry_of(tensor), tensor.to(gpu))
+
+
+def test_a_tensor_of_more_bytes_than_32_bits_count_has_the_fingerprint_of_the_plain_passes(gpu):
+    from rlhf_ray.weights import fingerprint_on_gpu
+
+    words = torch.randint(-(2**63), 2**63 - 1, (2**29 + 3,), device=gpu)
+    sums = fingerprint_on_gpu.weighted_sums(words, fingerprints.SEEDS,
+                                            (fingerprints.GOLDEN, fingerprints.FIRST, fingerprints.SECOND))
+    assert sums.tolist() == fingerprints._weighted_sums(words).tolist()
 
 
 def read(handle, answers):
