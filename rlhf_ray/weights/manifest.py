@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from rlhf_ray.errors import DamagedBucket, WeightsError
 from rlhf_ray.records import BucketHead, TensorEntry, WeightBucket
+from rlhf_ray.weights.threads import in_parallel
 
 TensorSpec = tuple[str, tuple[int, ...], str]
 """Name, shape and torch dtype name ("float32") of one tensor."""
@@ -125,6 +126,11 @@ def digest_of(entry: TensorEntry, array: NDArray[np.uint8]) -> str:
     return digest.hexdigest()
 
 
+def _digests(entries: Sequence[TensorEntry], arrays: Sequence[NDArray[np.uint8]]) -> Iterator[str]:
+    """`digest_of` each, in order; of large buckets, several at a time."""
+    return in_parallel(digest_of, entries, arrays, nbytes=sum(array.nbytes for array in arrays))
+
+
 def checksum(entries: Sequence[TensorEntry], digests: Sequence[str], version: int, index: int, count: int) -> str:
     """XXH3-128 hex digest over a bucket's position in its publication, its entries and their digests."""
     head = [version, index, count, [[e.name, e.dtype, list(e.shape), e.nbytes] for e in entries], list(digests)]
@@ -134,7 +140,7 @@ def checksum(entries: Sequence[TensorEntry], digests: Sequence[str], version: in
 def seal(version: int, index: int, count: int, entries: list[TensorEntry],
          arrays: list[NDArray[np.uint8]]) -> WeightBucket:
     """A bucket of these tensors with its checksum; computing the digests is the only pass over the bytes."""
-    digests = [digest_of(entry, array) for entry, array in zip(entries, arrays, strict=True)]
+    digests = list(_digests(entries, arrays))
     return WeightBucket(version, index, count, entries, digests,
                         checksum(entries, digests, version, index, count), arrays)
 
@@ -153,19 +159,20 @@ def require_checksum(bucket: BucketHead) -> str:
 
 
 def verified_tensors(bucket: WeightBucket) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
-    """A bucket's tensors, each yielded right after its digest is verified, while its bytes are in the CPU's caches.
+    """A bucket's tensors in order, each yielded once its digest is verified.
 
     Raises:
-        DamagedBucket: a digest differs, or a tensor's number of bytes is not its entry's.
+        DamagedBucket: at the first tensor whose digest differs, or whose number of bytes is not its entry's.
     """
     label = require_checksum(bucket)
     if len(bucket.entries) != len(bucket.arrays):
         raise DamagedBucket(f"{label}: expected checksum and bytes of {len(bucket.entries)} tensors, found those of "
                             f"{len(bucket.arrays)}")
+    found = _digests(bucket.entries, bucket.arrays)
     for entry, array, digest in zip(bucket.entries, bucket.arrays, bucket.digests, strict=True):
         if array.nbytes != entry.nbytes:
             raise DamagedBucket(f"{label}: tensor {entry.name!r} has {array.nbytes} bytes, not {entry.nbytes}")
-        if (actual := digest_of(entry, array)) != digest:
+        if (actual := next(found)) != digest:
             raise DamagedBucket(f"{label}: tensor {entry.name!r} has digest {actual}, expected {digest}")
         yield entry, array
 
