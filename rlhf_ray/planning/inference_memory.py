@@ -58,7 +58,7 @@ def generator_memory(
 
     Args:
         longest: tokens of prompt and response.
-        bucket_bytes: largest bucket of a publication.
+        bucket_bytes: buckets of a publication that are on the GPU at a time.
         through_memory: bytes of a publication that a GPU's engine maps in main memory before it loads them.
     """
     if not config.gpus:

@@ -92,7 +92,8 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
         state[WEIGHTS] -= copied
     elif isinstance(config, PPOLearnerConfig) and config.offload_between_phases:
         moved = {OPTIMIZER: state[OPTIMIZER]}
-    buffers[BUFFERS] += 2 * model.bucket_bytes * model.direct
+    if model.direct:  # two are kept for generators, or one and the copy that NCCL sends, while the next is gathered
+        buffers[BUFFERS] += 3 * model.bucket_bytes
     kept = {name: amount for name, amount in state.items() if name not in (GRADIENTS, OPTIMIZER if moved else "")}
     scoring = {**kept, **_pass_without_gradients(config, model), **buffers, RUNTIME: GPU_CONTEXT}
     learning = [{**moment, **buffers, RUNTIME: GPU_CONTEXT} for moment in _update(config, model, state)]
