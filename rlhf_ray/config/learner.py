@@ -9,9 +9,9 @@ from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section, settled
 
 SHARDED_BUCKET = 2**24
-"""Gradients per reduce bucket at ZeRO stage 3. DeepSpeed's default of 500 million takes 2 GB of a rank several times:
-as collected, as laid out by rank, and in gloo. The hidden size squared, which transformers chooses (this value is that
-of an 8B Llama), is still large enough for fast messages."""
+"""Gradients per reduce bucket at ZeRO stage 3, and at least at stage 2. DeepSpeed's default of 500 million takes 2 GB
+of a rank several times: as collected, as laid out by rank, and in gloo. The hidden size squared, which transformers
+chooses (this value is that of an 8B Llama), is still large enough for fast messages."""
 
 
 class OptimizerConfig(Section):

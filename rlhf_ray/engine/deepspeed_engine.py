@@ -25,6 +25,7 @@ from rlhf_ray.errors import CheckpointError, TrainingError
 from rlhf_ray.internals.deepspeed import (
     autocast,
     full_shape,
+    gather_together,
     leave_gradients_unreduced,
     managed_shard,
     offload_optimizer,
@@ -32,6 +33,7 @@ from rlhf_ray.internals.deepspeed import (
     reload_optimizer,
     wrapped_optimizer,
 )
+from rlhf_ray.internals.transformers import layers_of
 from rlhf_ray.models.compiled import compile_layers
 from rlhf_ray.models.config_json import context_of
 from rlhf_ray.models.packed_model import hidden_states
@@ -73,11 +75,14 @@ class TrainEngine:
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)
-        optimizer, settings = adamw(module, config), deepspeed_config(config, stage)
+        largest = max(p.numel() for p in self._trained.values())
+        optimizer, settings = adamw(module, config), deepspeed_config(config, stage, largest)
         if stage == 3:
             shard_parameters(module, settings)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings,
                                                dist_init_required=False)
+        if stage == 3:
+            gather_together(self.engine, layers_of(module))
         self._norm: float | None = None
         if stage == 0:
             self.engine.optimizer.register_step_pre_hook(self._clip)
@@ -321,10 +326,16 @@ def _useful_stage(config: LearnerConfig, world: int) -> int:
     return 0 if alone else config.zero_stage
 
 
-def deepspeed_config(config: LearnerConfig, stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration at a ZeRO stage."""
+def deepspeed_config(config: LearnerConfig, stage: int, largest: int) -> dict[str, Any]:
+    """DeepSpeed's configuration at a ZeRO stage, for a model whose largest trained parameter has `largest` elements."""
     zero: dict[str, Any] = {"stage": stage}
+    if stage == 2 and not config.offload_optimizer:
+        # Gradients are reduced in every micro-batch, while its backward pass goes on. A bucket holds the largest
+        # parameter, because others are reduced in place, in memory that the backward pass may overwrite meanwhile.
+        zero |= {"overlap_comm": True, "reduce_bucket_size": max(SHARDED_BUCKET, largest)}
     if stage == 3:
+        # Norms are gathered in one call with their layer, so keeping them whole on every rank would save little, and
+        # DeepSpeed's default of 100,000 elements would keep adapters and small models whole, too.
         zero |= {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": SHARDED_BUCKET}
     if config.offload_optimizer and stage:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
