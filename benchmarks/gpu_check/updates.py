@@ -151,14 +151,14 @@ def _clean(place: Place) -> None:
 def _update(place: Place, variant: Variant, references: dict[tuple[int, bool], dict[str, Tensor]]) -> Iterator[Row]:
     """The fastest of some updates, with the first one's seconds, the memory, and whether it computes the same
     gradients."""
-    if variant.liger and find_spec("liger_kernel") is None:
-        yield not_run(variant.name, "liger_kernel is not installed")
+    if variant.liger and (not place.gpu or find_spec("liger_kernel") is None):
+        yield not_run(variant.name, "liger_kernel is not installed" if place.gpu else "Liger's kernels need a GPU")
         return
     setting = Setting(variant.size, variant.fields, variant.chunks, variant.liger)
     if (short := too_small(place, setting)) is not None:
         yield replace(short, what=variant.name)
         return
-    with _llama_restored(), _gathered(variant.by_layer):
+    with _llama_restored(), _gathered(variant.by_layer), nullcontext() if place.gpu else _traced_alone():
         yield from _updates(place, variant, setting, references)
 
 
@@ -195,6 +195,16 @@ def _llama_restored() -> Any:
     from transformers.models.llama import modeling_llama
 
     return mock.patch.dict(vars(modeling_llama))
+
+
+def _traced_alone() -> Any:
+    """In a rehearsal: graphs are traced, and no code is compiled for them, which takes minutes on a CPU."""
+    compiled = torch.nn.Module.compile
+
+    def traced(module: torch.nn.Module, **options: Any) -> None:
+        compiled(module, **options, backend="aot_eager")
+
+    return mock.patch.object(torch.nn.Module, "compile", traced)
 
 
 def _gathered(by_layer: bool) -> Any:
