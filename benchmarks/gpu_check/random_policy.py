@@ -27,8 +27,8 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 SEED, TIMEOUT_S = 0, 120.0
 ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False)
 """One optimizer step over all rows."""
-BUCKET = 2**26
-"""Bytes of a publication's bucket, the default of `weights.bucket_mb`."""
+BUCKET = 2**28
+"""Bytes of a publication's bucket, the default of `weights.bucket_mb` on GPUs."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section, settled
 
 SHARDED_BUCKET = 2**24
-"""Gradients per reduce bucket at ZeRO stage 3. DeepSpeed's default of 500 million takes 2 GB of a rank several times:
-as collected, as laid out by rank, and in gloo. The hidden size squared, which transformers chooses (this value is that
-of an 8B Llama), is still large enough for fast messages."""
+"""Gradients per reduce bucket at ZeRO stage 3, and at least at stage 2. DeepSpeed's default of 500 million takes 2 GB
+of a rank several times: as collected, as laid out by rank, and in gloo. The hidden size squared, which transformers
+chooses (this value is that of an 8B Llama), is still large enough for fast messages."""
 
 
 class OptimizerConfig(Section):
@@ -95,9 +95,10 @@ class LearnerConfig(PlacementConfig):
     """Precision of forward and backward passes; weights and optimizer stay in float32."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
-    compile_layers: bool = False
-    """Compile norms and MLPs with torch.compile, so that a GPU reads and writes each activation fewer times; not with
-    zero_stage=3, which exchanges the parameters of compiled parts."""
+    compile_layers: bool | None = None
+    """Compile each decoder layer with torch.compile, so that a GPU reads and writes each activation fewer times; if a
+    family's layers are not one graph each, their norms and MLPs. When empty: on GPUs, except with zero_stage=3, which
+    exchanges the parameters of compiled layers."""
     micro_batch_tokens: int = Field(4096, ge=8)
     """Maximum number of tokens in one forward and backward pass of a rank; the result does not depend on it."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
@@ -107,6 +108,11 @@ class LearnerConfig(PlacementConfig):
     the config.json of Qwen and Mixtral models); each micro-batch is balanced on its own. 0 leaves the routers alone."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters on a frozen model in its own precision; if empty, train the whole model."""
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether layers are compiled."""
+        return self.gpus > 0 and self.zero_stage < 3 if self.compile_layers is None else self.compile_layers
 
     @property
     def drops_out(self) -> bool:

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.conditional_fields import without_effect
 from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
-from rlhf_ray.config.derived import buffer_capacity_mb, placements_of, transport_of
+from rlhf_ray.config.derived import bucket_mb, buffer_capacity_mb, placements_of, transport_of
 from rlhf_ray.config.error_messages import explain, suggestion
 from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.given_objects import GivenRows
@@ -164,9 +164,9 @@ def resolve(config: C) -> C:
     For PPO: fields of `evaluation.sampling` that are not set are those of `generator.sampling`;
     `buffer.capacity_mb` is half of a local cluster's `cluster.object_store_mb` (a joined cluster sizes its own store,
     so there is no bound in bytes).
-    `weights.transport: auto` becomes the transport that the placement allows. For every stage with a generator on CPUs,
-    an empty `generator.kv_cache_mb` becomes its default. Pools in which no role is placed are left out, so that they
-    are not reserved.
+    `weights.transport: auto` becomes the transport that the placement allows, and an empty `weights.bucket_mb` the
+    default for it. For every stage with a generator on CPUs, an empty `generator.kv_cache_mb` becomes its default.
+    Pools in which no role is placed are left out, so that they are not reserved.
 
     Raises:
         ConfigError: the sections do not fit together, see `combination_checks`.
@@ -185,6 +185,7 @@ def resolve(config: C) -> C:
     if isinstance(config, PPOConfig):
         values["buffer.capacity_mb"] = buffer_capacity_mb(config.buffer, config.cluster)
         values["weights.transport"] = transport_of(config)
+        values["weights.bucket_mb"] = bucket_mb(config)
         if config.weights.transport == "auto":
             values["cluster.derived"] = sorted({*config.cluster.derived, "weights.transport"})
     return with_settled(config, values)

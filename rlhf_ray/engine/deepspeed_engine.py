@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from rlhf_ray.errors import CheckpointError, TrainingError
 from rlhf_ray.internals.deepspeed import (
     autocast,
     full_shape,
+    gather_together,
     leave_gradients_unreduced,
     managed_shard,
     offload_optimizer,
@@ -31,8 +33,15 @@ from rlhf_ray.internals.deepspeed import (
     reload_optimizer,
     wrapped_optimizer,
 )
+from rlhf_ray.internals.transformers import layers_of
 from rlhf_ray.models.compiled import compile_layers
+from rlhf_ray.models.config_json import context_of
+from rlhf_ray.models.packed_model import hidden_states
+from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity_pass import embedding_as_leaf
+
+ROWS_TRIED = 5
+"""Number of rows, at least, of the pass by which layers are compiled."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +72,27 @@ class TrainEngine:
         self.world = dist.get_world_size()
         if config.gradient_checkpointing:
             module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.compile_layers:
-            compile_layers(module.model)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)
-        optimizer, settings = adamw(module, config), deepspeed_config(config, stage)
+        largest = max(p.numel() for p in self._trained.values())
+        optimizer, settings = adamw(module, config), deepspeed_config(config, stage, largest)
         if stage == 3:
             shard_parameters(module, settings)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings,
                                                dist_init_required=False)
+        if stage == 3:
+            gather_together(self.engine, layers_of(module))
         self._norm: float | None = None
         if stage == 0:
             self.engine.optimizer.register_step_pre_hook(self._clip)
             if self.world == 1:
                 leave_gradients_unreduced(self.engine)
         self.device = self.engine.device
+        self.compiled = None
+        """What is compiled."""
+        if config.compiles_layers:
+            self.compiled = compile_layers(module.model, self._try_layers, required=config.compile_layers is True)
 
     @property
     def module(self) -> nn.Module:
@@ -112,6 +126,21 @@ class TrainEngine:
         layers keep their train or eval mode."""
         with self._cast_cache(), autocast(self.engine):
             return self.module(*args, **kwargs)
+
+    def _try_layers(self) -> None:
+        """A forward and a backward pass of the model's layers over a micro-batch of random tokens. The state of the run
+        is not touched."""
+        model, most = self.module.model, self.config.micro_batch_tokens
+        context = context_of(model.config) or most
+        longest = max(2, min(context, most // ROWS_TRIED))
+        packing = Packing.of(np.arange(longest, max(1, longest - most // longest), -1), self.device)
+        devices = [torch.device(self.device)] if self._on_gpu else []
+        self._set_mode(True)
+        with torch.random.fork_rng(devices), self._cast_cache(), autocast(self.engine):
+            tokens = torch.randint(model.config.get_text_config().vocab_size, (packing.tokens,), device=self.device)
+            with embedding_as_leaf(model, 0.0) as leaves:
+                states = hidden_states(model, tokens, packing)
+            torch.autograd.grad(states.sum(), leaves)
 
     def release_gathered(self) -> None:
         """Under ZeRO-3, free gathered parameters after passes that no `step` follows; `step` frees them itself."""
@@ -297,10 +326,16 @@ def _useful_stage(config: LearnerConfig, world: int) -> int:
     return 0 if alone else config.zero_stage
 
 
-def deepspeed_config(config: LearnerConfig, stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration at a ZeRO stage."""
+def deepspeed_config(config: LearnerConfig, stage: int, largest: int) -> dict[str, Any]:
+    """DeepSpeed's configuration at a ZeRO stage, for a model whose largest trained parameter has `largest` elements."""
     zero: dict[str, Any] = {"stage": stage}
+    if stage == 2 and not config.offload_optimizer:
+        # Gradients are reduced in every micro-batch, while its backward pass goes on. A bucket holds the largest
+        # parameter, because others are reduced in place, in memory that the backward pass may overwrite meanwhile.
+        zero |= {"overlap_comm": True, "reduce_bucket_size": max(SHARDED_BUCKET, largest)}
     if stage == 3:
+        # Norms are gathered in one call with their layer, so keeping them whole on every rank would save little, and
+        # DeepSpeed's default of 100,000 elements would keep adapters and small models whole, too.
         zero |= {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": SHARDED_BUCKET}
     if config.offload_optimizer and stage:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}

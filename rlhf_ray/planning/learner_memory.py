@@ -92,7 +92,8 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
         state[WEIGHTS] -= copied
     elif isinstance(config, PPOLearnerConfig) and config.offload_between_phases:
         moved = {OPTIMIZER: state[OPTIMIZER]}
-    buffers[BUFFERS] += 2 * model.bucket_bytes * model.direct
+    if model.direct:  # two are kept for generators, or one and the copy that NCCL sends, while the next is gathered
+        buffers[BUFFERS] += 3 * model.bucket_bytes
     kept = {name: amount for name, amount in state.items() if name not in (GRADIENTS, OPTIMIZER if moved else "")}
     scoring = {**kept, **_pass_without_gradients(config, model), **buffers, RUNTIME: GPU_CONTEXT}
     learning = [{**moment, **buffers, RUNTIME: GPU_CONTEXT} for moment in _update(config, model, state)]
@@ -181,16 +182,21 @@ def _copied(config: LearnerConfig, shape: ModelShape) -> float:
 
 def _communication_bytes(config: LearnerConfig, shape: ModelShape) -> float:
     """Bytes of DeepSpeed's buffers for gradients being reduced: at stage 3 as collected, as laid out by rank, and on
-    CPUs in gloo; and the weights that stage 3 leaves gathered. Below stage 3 on CPUs, all copies together
+    CPUs in gloo; and the weights that stage 3 leaves gathered, and a layer's as they arrive from all ranks. At stage 2
+    there are two buckets, each at least as large as the embedding. Below stage 3 on CPUs, all copies together
     (`worker_memory.COPIES_ON_CPU`)."""
     stage, number = stage_of(config), trained(config, shape)
     if stage == 3:
         each = shape.bytes_per_value if config.lora else FLOAT
-        return (2 if config.gpus else 3) * _bucket_bytes(config, shape) + min(GATHERED, shape.parameters) * each
+        gathered = min(GATHERED, shape.parameters) + shape.layer_parameters
+        return (2 if config.gpus else 3) * _bucket_bytes(config, shape) + gathered * each
     if config.workers == 1:
         return 0.0
     if not config.gpus:
         return float(FLOAT * COPIES_ON_CPU[stage] * number)
+    if stage == 2 and not config.offload_optimizer:
+        largest = 0 if config.lora else shape.largest_parameter
+        return 2.0 * FLOAT * max(SHARDED_BUCKET, largest)
     return FLOAT * REDUCE_BUCKET if stage else 0.0
 
 

@@ -97,12 +97,12 @@ def optimizer_arguments(config: Any, optimizer: Any) -> Any:
 
 
 def deepspeed(_: Any, learner: Any) -> Any:
-    return deepspeed_config(learner, learner.zero_stage)
+    return deepspeed_config(learner, learner.zero_stage, 1)
 
 
 def clipping(config: Any, optimizer: Any) -> Any:
     learner = config.policy if isinstance(config, PPOConfig) else config.learner
-    return deepspeed_config(learner.model_copy(update={"optimizer": optimizer}), 1)["gradient_clipping"]
+    return deepspeed_config(learner.model_copy(update={"optimizer": optimizer}), 1, 1)["gradient_clipping"]
 
 
 def vllm_arguments(config: Any, generation: Any) -> Any:
