@@ -169,7 +169,8 @@ def _updates(place: Place, variant: Variant, setting: Setting, references: dict[
     start, graphs = time.perf_counter() - began, _graphs()
     first = seconds_of_one(lambda: optimizer_step(learner, rows, 1))
     notes = [f"started in {start:.1f} s, first update {first:.1f} s"]
-    if _graphs():
+    if learner.engine.compiled:
+        notes.append(learner.engine.compiled.note)
         notes.append(f"{graphs} graphs at the start, {_graphs() - graphs} in the first update")
     right, graphs = True, _graphs()
     if variant.compared:
@@ -201,8 +202,8 @@ def _traced_alone() -> Any:
     """In a rehearsal: graphs are traced, and no code is compiled for them, which takes minutes on a CPU."""
     compiled = torch.nn.Module.compile
 
-    def traced(module: torch.nn.Module, **options: Any) -> None:
-        compiled(module, **options, backend="aot_eager")
+    def traced(module: torch.nn.Module, dynamic: bool, **_: Any) -> None:
+        compiled(module, dynamic=dynamic, backend="aot_eager")
 
     return mock.patch.object(torch.nn.Module, "compile", traced)
 
