@@ -100,7 +100,7 @@ PARTS = {part.name: part for part in (
         "cluster", "Processes that come, go, or have a GPU each.", (*WHEELS, "ray", "vllm"),
         restart=(120, "a lost generator that finds no memory beside a live learner, or does not catch up"),
         nccl=(120, "broadcasts between GPUs that hang, or arrive with other weights"),
-        whole_run=(240, "a run of all roles on one GPU that does not work, or does not continue where it ended"),
+        whole_run=(150, "a run of all roles on one GPU that does not work, or does not continue where it ended", 60),
     ),
 )}
 
@@ -125,6 +125,8 @@ PLANS = {
                     ("updates:settings",)),
     "engine": Plan("vLLM's start, speed and sleep; then publications to it", 180,
                    ("generation:alone", "engine:ipc_handles")),
+    "run": Plan("PPO of all roles on one GPU, seconds and share of the peak of each phase, ended and resumed", 150,
+                ("cluster:whole_run",)),
 }
 """By name, in the order in which they are worth running on a new GPU."""
 
