@@ -83,19 +83,24 @@ PARTS = {part.name: part for part in (
                        "or a part of a publication that takes the time", 30),
     ),
     _part(
+        "generation", "vLLM by itself in one process, with dummy weights of models of 1 and 8 billion.",
+        (*WHEELS, "vllm"),
+        alone=(120, "an engine that does not start here, decodes far slower than it reads its weights, or does not "
+                    "give its memory back in sleep", 30),
+    ),
+    _part(
         "engine", "One generator with vLLM and one learner, on one GPU.", (*WHEELS, "ray", "vllm"),
-        object_store=(130, "generators that compute with other weights than were published, a slow or long "
-                           "publication, slow generation over 128,256 tokens, a plan of memory that is off, memory "
-                           "that level 2 of sleep does not give back"),
-        ipc_handles=(90, "the same where generators read the learner's memory by handle, with weights sharded by "
-                         "ZeRO-3 and level 1 of sleep"),
+        ipc_handles=(75, "generators that read the learner's memory by handle and compute with other weights, buckets "
+                         "of 256 or 1,024 MiB that take long, memory that level 2 of sleep does not give back"),
+        object_store=(130, "the same through main memory, with weights sharded by ZeRO-3 and level 1 of sleep; slow "
+                           "generation over 128,256 tokens, a plan of memory that is off"),
         adapters=(90, "adapters that vLLM computes with differently from the learner"),
     ),
     _part(
         "cluster", "Processes that come, go, or have a GPU each.", (*WHEELS, "ray", "vllm"),
         restart=(120, "a lost generator that finds no memory beside a live learner, or does not catch up"),
         nccl=(120, "broadcasts between GPUs that hang, or arrive with other weights"),
-        whole_run=(240, "a run of all roles on one GPU that does not work, or does not continue where it ended"),
+        whole_run=(150, "a run of all roles on one GPU that does not work, or does not continue where it ended", 60),
     ),
 )}
 
@@ -118,6 +123,10 @@ class Plan:
 PLANS = {
     "updates": Plan("settings of updates of 1, 3 and 8 billion weights, attention, parts of a publication", 240,
                     ("updates:settings",)),
+    "engine": Plan("vLLM's start, speed and sleep; then publications to it", 180,
+                   ("generation:alone", "engine:ipc_handles")),
+    "run": Plan("PPO of all roles on one GPU, seconds and share of the peak of each phase, ended and resumed", 150,
+                ("cluster:whole_run",)),
 }
 """By name, in the order in which they are worth running on a new GPU."""
 

@@ -151,14 +151,14 @@ def _clean(place: Place) -> None:
 def _update(place: Place, variant: Variant, references: dict[tuple[int, bool], dict[str, Tensor]]) -> Iterator[Row]:
     """The fastest of some updates, with the first one's seconds, the memory, and whether it computes the same
     gradients."""
-    if variant.liger and find_spec("liger_kernel") is None:
-        yield not_run(variant.name, "liger_kernel is not installed")
+    if variant.liger and (not place.gpu or find_spec("liger_kernel") is None):
+        yield not_run(variant.name, "liger_kernel is not installed" if place.gpu else "Liger's kernels need a GPU")
         return
     setting = Setting(variant.size, variant.fields, variant.chunks, variant.liger)
     if (short := too_small(place, setting)) is not None:
         yield replace(short, what=variant.name)
         return
-    with _llama_restored(), _gathered(variant.by_layer):
+    with _llama_restored(), _gathered(variant.by_layer), nullcontext() if place.gpu else _traced_alone():
         yield from _updates(place, variant, setting, references)
 
 
@@ -169,7 +169,8 @@ def _updates(place: Place, variant: Variant, setting: Setting, references: dict[
     start, graphs = time.perf_counter() - began, _graphs()
     first = seconds_of_one(lambda: optimizer_step(learner, rows, 1))
     notes = [f"started in {start:.1f} s, first update {first:.1f} s"]
-    if _graphs():
+    if learner.engine.compiled:
+        notes.append(learner.engine.compiled.note)
         notes.append(f"{graphs} graphs at the start, {_graphs() - graphs} in the first update")
     right, graphs = True, _graphs()
     if variant.compared:
@@ -195,6 +196,16 @@ def _llama_restored() -> Any:
     from transformers.models.llama import modeling_llama
 
     return mock.patch.dict(vars(modeling_llama))
+
+
+def _traced_alone() -> Any:
+    """In a rehearsal: graphs are traced, and no code is compiled for them, which takes minutes on a CPU."""
+    compiled = torch.nn.Module.compile
+
+    def traced(module: torch.nn.Module, dynamic: bool, **_: Any) -> None:
+        compiled(module, dynamic=dynamic, backend="aot_eager")
+
+    return mock.patch.object(torch.nn.Module, "compile", traced)
 
 
 def _gathered(by_layer: bool) -> Any:

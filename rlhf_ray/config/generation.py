@@ -20,8 +20,8 @@ PREFILL_ON_CPU, PREFILL_ON_GPU = 2048, 8192
 """Tokens of one vLLM pass (`max_num_batched_tokens`): the default of vLLM's engine arguments, which is small for a GPU,
 and that of its server on GPUs of 70 GB and more."""
 EngineArgument = Literal[
-    "all2all_backend", "async_scheduling", "attention_backend", "block_size", "cudagraph_capture_sizes",
-    "disable_cascade_attn", "disable_custom_all_reduce", "enable_chunked_prefill",
+    "all2all_backend", "async_scheduling", "attention_backend", "block_size", "compilation_config",
+    "cudagraph_capture_sizes", "disable_cascade_attn", "disable_custom_all_reduce", "enable_chunked_prefill",
     "enable_expert_parallel", "enable_flashinfer_autotune", "enable_prefix_caching", "enforce_eager",
     "gdn_prefill_backend", "kv_cache_dtype", "linear_backend", "long_prefill_token_threshold", "mamba_backend",
     "max_cudagraph_capture_size", "max_num_batched_tokens", "moe_backend", "num_gpu_blocks_override",

@@ -1,9 +1,9 @@
 """Learners: DeepSpeed, optimizer, schedule and memory."""
 
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section, settled
@@ -81,6 +81,27 @@ LORA_RATE = 10
 """Learning rate with adapters over that of full training (Schulman et al. 2025, "LoRA Without Regret")."""
 
 
+def recomputed_layers(share: float, layers: int) -> int:
+    """Number of layers in a share of them, to the nearest."""
+    return int(share * layers + 0.5)
+
+
+_SHARE = TypeAdapter(Annotated[bool | float, Field(ge=0, le=1, allow_inf_nan=False)])
+
+
+def _share_of_layers(value: Any) -> bool | float:
+    """True, false, or a number from 0 to 1.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    try:
+        return _SHARE.validate_python(value)
+    except ValidationError:
+        raise ValueError(f"gradient_checkpointing={value!r} must be true, false, or the share of layers to recompute, "
+                         "from 0 to 1") from None
+
+
 class LearnerConfig(PlacementConfig):
     """A model under training on one or more data-parallel ranks (one worker each)."""
 
@@ -93,8 +114,9 @@ class LearnerConfig(PlacementConfig):
     """Keep optimizer state in CPU memory (GPU learners, ZeRO 1-3)."""
     autocast: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward passes; weights and optimizer stay in float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
+    gradient_checkpointing: Annotated[bool | float, BeforeValidator(_share_of_layers)] = Field(False, ge=0, le=1)
+    """Recompute activations in the backward pass to save memory: `true` those of all layers, a number those of this
+    share of them, spread evenly. A layer that is recomputed takes a third longer."""
     compile_layers: bool | None = None
     """Compile each decoder layer with torch.compile, so that a GPU reads and writes each activation fewer times; if a
     family's layers are not one graph each, their norms and MLPs. When empty: on GPUs, except with zero_stage=3, which
@@ -108,6 +130,10 @@ class LearnerConfig(PlacementConfig):
     the config.json of Qwen and Mixtral models); each micro-batch is balanced on its own. 0 leaves the routers alone."""
     lora: LoRAConfig | None = None
     """Train low-rank adapters on a frozen model in its own precision; if empty, train the whole model."""
+
+    def recomputed(self, layers: int) -> int:
+        """Number of layers, of so many, whose activations are recomputed."""
+        return recomputed_layers(self.gradient_checkpointing, layers)
 
     @property
     def compiles_layers(self) -> bool:

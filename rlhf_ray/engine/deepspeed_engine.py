@@ -10,18 +10,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, OptimizerConfig, PPOLearnerConfig
+from rlhf_ray.config.learner import (
+    SHARDED_BUCKET,
+    LearnerConfig,
+    OptimizerConfig,
+    PPOLearnerConfig,
+    recomputed_layers,
+)
 from rlhf_ray.engine.optimizer_shards import MOMENTS, OptimizerShard, optimizer_shards
 from rlhf_ray.engine.parameter_shards import shard_parameters
 from rlhf_ray.engine.training_state import WEIGHTS, Snapshot, TrainingState, snapshot
-from rlhf_ray.errors import CheckpointError, TrainingError
+from rlhf_ray.errors import CheckpointError, ModelError, TrainingError
 from rlhf_ray.internals.deepspeed import (
     autocast,
     full_shape,
@@ -33,12 +39,15 @@ from rlhf_ray.internals.deepspeed import (
     reload_optimizer,
     wrapped_optimizer,
 )
-from rlhf_ray.internals.transformers import layers_of
+from rlhf_ray.internals.transformers import decoder_layers, keep_activations, layers_of
 from rlhf_ray.models.compiled import compile_layers
 from rlhf_ray.models.config_json import context_of
 from rlhf_ray.models.packed_model import hidden_states
 from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity_pass import embedding_as_leaf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROWS_TRIED = 5
 """Number of rows, at least, of the pass by which layers are compiled."""
@@ -71,7 +80,7 @@ class TrainEngine:
         """Consecutive updates that applied no step; see `count_update`."""
         self.world = dist.get_world_size()
         if config.gradient_checkpointing:
-            module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_layers(module.model, config.gradient_checkpointing)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)
@@ -303,6 +312,25 @@ class TrainEngine:
 def _finite_or_nan(loss: Tensor, weight: float) -> Tensor:
     """A factor for the loss: `weight`, or NaN if the loss is not finite, because its gradient may still be finite."""
     return torch.where(torch.isfinite(loss.detach()), weight, torch.nan)
+
+
+def recompute_layers(model: "PreTrainedModel", share: float) -> None:
+    """Recompute the activations of a share of the layers, spread evenly, in backward passes.
+
+    Raises:
+        ModelError: the model only recomputes all layers together.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if share == 1:
+        return
+    layers = decoder_layers(model)
+    if not layers:
+        raise ModelError(f"gradient_checkpointing={share:g} is a share of the layers, but {type(model).__name__} "
+                         "recomputes all of them or none; set it to true or false")
+    number = recomputed_layers(share, len(layers))
+    for i, layer in enumerate(layers):
+        if (i + 1) * number // len(layers) == i * number // len(layers):
+            keep_activations(layer)
 
 
 def adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:

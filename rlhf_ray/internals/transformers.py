@@ -57,6 +57,16 @@ def is_checkpointed(layer: nn.Module) -> bool:
     return isinstance(layer, GradientCheckpointingLayer) and bool(layer.gradient_checkpointing)
 
 
+def keep_activations(layer: nn.Module) -> None:
+    """Recompute no activations of a layer of a model in which checkpointing was enabled.
+
+    Source: as in `is_checkpointed`.
+    Missing: `gradient_checkpointing_enable` enables it in all layers.
+    Otherwise: `gradient_checkpointing: 0.5` recomputes all layers.
+    """
+    layer.gradient_checkpointing = False  # type: ignore[assignment]
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers of a decoder, in order; source, what is missing, and otherwise: as `layers_of`."""
     return layers_of(model.get_decoder())

@@ -7,6 +7,7 @@ rows and no dropout. Row lengths matter only where short rows keep their attenti
 
 from dataclasses import dataclass
 
+from rlhf_ray.config.learner import recomputed_layers
 from rlhf_ray.planning.model_shape import ModelShape
 
 FLOAT, HALF = 4, 2
@@ -28,8 +29,8 @@ class MicroBatch:
     on_gpu: bool
     half: bool = False
     """Whether matrix products are in bfloat16 (`autocast`), sums and norms in float32."""
-    checkpointing: bool = False
-    """Whether layers keep only their input and recompute the rest (`gradient_checkpointing`)."""
+    checkpointing: float = 0.0
+    """Share of layers that keep only their input and recompute the rest (`gradient_checkpointing`)."""
     half_model: bool = False
     """Whether the stream is in bfloat16, too: a frozen model in its own precision, with or without adapters."""
     adapter_dropout: bool = False
@@ -76,10 +77,11 @@ def transient_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
 
 def training_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
     """Bytes of activations when the backward pass of a micro-batch begins, without logits: what all layers keep, and
-    the last norm, whose states are selected and passed to the head."""
+    the last norm, whose states are selected and passed to the head. Of the recomputed layers, one is the last."""
     kept = layer_bytes(shape, micro_batch)
-    inputs = shape.layers * shape.hidden * micro_batch.stream_bytes
-    per_token = inputs + kept if micro_batch.checkpointing else shape.layers * kept
+    recomputed = recomputed_layers(micro_batch.checkpointing, shape.layers)
+    inputs = recomputed * shape.hidden * micro_batch.stream_bytes
+    per_token = inputs + (shape.layers - recomputed + bool(recomputed)) * kept
     return micro_batch.tokens * (per_token + 4 * shape.hidden * micro_batch.stream_bytes)
 
 

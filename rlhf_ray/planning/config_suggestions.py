@@ -18,6 +18,10 @@ Fullness = Callable[[StageConfig], float]
 """How full a device would be with this configuration; 1 is full."""
 
 
+SHARES: tuple[float, ...] = (False, 0.25, 0.5, 0.75, True)
+"""Shares of layers to recompute (`gradient_checkpointing`) that are tried."""
+
+
 def suggest_change(config: StageConfig, load: Load, fullness: Fullness) -> str:
     """A sentence that names the fields to change and their values."""
     chosen: list[Change] = []
@@ -41,10 +45,13 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
     names = {holder.partition("/")[0] for holder in load.holders}
     sections = {name: getattr(config, name) for name in names if hasattr(config, name)}
     learners = {name: s for name, s in sections.items() if isinstance(s, LearnerConfig)}
-    for field, value in (("autocast", "bfloat16"), ("gradient_checkpointing", True)):
+    for name, section in learners.items():
+        if section.gpus and section.autocast != "bfloat16":
+            yield name, "autocast", "bfloat16"
+    for share in SHARES[1:]:
         for name, section in learners.items():
-            if getattr(section, field) != value and (section.gpus or field != "autocast"):
-                yield name, field, value
+            if section.gradient_checkpointing < share:
+                yield name, "gradient_checkpointing", share
     for name, section in learners.items():
         for budget in _halvings(section.micro_batch_tokens, _longest_row(config)):
             yield name, "micro_batch_tokens", budget

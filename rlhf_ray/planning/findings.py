@@ -45,6 +45,7 @@ def find_problems(
                                    f"({gib(load.bytes)} of {gib(load.capacity)}, of which {role} holds "
                                    f"{gib(sum(parts.values()))}); figures are estimates, so leave a tenth free")
     yield from _precision(roles)
+    yield from _recomputation(roles)
     yield from _store(config, roles, loads)
     if free_disk is not None and disk_bytes > free_disk:
         yield Finding("refused", f"run.dir={config.run.dir} has {gib(free_disk)} free, and the run writes "
@@ -111,6 +112,20 @@ def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) ->
                                f"(the largest is {gib(bucket)}) besides the buffer, and Ray would spill to disk; set "
                                f"cluster.object_store_mb to {-(-int(2 * held) // MIB)} (`ray start "
                                "--object-store-memory` on a cluster of your own)")
+
+
+def _recomputation(roles: Sequence[Role]) -> Iterator[Finding]:
+    """A share of a few layers may be none or all of them."""
+    for role in roles:
+        place = role.placement
+        if not isinstance(place, LearnerConfig) or not 0 < place.gradient_checkpointing < 1:
+            continue
+        share, layers = place.gradient_checkpointing, role.models[0].layers
+        recomputed = place.recomputed(layers)
+        if recomputed in (0, layers):
+            result, value = ("none", "false") if recomputed == 0 else ("all", "true")
+            yield Finding("tight", f"{role.name}.gradient_checkpointing={share:g} recomputes {result} of {layers} "
+                                   f"layers; set it to {value}, or to a multiple of 1/{layers}")
 
 
 def _precision(roles: Sequence[Role]) -> Iterator[Finding]:

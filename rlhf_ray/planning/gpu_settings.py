@@ -22,6 +22,7 @@ from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.config.settled import is_set, with_derived, without_derived
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, RewardModelConfig, ScorerConfig, StageConfig
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.planning.config_suggestions import SHARES
 from rlhf_ray.planning.device_memory import loads_of, worker_memories
 from rlhf_ray.planning.findings import TIGHT, find_problems
 from rlhf_ray.planning.hardware import Hardware
@@ -43,17 +44,22 @@ HELD = 0.5
 """Share of a GPU that a frozen model's or an engine's weights may take before they are divided among several."""
 SHARED_CACHE = 0.88
 """Share of a GPU up to which the KV cache of a generator fills it beside other roles."""
-WAYS = ((1, False, 16384), (1, False, 8192), (1, True, 16384), (1, True, 8192), (3, False, 8192), (3, True, 16384),
-        (3, True, 8192), (3, True, 4096), (3, True, 0))
-"""Ways to train, the fastest first: ZeRO stage, recomputed activations, and tokens of a micro-batch (at least the
-longest row). Stage 3 gathers the weights in each pass; shorter micro-batches gather more often."""
+WAYS: tuple[tuple[int, float, int], ...] = (
+    *((stage, *way) for stage in (1, 3) for way in (
+        (False, 32768), (False, 16384), *((share, 8192) for share in SHARES[:-1]), (True, 16384), (True, 8192))),
+    (3, True, 4096), (3, True, 0))
+"""Ways to train, the fastest first: ZeRO stage, the share of layers that are recomputed, and tokens of a micro-batch
+(at least the longest row). From 8,192 tokens on, twice as many save less time than a quarter of the layers takes again.
+Stage 3 gathers the weights in each pass; shorter micro-batches gather more often."""
+LAST_RESORTS = ("sleep_level", "offload_optimizer")
+"""Fields that are derived only where nothing else fits: moving weights and state takes time that no plan counts."""
 REASONS = {
     "pools": "of the layouts that fit into the GPUs' memory, the one with the shortest planned step",
     "dtype": "half the memory, and the precision in which GPUs are fast",
     "autocast": "float32 products run at a fifteenth of the rate; weights and optimizer stay in float32",
     "zero_stage": "the lowest of 1 and 3 that fits",
-    "gradient_checkpointing": "on only where activations do not fit otherwise",
-    "micro_batch_tokens": "the largest that fits, up to 16384",
+    "gradient_checkpointing": "the fewest quarters of the layers with which activations fit",
+    "micro_batch_tokens": "the largest that fits, up to 32768",
     "learning_rate": "the default times 4096 / hidden size (Yang et al. 2022, table 3)",
     "object_store_mb": "three buckets of a publication besides the experience, twice",
     "transport": "of `auto`: between GPUs where the placement allows it",
@@ -297,7 +303,7 @@ def _filled(base: C, layout: Sequence[Group], machines: Machines, nodes: Sequenc
     ways = _shared_ways if shared else _own_ways
     best: tuple[C, float, float] | None = None
     for way in ways(config, machines, shapes):
-        if best is not None and best[1] <= TIGHT and any(path.endswith("offload_optimizer") for path in way):
+        if best is not None and best[1] <= TIGHT and any(path.endswith(LAST_RESORTS) for path in way):
             break
         found = with_derived(config, way)
         if shared and hasattr(found, "generator"):

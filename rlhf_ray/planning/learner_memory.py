@@ -213,12 +213,14 @@ def _is_half(config: LearnerConfig, shape: ModelShape) -> bool:
 
 
 def _cast_weights(config: LearnerConfig, shape: ModelShape) -> float:
-    """Bytes of the bfloat16 weights that autocast creates for a pass and keeps for its backward pass; with activation
-    checkpointing and sharded weights, only those of the current layer."""
+    """Bytes of the bfloat16 weights that autocast creates for a pass and keeps for its backward pass; of sharded layers
+    that are recomputed, only those of the current one."""
     if config.autocast != "bfloat16":
         return 0.0
     if _is_half(config, shape):
         return float(HALF * trained(config, shape))
-    if stage_of(config) == 3 and config.gradient_checkpointing:
-        return 2.0 * (2 * shape.layer_parameters + shape.vocabulary * shape.hidden)
+    recomputed = config.recomputed(shape.layers)
+    if stage_of(config) == 3 and recomputed:
+        kept = shape.layers - recomputed + 2
+        return min(2.0 * (kept * shape.layer_parameters + shape.vocabulary * shape.hidden), 2.0 * shape.multiplied)
     return 2.0 * shape.multiplied

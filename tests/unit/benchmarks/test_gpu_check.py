@@ -23,7 +23,7 @@ from tests.blocked_packages import without
 
 ROOT = Path(__file__).parents[3]
 CHECKS = [check for part in PARTS.values() for check in part.checks]
-SETTINGS = [PairSetting(ON_GPU, sleep_level=2), PairSetting(ON_GPU, "ipc", zero_stage=3, sleep_level=1),
+SETTINGS = [PairSetting(ON_GPU, "ipc", sleep_level=2), PairSetting(ON_GPU, zero_stage=3, sleep_level=1),
             PairSetting(ON_GPU, lora=LoRAConfig()), PairSetting(ON_GPU, "nccl", apart=True), PairSetting(ON_CPU),
             PairSetting(ON_CPU, "nccl", zero_stage=3)]
 """Those of the engine and the cluster."""

@@ -342,6 +342,7 @@ ROWS: list[Row] = [
             given={**GPU, **dict.fromkeys(of_roles("gpus"), 0.4)}),
     Differs(of_roles("autocast"), ("float32", "bfloat16"), deepspeed),
     Differs(of_roles("gradient_checkpointing"), (False, True), plan),
+    Differs(of_roles("gradient_checkpointing"), (0.5, True), plan),
     Shown(of_roles("compile_layers"),
           "tests/cluster/learners/test_learner_update.py::test_an_update_with_compiled_layers_is_plain_torch_s"),
     Shown(of_roles("router_aux_loss_coef"),

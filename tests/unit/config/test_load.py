@@ -53,6 +53,23 @@ def test_overrides_of_every_kind_of_value(write):
     assert config.algorithm.kl.kind == "adaptive"
 
 
+@pytest.mark.parametrize(("text", "share"), [
+    ("true", True), ("false", False), ("0.5", 0.5), ("1", 1), ("0", 0), ("1.0", 1.0), ("2.5e-1", 0.25)])
+def test_a_share_of_layers_is_a_truth_value_or_a_number(write, text, share):
+    given = load(PPOConfig, write("ppo"), [f"--policy.gradient_checkpointing={text}"]).policy
+    read = load(PPOConfig, write("ppo", policy={"gradient_checkpointing": yaml.safe_load(text)}), []).policy
+    assert given.gradient_checkpointing == read.gradient_checkpointing == share
+
+
+@pytest.mark.parametrize("text", ["1.5", "-0.1", ".nan", ".inf", "half", "50%", "null", "[0.5]"])
+def test_what_is_no_share_of_layers_is_refused(write, text):
+    for given, arguments in ((yaml.safe_load(text), []), (False, [f"--policy.gradient_checkpointing={text}"])):
+        path = write("ppo", policy={"gradient_checkpointing": given})
+        with pytest.raises(ConfigError, match=r"policy.gradient_checkpointing: gradient_checkpointing=.* must be true, "
+                                              r"false, or the share of layers to recompute, from 0 to 1 \["):
+            load(PPOConfig, path, arguments)
+
+
 def test_every_literal_of_every_stage_can_be_given_as_text():
     """A number in a Literal would refuse the command line's text; such fields are bounded integers instead."""
     from rlhf_ray.config.fields import sections_of

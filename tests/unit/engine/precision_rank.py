@@ -34,10 +34,12 @@ OPTIMIZER = OptimizerConfig(learning_rate=1.0, betas=(0.0, 0.0), eps=1.0, grad_c
 """Steps of about the gradient's size: nothing is divided by a small number, and no rounding made a whole step."""
 STEPS = 2
 """Adapters begin with one of their two factors at zero, and the other has a gradient from the second step on."""
+AGAIN = {False: True, True: 0.5}
+"""Share of layers that are recomputed, with adapters and without."""
 CASES = list(product(range(4), (False, True), ("float32", "bfloat16")))
 
 
-def engine(model: str, stage: int, adapters: bool, precision: Any, again: bool) -> TrainEngine:
+def engine(model: str, stage: int, adapters: bool, precision: Any, again: float) -> TrainEngine:
     """`precision` of passes, and of a base that adapters leave as it is."""
     lora = LoRAConfig(rank=4) if adapters else None
     config = LearnerConfig(zero_stage=stage, workers=2, autocast=precision, gradient_checkpointing=again,
@@ -145,7 +147,7 @@ def main(model: str, address: str, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     updates: dict[Any, Tensor] = {}
     for stage, adapters, precision in CASES:
-        kept, again = (engine(model, stage, adapters, precision, checkpointing) for checkpointing in (False, True))
+        kept, again = (engine(model, stage, adapters, precision, share) for share in (False, AGAIN[adapters]))
         seen = passes(kept, rank)
         mine = updates[stage, adapters, precision] = update(kept, rank)
         first = updates[0, adapters, precision]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
+from rlhf_ray.engine.deepspeed_engine import recompute_layers
 from rlhf_ray.models import packed_model
 from rlhf_ray.models.attention import register
 from rlhf_ray.models.cpu.linear import use_onednn
@@ -35,7 +36,7 @@ def saved_bytes(shape, length, checkpointing=False, adapters=None, half=False):
         num_key_value_heads=shape.kv_heads, intermediate_size=shape.intermediate, vocab_size=shape.vocabulary))
     model.set_attn_implementation(register())
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute_layers(model, checkpointing)
     if adapters:
         Adapters(model.bfloat16(), adapters, "base", autocast=half)
     packed = PackedLanguageModel((model if adapters else use_onednn(model)).train())
@@ -66,13 +67,14 @@ def test_what_a_forward_pass_keeps_is_what_is_counted(kv_heads, length):
     assert counted == pytest.approx(saved_bytes(shape, length), rel=0.06)
 
 
-def test_layers_that_are_passed_again_keep_their_input_alone():
+@pytest.mark.parametrize("share", [1 / 3, 0.5, True])
+def test_layers_that_are_passed_again_keep_their_input_alone(share):
     shape = ModelShape(hidden=128, layers=6, heads=4, kv_heads=4, intermediate=320, vocabulary=512)
-    micro_batch = MicroBatch(ROWS * 64, 64, on_gpu=False, checkpointing=True)
+    micro_batch = MicroBatch(ROWS * 64, 64, on_gpu=False, checkpointing=share)
     recomputed = micro_batch.tokens * layer_bytes(shape, micro_batch)
     kept = training_bytes(shape, micro_batch) - recomputed
     counted = kept + logits_bytes(shape, micro_batch, ROWS * 63)
-    assert counted == pytest.approx(saved_bytes(shape, 64, checkpointing=True), rel=0.1)
+    assert counted == pytest.approx(saved_bytes(shape, 64, checkpointing=share), rel=0.1)
 
 
 def test_logits_come_in_pieces_of_bounded_size():

@@ -12,6 +12,7 @@ from rlhf_ray.cli.plan_report import plan_as_json, plan_as_values
 from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, PolicyConfig
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig, ScorerConfig
+from rlhf_ray.planning.activations import MicroBatch, layer_bytes
 from rlhf_ray.planning.inference_memory import scorer_memory
 from rlhf_ray.planning.learner_memory import Training, learner_memory
 from rlhf_ray.planning.memory_breakdown import BUFFERS, GIB
@@ -188,6 +189,15 @@ class TestLearner:
         assert again["activations"] < whole["activations"]
         assert self.parts(autocast="bfloat16")["logits"] < whole["logits"]
 
+    def test_a_share_of_layers_that_are_recomputed_keeps_the_others_and_one_more(self):
+        deep = replace(SMALL, layers=8)
+        kept, *others = (learner_memory(LearnerConfig(gpus=1, micro_batch_tokens=64, gradient_checkpointing=share),
+                                        Training(deep, 32, 1.0, 64)).device["activations"]
+                         for share in (False, 0.25, 0.5, 0.75, True))
+        each = layer_bytes(deep, MicroBatch(64, 32, on_gpu=True))
+        inputs = deep.hidden * 4
+        assert others == [kept - 64 * ((recomputed - 1) * each - recomputed * inputs) for recomputed in (2, 4, 6, 8)]
+
     def test_a_batch_of_few_rows_is_no_full_micro_batch(self):
         config = LearnerConfig(micro_batch_tokens=4096, workers=2)
         few, full = (learner_memory(config, Training(SMALL.headless(), 32, 0.0, rows)).host for rows in (64, 256))
@@ -227,7 +237,7 @@ class TestVerdict:
     ])
     def test_the_advice_is_what_is_needed_and_no_more(self, recipe, nodes, worse, needed):
         [refusal] = planned(recipe, nodes, *worse).refused
-        advice = re.findall(r"(\w+\.\w+=\w+)", refusal.partition("To fit, set ")[2])
+        advice = re.findall(r"(\w+\.\w+=\w+(?:\.\d+)?)", refusal.partition("To fit, set ")[2])
         assert len(advice) >= needed
         assert not planned(recipe, nodes, *worse, *(f"--{change}" for change in advice)).refused
         for left_out in advice:
@@ -286,6 +296,14 @@ class TestVerdict:
         [told] = [finding.text for finding in tight.findings if "holds 11 longest sequences" in finding.text]
         assert "lower generator.max_sequences to 10, or raise generator.kv_cache_mb" in told
         assert not tight.refused
+
+    @pytest.mark.parametrize(("share", "told"), [(0.02, "none of 24 layers; set it to false"), (0.05, None),
+                                                 (0.98, "all of 24 layers; set it to true")])
+    def test_a_share_of_layers_that_is_none_or_all_of_them_is_told(self, share, told):
+        plan = planned("one_gpu_0.5b_grpo.yaml", "1x1xH100", f"--policy.gradient_checkpointing={share}")
+        shares = [finding.text for finding in plan.findings if "gradient_checkpointing" in finding.text]
+        assert shares == ([f"policy.gradient_checkpointing={share} recomputes {told}, or to a multiple of 1/24"]
+                          if told else [])
 
     def test_full_precision_on_a_gpu_is_told(self):
         plan = planned("one_gpu_0.5b_grpo.yaml", "1x1xH100", "--policy.autocast=float32", "--model.dtype=float32")
