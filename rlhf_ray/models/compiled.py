@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from rlhf_ray.errors import ModelError, first_line
+from rlhf_ray.errors import ModelError
 from rlhf_ray.internals.torch import compile_each, undo_compilation, whole_graphs
 from rlhf_ray.internals.transformers import decoder_layers
 from rlhf_ray.models.cpu.linear import use_onednn, use_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+REASON = 300
+"""Most letters of a compiler's message that are shown; its first line alone rarely says what happened."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,8 @@ def compile_layers(model: "PreTrainedModel", trial: Callable[[], None], required
     """Compile a model's decoder layers in place; names of parameters stay.
 
     Args:
-        trial: a forward and a backward pass of all layers, of a usual size, by which kernels are chosen. It compiles
-            the layers; later passes compile what other ways of computing need.
-
+        trial: passes of all layers of a usual size, with gradients and without. They compile the layers; later passes
+            compile what other ways of computing need.
         required: the configuration says to compile.
 
     Raises:
@@ -66,8 +69,8 @@ def compile_layers(model: "PreTrainedModel", trial: Callable[[], None], required
         reason = "there is none"
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # compilers raise all kinds; what is wrong with the model fails again in the next pass
-        reason = f"{type(error).__name__}: {first_line(error)}"
+    except Exception as error:  # compilers raise all kinds; what is wrong with the model fails again below
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}"
     undo_compilation(layers)
     use_onednn(model)
     parts = [part for layer in layers for part in _parts(layer)]
@@ -77,6 +80,8 @@ def compile_layers(model: "PreTrainedModel", trial: Callable[[], None], required
         raise ModelError(f"compile_layers=true finds nothing to compile in {type(model).__name__}: no layer is one "
                          f"graph ({reason}), and none has norms or MLPs; set it to false, or leave it out")
     compile_each(parts)
+    if parts:
+        trial()
     return CompiledLayers(len(layers), len(parts), reason)
 
 
