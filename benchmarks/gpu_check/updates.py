@@ -53,8 +53,8 @@ KEPT = 0.25
 """Share of the GPU's memory that may remain occupied after a measurement."""
 KERNELS = 12
 """Lines of a profile in the table; its file has more."""
-IN_CHUNKS, WHOLE = Chunks(elements=2**27), Chunks(elements=2**40)
-"""Logits of at most 2^27 entries at a time, and all of a micro-batch."""
+IN_CHUNKS = Chunks(elements=2**27)
+"""Logits of at most 2^27 entries at a time."""
 EAGER = {**HALF, "compile_layers": False}
 COMPILED = {**HALF, "compile_layers": True}
 
@@ -68,7 +68,8 @@ class Variant:
     """What it is expected to take, its start included."""
     size: Size
     fields: Mapping[str, Any] = field(default_factory=dict)
-    chunks: Chunks | None = WHOLE
+    chunks: Chunks | None = None
+    """Of logits; None for the learner's own, which is one where activations are kept."""
     liger: bool = False
     profiled: bool = False
     by_layer: bool = True
@@ -214,7 +215,7 @@ def _gathered(by_layer: bool) -> Any:
 
     if by_layer:
         return nullcontext()
-    return mock.patch.object(deepspeed_engine, "gather_together", lambda *_: None, create=True)
+    return mock.patch.object(deepspeed_engine, "gather_together", lambda *_: None)
 
 
 def _graphs() -> int:
