@@ -41,7 +41,8 @@ from rlhf_ray.models.packing import Packing
 from rlhf_ray.records import Experience, TensorEntry
 from rlhf_ray.roles.profiling import busiest
 from rlhf_ray.weights.fingerprint import fingerprint
-from rlhf_ray.weights.manifest import as_announced, digest_of, pack
+from rlhf_ray.weights.host_buffers import HostBuffers, bytes_needed
+from rlhf_ray.weights.manifest import as_announced, digest_of
 
 TIMES = 3
 """Updates after the first, of which the fastest counts."""
@@ -53,8 +54,8 @@ KEPT = 0.25
 """Share of the GPU's memory that may remain occupied after a measurement."""
 KERNELS = 12
 """Lines of a profile in the table; its file has more."""
-IN_CHUNKS, WHOLE = Chunks(elements=2**27), Chunks(elements=2**40)
-"""Logits of at most 2^27 entries at a time, and all of a micro-batch."""
+IN_CHUNKS = Chunks(elements=2**27)
+"""Logits of at most 2^27 entries at a time."""
 EAGER = {**HALF, "compile_layers": False}
 COMPILED = {**HALF, "compile_layers": True}
 
@@ -68,7 +69,8 @@ class Variant:
     """What it is expected to take, its start included."""
     size: Size
     fields: Mapping[str, Any] = field(default_factory=dict)
-    chunks: Chunks | None = WHOLE
+    chunks: Chunks | None = None
+    """Of logits; None for the learner's own, which is one where activations are kept."""
     liger: bool = False
     profiled: bool = False
     by_layer: bool = True
@@ -214,7 +216,7 @@ def _gathered(by_layer: bool) -> Any:
 
     if by_layer:
         return nullcontext()
-    return mock.patch.object(deepspeed_engine, "gather_together", lambda *_: None, create=True)
+    return mock.patch.object(deepspeed_engine, "gather_together", lambda *_: None)
 
 
 def _graphs() -> int:
@@ -313,7 +315,15 @@ def _publication(place: Place, setting: Setting) -> Iterator[Row]:
         return as_announced(entries, gathered)
 
     tensors = ready()
-    arrays = pack(entries, tensors)
+    buffers = HostBuffers(bytes_needed(entries), pinned=place.gpu)
+
+    def copied() -> list[np.ndarray]:
+        arrays, waits = buffers.copy(entries, tensors)
+        for wait in waits:
+            wait()
+        return arrays
+
+    arrays = copied()
     threads = min(16, os.cpu_count() or 1)
 
     def digests(pool: ThreadPoolExecutor) -> None:
@@ -323,9 +333,8 @@ def _publication(place: Place, setting: Setting) -> Iterator[Row]:
         for entry in entries:
             fingerprint(entry, tensors[entry.name])
 
-    parts: dict[str, Callable[[], Any]] = {"gather and cast": ready, "fingerprints, tensor by tensor": fingerprints}
-    if place.gpu:
-        parts["copies to pinned memory, allocated anew"] = partial(pack, entries, tensors)
+    parts: dict[str, Callable[[], Any]] = {
+        "gather and cast": ready, "fingerprints, tensor by tensor": fingerprints, "copies to main memory": copied}
     for name, call in parts.items():
         seconds = seconds_of(call, place.device, 2)
         yield Row(f"publication: {name}", f"{nbytes / seconds / GB:.1f} GB/s", f"{1e3 * seconds:.1f} ms")
@@ -334,6 +343,9 @@ def _publication(place: Place, setting: Setting) -> Iterator[Row]:
             seconds = seconds_of(partial(digests, pool), "cpu", 1)
         yield Row(f"publication: XXH3 by {count} threads", f"{nbytes / seconds / GB:.1f} GB/s",
                   f"{1e3 * seconds:.1f} ms")
+    other = entries[1]
+    same = fingerprint(other, tensors[other.name]) == fingerprint(other, tensors[other.name].cpu())
+    yield judged("publication: fingerprints here and on the CPU", "the same" if same else "others", same, other.name)
     large = max(entries, key=lambda entry: entry.nbytes)
     seconds = seconds_of(lambda: fingerprint(large, tensors[large.name]), place.device, 3)
     yield Row("publication: fingerprint of the largest tensor", f"{large.nbytes / seconds / GB:,.1f} GB/s",
