@@ -12,13 +12,16 @@ from rlhf_ray.config.generation import (
     BUCKETS_IN_STORE,
     GenerationConfig,
 )
+from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, RewardConfig, VerifiableReward
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
+from rlhf_ray.config.settled import is_set
 from rlhf_ray.config.stages import (
     CriticConfig,
     PPOConfig,
+    PreferencesStageConfig,
     ProcessRewardConfig,
     ReferenceConfig,
     RewardModelConfig,
@@ -71,6 +74,23 @@ class Derived:
     def policy_is_reference(self) -> bool:
         """Whether the reference is the frozen base of the policy's adapters."""
         return self.uses_reference and not self.starts_reference
+
+
+def longest_row(config: StageConfig) -> int:
+    """Tokens of the longest row, or pair of rows, which a learner's micro-batch must hold."""
+    if isinstance(config, PPOConfig):
+        return max(derive(config).longest_sample, config.ptx.max_tokens if config.ptx else 0)
+    if isinstance(config, PreferencesStageConfig):
+        return config.longest_sample
+    longest: int = config.data.max_tokens  # type: ignore[attr-defined]
+    return 2 * longest if isinstance(config, RewardModelConfig) else longest
+
+
+def unset_micro_batches(config: StageConfig) -> list[str]:
+    """The fields `micro_batch_tokens` of learners on GPUs that nobody set, by dotted path."""
+    paths = [f"{name}.micro_batch_tokens" for name, placement in placements_of(config).items()
+             if isinstance(placement, LearnerConfig) and placement.gpus]
+    return [path for path in paths if not is_set(config, path)]
 
 
 def judge_rewards(config: PPOConfig) -> dict[str, RewardConfig]:

@@ -14,6 +14,10 @@ of a rank several times: as collected, as laid out by rank, and in gloo. The hid
 chooses (this value is that of an 8B Llama), is still large enough for fast messages."""
 
 
+MICRO_BATCH_TOKENS = 4096
+"""Tokens of a micro-batch where neither somebody nor the memory of GPUs sets them."""
+
+
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter 2019) with a learning-rate schedule."""
 
@@ -121,8 +125,10 @@ class LearnerConfig(PlacementConfig):
     """Compile each decoder layer with torch.compile, so that a GPU reads and writes each activation fewer times; if a
     family's layers are not one graph each, their norms and MLPs. When empty: on GPUs, except with zero_stage=3, which
     exchanges the parameters of compiled layers."""
-    micro_batch_tokens: int = Field(4096, ge=8)
-    """Maximum number of tokens in one forward and backward pass of a rank; the result does not depend on it."""
+    micro_batch_tokens: int = Field(MICRO_BATCH_TOKENS, ge=8)
+    """Maximum number of tokens in one forward and backward pass of a rank; the result does not depend on it. `auto`, or
+    nothing, is 4096 on CPUs, and on GPUs the largest power of two up to 32768 for which memory suffices, found before
+    the run starts."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and schedule."""
     router_aux_loss_coef: float = Field(0.0, ge=0)
@@ -144,6 +150,14 @@ class LearnerConfig(PlacementConfig):
     def drops_out(self) -> bool:
         """Whether adapters leave out some of their inputs in updates, and not in other passes."""
         return self.lora is not None and self.lora.dropout > 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_is_not_set(cls, given: Any) -> Any:
+        """With `micro_batch_tokens: auto` the field counts as not set."""
+        if isinstance(given, dict) and given.get("micro_batch_tokens") == "auto":
+            return {name: value for name, value in given.items() if name != "micro_batch_tokens"}
+        return given
 
     @model_validator(mode="after")
     def _rate_of_the_role(self) -> "LearnerConfig":

@@ -48,8 +48,11 @@ def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) ->
 
 
 CPU_ELEMENTS, GPU_ELEMENTS = 2**26, 2**27
-"""256 MiB of float32, and of bfloat16 under autocast. Each chunk's backward pass adds to the gradient of the whole
-head."""
+"""256 MiB of float32, and of bfloat16 under autocast. Without gradients, chunks cost nothing."""
+KEPT_ELEMENTS = 2**31
+"""4 GiB of bfloat16 under autocast, on GPUs. With gradients, several chunks cost time: the backward pass computes each
+again, and adds, in the logits' precision, to the gradient of the whole head. The size is fixed and not a part of the
+memory that is free, so that a resumed run computes the same; the plan counts it."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,18 @@ class Chunks:
     """How many tokens' logits exist at a time."""
 
     elements: int | None = None
-    """Elements of the largest chunk, tokens times vocabulary; None for `CPU_ELEMENTS` or `GPU_ELEMENTS`."""
+    """Elements of the largest chunk, tokens times vocabulary; None for those of the device and pass."""
     most_tokens: int | None = None
     """Cut every pass into as many chunks as one of this many tokens, for ranks whose calls of the head must match."""
+    recomputed: bool = False
+    """Save memory rather than time: no more than `GPU_ELEMENTS` in passes with gradients, too."""
 
-    def count(self, tokens: int, vocabulary: int, on_gpu: bool = False) -> int:
-        """Number of chunks for `tokens` tokens; chunks may be empty."""
-        rows = max(1, (self.elements or (GPU_ELEMENTS if on_gpu else CPU_ELEMENTS)) // vocabulary)
+    def count(self, tokens: int, vocabulary: int, on_gpu: bool = False, gradients: bool = False) -> int:
+        """Number of chunks for `tokens` tokens, in a pass with gradients or without; chunks may be empty."""
+        usual = GPU_ELEMENTS if on_gpu else CPU_ELEMENTS
+        if on_gpu and gradients and not self.recomputed:
+            usual = KEPT_ELEMENTS
+        rows = max(1, (self.elements or usual) // vocabulary)
         return max(1, -(-(tokens if self.most_tokens is None else self.most_tokens) // rows))
 
 
@@ -86,7 +94,8 @@ def token_logprobs_and_entropies(
         logprobs = token_logprobs(logits, tokens, temperature)
         return (logprobs, entropy_of(logits, temperature)) if entropy else (logprobs,)
 
-    pieces = chunks.count(len(targets), model.config.get_text_config().vocab_size, hidden.is_cuda)
+    vocabulary = model.config.get_text_config().vocab_size
+    pieces = chunks.count(len(targets), vocabulary, hidden.is_cuda, torch.is_grad_enabled())
     masks = mask.padded(filler).split(pieces) if mask else [None] * pieces
     if pieces == 1:
         chunked = [columns_of(hidden, targets, masks[0])]

@@ -7,6 +7,7 @@ suggested, without the changes that are not needed.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rlhf_ray.config.derived import longest_row
 from rlhf_ray.config.generation import CACHE_ON_CPU_MB, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import ScorerConfig, StageConfig
@@ -53,7 +54,7 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
             if section.gradient_checkpointing < share:
                 yield name, "gradient_checkpointing", share
     for name, section in learners.items():
-        for budget in _halvings(section.micro_batch_tokens, _longest_row(config)):
+        for budget in _halvings(section.micro_batch_tokens, longest_row(config)):
             yield name, "micro_batch_tokens", budget
     for name, section in learners.items():
         if section.workers > 1 and section.zero_stage < 3:
@@ -66,7 +67,7 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
             for shards in range(section.shards + 1, section.workers + 1):
                 if section.workers % shards == 0:
                     yield name, "shards", shards
-            for budget in _halvings(section.micro_batch_tokens, _longest_row(config)):
+            for budget in _halvings(section.micro_batch_tokens, longest_row(config)):
                 yield name, "micro_batch_tokens", budget
         if isinstance(section, GenerationConfig) and section.cache_mb is None and learners:
             for share in (0.6, 0.45, 0.3):
@@ -104,13 +105,6 @@ def _halvings(amount: int, least: int) -> Iterator[int]:
     while amount > least:
         amount = max(least, amount // 2)
         yield amount
-
-
-def _longest_row(config: StageConfig) -> int:
-    """Tokens of the longest row, which a micro-batch must be able to hold."""
-    prompts, generator = getattr(config, "prompts", None), getattr(config, "generator", None)
-    return int(prompts.max_tokens + generator.sampling.max_tokens if prompts and generator
-               else getattr(getattr(config, "data", None), "max_tokens", 8))
 
 
 def _shown(value: Any) -> str:

@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rlhf_ray.config.combination_checks import check_pools, experience_bytes_per_token
-from rlhf_ray.config.derived import derive, placements_of, transport_of
+from rlhf_ray.config.derived import longest_row, placements_of, transport_of, unset_micro_batches
 from rlhf_ray.config.generation import BUCKET_FROM_GPU_MB, BUCKETS_IN_STORE, GenerationConfig
-from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.learner import MICRO_BATCH_TOKENS, LearnerConfig
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.rewards import ModelReward, ProcessReward
 from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.config.settled import is_set, with_derived, without_derived
-from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, RewardModelConfig, ScorerConfig, StageConfig
+from rlhf_ray.config.stages import PPOConfig, ScorerConfig, StageConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.planning.config_suggestions import SHARES
 from rlhf_ray.planning.device_memory import loads_of, worker_memories
@@ -44,9 +44,12 @@ HELD = 0.5
 """Share of a GPU that a frozen model's or an engine's weights may take before they are divided among several."""
 SHARED_CACHE = 0.88
 """Share of a GPU up to which the KV cache of a generator fills it beside other roles."""
+LARGEST_MICRO_BATCH = 32768
+"""Tokens of a micro-batch beyond which weights are read seldom enough."""
 WAYS: tuple[tuple[int, float, int], ...] = (
     *((stage, *way) for stage in (1, 3) for way in (
-        (False, 32768), (False, 16384), *((share, 8192) for share in SHARES[:-1]), (True, 16384), (True, 8192))),
+        (False, LARGEST_MICRO_BATCH), (False, 16384), *((share, 8192) for share in SHARES[:-1]), (True, 16384),
+        (True, 8192))),
     (3, True, 4096), (3, True, 0))
 """Ways to train, the fastest first: ZeRO stage, the share of layers that are recomputed, and tokens of a micro-batch
 (at least the longest row). From 8,192 tokens on, twice as many save less time than a quarter of the layers takes again.
@@ -117,8 +120,9 @@ def machines_of(nodes: Sequence[Node]) -> Machines | None:
 
 def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     """The configuration with derived values of all that nobody set, for the GPUs of these nodes; `cluster.derived`
-    names them. Unchanged if there are no GPUs, or somebody set `pools`: who names pools places the roles. Values that
-    were derived for other machines are derived again, but for those in `KEPT`.
+    names them. Unchanged if there are no GPUs. Who names `pools` places the roles: then only the learners'
+    `micro_batch_tokens` are derived. Values that were derived for other machines are derived again, but for those in
+    `KEPT`.
 
     Raises:
         ConfigError: no layout goes with what is set.
@@ -126,7 +130,7 @@ def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     """
     machines = machines_of(nodes)
     if is_set(config, "pools"):
-        return config
+        return config if machines is None else _with_micro_batches(config, nodes, shapes)
     if machines is None:
         return checked(without_placement(config)) if "pools" in config.cluster.derived else config
     base = _with_precision(without_placement(config))
@@ -145,6 +149,28 @@ def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
         raise ConfigError(f"no layout of the roles on {machines.gpus} x {machines.device.name} goes with {set_here}"
                           f": {refused or 'they are too few'}; change it, or place the roles yourself with pools")
     return best[0]
+
+
+def _with_micro_batches(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
+    """The configuration with the largest micro-batches of learners on GPUs that memory suffices for, where nobody set
+    them: powers of two, and at least the longest row. `MICRO_BATCH_TOKENS` and fewer may leave no memory to spare."""
+    least = longest_row(config) if unset_micro_batches(config) else 0
+    tokens = {path: max(LARGEST_MICRO_BATCH, least) for path in unset_micro_batches(config)}
+    while tokens:
+        found = with_derived(config, tokens)
+        roles = roles_of(found, shapes)
+        placement = place(found.pools, {role.name: role.placement for role in roles}, nodes)
+        if placement.shortages:
+            return config
+        share = {path: max(load.share for load in loads_of(found.cluster, roles, placement, nodes)
+                           if load.device is not None and path.partition(".")[0] in load.roles) for path in tokens}
+        larger = {path: size for path, size in tokens.items()
+                  if size > least and share[path] > (TIGHT if size > MICRO_BATCH_TOKENS else 1)}
+        if not larger:
+            return found
+        most = max(larger.values())
+        tokens |= {path: max(least, size // 2) for path, size in larger.items() if size == most}
+    return config
 
 
 def fits(config: StageConfig, nodes: Sequence[Node], shapes: Shapes) -> bool:
@@ -343,7 +369,7 @@ def _placed(base: C, layout: Sequence[Group], machines: Machines) -> C:
         if isinstance(placement, GenerationConfig) and group.gpus > 1:
             values["generator.tensor_parallel"] = group.gpus
         if isinstance(placement, ScorerConfig):
-            values[f"{role}.micro_batch_tokens"] = max(16384, _longest_row(base))
+            values[f"{role}.micro_batch_tokens"] = max(16384, longest_row(base))
             if group.shards > 1:
                 values[f"{role}.shards"] = group.shards
     kept = {path: value for path, value in values.items() if path.rpartition(".")[2] not in KEPT
@@ -403,16 +429,6 @@ def _rows(config: StageConfig) -> int:
     return int(config.training.batch_size) if hasattr(config, "training") else 1
 
 
-def _longest_row(config: StageConfig) -> int:
-    """Tokens that a micro-batch must hold."""
-    if isinstance(config, PPOConfig):
-        return max(derive(config).longest_sample, config.ptx.max_tokens if config.ptx else 0)
-    if isinstance(config, PreferencesStageConfig):
-        return config.longest_sample
-    longest: int = config.data.max_tokens  # type: ignore[attr-defined]
-    return 2 * longest if isinstance(config, RewardModelConfig) else longest
-
-
 def _ways_of(config: StageConfig, learner: str) -> Iterator[Values]:
     """`WAYS` of one learner, those that differ."""
     alone = getattr(config, learner).workers == 1
@@ -423,7 +439,7 @@ def _ways_of(config: StageConfig, learner: str) -> Iterator[Values]:
             else:
                 continue
         yield {f"{learner}.zero_stage": stage, f"{learner}.gradient_checkpointing": recomputed,
-               f"{learner}.micro_batch_tokens": max(tokens, _longest_row(config))}
+               f"{learner}.micro_batch_tokens": max(tokens, longest_row(config))}
 
 
 def _learners(config: StageConfig) -> list[str]:
@@ -472,7 +488,7 @@ def _with_all_sequences(config: C, machines: Machines, nodes: Sequence[Node], sh
     generator = next(role for role in roles_of(config, shapes) if role.name == "generator")
     assert isinstance(generator.placement, GenerationConfig)
     room = cache_sequences(generator.placement, generator.models[0], generator.memory(machines.device),
-                           _longest_row(config))
+                           longest_row(config))
     return with_derived(config, {"generator.max_sequences": max(8, min(256, int(room / 8) * 8))})
 
 
@@ -480,7 +496,7 @@ def _with_shared_cache(config: C, machines: Machines, nodes: Sequence[Node], sha
     """The KV cache of a generator beside other roles: for all sequences, or what is left of the GPU."""
     assert isinstance(config, PPOConfig)
     generator = next(role for role in roles_of(config, shapes) if role.name == "generator")
-    each = generator.models[0].cache_bytes * _longest_row(config) / MIB
+    each = generator.models[0].cache_bytes * longest_row(config) / MIB
     wanted = ceil(config.coordinator.samples_per_step / config.generator.workers / 8)
     if is_set(config, "generator.kv_cache_mb"):
         wanted = int((config.generator.kv_cache_mb or 0) / each / 8)

@@ -57,6 +57,7 @@ class Training:
     direct: bool = False
     """Whether weights are published from GPU to GPU, not through main memory (`weights.transport`)."""
     logit_copies: int = 1
+    logit_gradients: int = 1
     """As in `logits_bytes`."""
 
 
@@ -125,7 +126,7 @@ def _pass_without_gradients(config: LearnerConfig, model: Training) -> dict[str,
     """Memory of a pass that scores rollouts."""
     micro_batch = _micro_batch(config, model)
     answers = round(model.answers * micro_batch.tokens)
-    return {LOGITS: logits_bytes(model.shape, micro_batch, answers, training=False, copies=model.logit_copies),
+    return {LOGITS: logits_bytes(model.shape, micro_batch, answers, copies=model.logit_copies),
             ACTIVATIONS: scoring_bytes(model.shape, micro_batch) + _cast_weights(config, model.shape)}
 
 
@@ -136,8 +137,8 @@ def _update(config: LearnerConfig, model: Training, state: dict[str, float]) -> 
     its gradients appear; but blocks differ in size, so gradients reuse about half of them (measured on CPUs).
     """
     share, shape, micro_batch = -(-model.rows // config.workers), model.shape, _micro_batch(config, model)
-    logits = logits_bytes(
-        shape, micro_batch, round(model.answers * micro_batch.tokens), training=True, copies=model.logit_copies)
+    answers = round(model.answers * micro_batch.tokens)
+    logits = logits_bytes(shape, micro_batch, answers, model.logit_gradients, model.logit_copies)
     layer = micro_batch.tokens * transient_bytes(shape, micro_batch)
     several = share * model.longest > micro_batch.tokens or stage_of(config) == 3  # stage 3 has a separate buffer
     before = state[GRADIENTS] * (1.0 if several else 0.5)

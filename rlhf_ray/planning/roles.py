@@ -84,7 +84,8 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
               _reader("prompt_reader", config.assembler.pool)]
     roles.append(_learner("policy", config.policy, Training(
         shape, longest, answers, rows, config.policy.ema_decay is not None, bucket,
-        direct=transport != "object_store", logit_copies=copies), named))
+        direct=transport != "object_store", logit_copies=copies,
+        logit_gradients=2 if config.algorithm.entropy_coef else 1), named))
     if derived.starts_critic:
         critic = shapes(derived.critic_model, "critic").headless()
         roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0, rows), derived.critic_model.path))

@@ -73,7 +73,8 @@ class Learner:
         """Whether every forward pass is a collective call."""
         self.mapped = self.lockstep and not config.lora
         """Whether the model is memory-mapped from its files and becomes float32 while it is sharded, layer by layer."""
-        self.chunks = Chunks(most_tokens=config.micro_batch_tokens if self.lockstep else None)
+        self.chunks = Chunks(most_tokens=config.micro_batch_tokens if self.lockstep else None,
+                             recomputed=bool(config.gradient_checkpointing))
         """Chunks of the output head's work. In lockstep each call of the head is a collective call, so all ranks use
         the same number of chunks, independent of their micro-batches."""
         self.adapters: Adapters | None = None
