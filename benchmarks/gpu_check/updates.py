@@ -46,8 +46,9 @@ from rlhf_ray.weights.manifest import as_announced, digest_of
 
 TIMES = 3
 """Updates after the first, of which the fastest counts."""
-APART = 0.03
-"""Largest relative difference of the gradients of two settings; equal updates in bfloat16 are 4e-3 apart."""
+APART = 0.15
+"""Largest relative difference of the gradients of two settings in bfloat16. Of a random model they are 6e-2 from those
+in float32 (`learner:gradients`), whether layers are compiled or not, so two settings may be 8e-2 apart."""
 SAMPLED = 2**15
 """Numbers of a tensor whose gradients are compared."""
 KEPT = 0.25
