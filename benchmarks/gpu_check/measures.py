@@ -4,7 +4,7 @@ back, what is held."""
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from statistics import median
 
 import numpy as np
@@ -49,15 +49,30 @@ async def gap(pair: Pair, epoch: int) -> float:
     return float(np.abs(ours.values - rollout.logprobs)[rollout.response_mask].mean())
 
 
-async def publications(pair: Pair, version: int) -> AsyncIterator[Row]:
-    """Publish some times; the first opens connections and is not counted."""
+async def in_buckets(pair: Pair, version: int, sizes: Sequence[int]) -> AsyncIterator[Row]:
+    """`publications` in buckets of some sizes, in MiB."""
+    for number, mib in enumerate(sizes):
+        await pair.sync.forget()
+        pair.sync.config = pair.sync.config.model_copy(update={"bucket_mb": mib})
+        async for row in publications(pair, version + 10 * number, differ=not number):
+            yield row
+
+
+async def publications(pair: Pair, version: int, differ: bool = True) -> AsyncIterator[Row]:
+    """Publish some times; the first opens connections and is not counted.
+
+    Args:
+        differ: the generator has other weights before.
+    """
     setting, scale = pair.setting, pair.setting.scale
     before = await gap(pair, version)
     made = [await pair.sync.publish(version + i) for i in range(scale.publications + 1)][1:]
     after = await gap(pair, version + 50)
     seconds, pause = median(p.seconds for p in made), median(p.pause_seconds for p in made)
     name = setting.transport + (" over gloo" if setting.transport == "nccl" and not scale.gpu else "")
-    yield judged(f"parity after {name}, ZeRO-{setting.zero_stage}", f"{after:.2g}", after <= scale.tolerance < before,
+    right = after <= scale.tolerance and (before > scale.tolerance) == differ
+    name += f" in buckets of {pair.sync.config.bucket_mb} MiB"
+    yield judged(f"parity after {name}, ZeRO-{setting.zero_stage}", f"{after:.2g}", right,
                  f"mean difference of log-probabilities, {before:.2g} before; at most {scale.tolerance:g}")
     yield Row(f"publication by {name}", f"{made[0].nbytes / seconds / 1e9:.2f} GB/s",
               f"{made[0].nbytes / 1e6:,.0f} MB in {seconds:.3f} s, generation paused {pause:.3f} s")

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 from rlhf_ray.config.algorithm import OldLogprobs
 from rlhf_ray.config.data import EvaluationPrompts, PromptsConfig
-from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.generation import (
+    BUCKET_BETWEEN_GPUS_MB,
+    BUCKET_FROM_GPU_MB,
+    BUCKET_ON_CPU_MB,
+    BUCKETS_IN_STORE,
+    GenerationConfig,
+)
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, RewardConfig, VerifiableReward
@@ -223,6 +229,26 @@ def transport_of(config: PPOConfig) -> str:
     if shares_one_gpu(config):
         return "ipc"
     return "nccl" if config.generator.gpus >= 1 and config.policy.gpus >= 1 else "object_store"
+
+
+def bucket_mb(config: PPOConfig) -> int:
+    """`weights.bucket_mb`, or its default for the transport and the devices.
+
+    The object store holds three buckets at a time beside the experience. A local cluster's store may be too small for
+    that; Ray then spills to disk.
+    """
+    weights, cluster = config.weights, config.cluster
+    if weights.bucket_mb is not None:
+        return weights.bucket_mb
+    if not (config.policy.gpus and config.generator.gpus):
+        return BUCKET_ON_CPU_MB
+    if transport_of(config) != "object_store":
+        return BUCKET_BETWEEN_GPUS_MB
+    experience = buffer_capacity_mb(config.buffer, cluster)
+    if experience is None:
+        return BUCKET_FROM_GPU_MB
+    left = (cluster.object_store_mb - experience) // BUCKETS_IN_STORE
+    return max(BUCKET_ON_CPU_MB, min(BUCKET_FROM_GPU_MB, left))
 
 
 def shares_one_gpu(config: PPOConfig) -> bool:

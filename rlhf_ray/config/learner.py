@@ -121,9 +121,10 @@ class LearnerConfig(PlacementConfig):
     gradient_checkpointing: Annotated[bool | float, BeforeValidator(_share_of_layers)] = Field(False, ge=0, le=1)
     """Recompute activations in the backward pass to save memory: `true` those of all layers, a number those of this
     share of them, spread evenly. A layer that is recomputed takes a third longer."""
-    compile_layers: bool = False
-    """Compile norms and MLPs with torch.compile, so that a GPU reads and writes each activation fewer times; not with
-    zero_stage=3, which exchanges the parameters of compiled parts."""
+    compile_layers: bool | None = None
+    """Compile each decoder layer with torch.compile, so that a GPU reads and writes each activation fewer times; if a
+    family's layers are not one graph each, their norms and MLPs. When empty: on GPUs, except with zero_stage=3, which
+    exchanges the parameters of compiled layers."""
     micro_batch_tokens: int = Field(MICRO_BATCH_TOKENS, ge=8)
     """Maximum number of tokens in one forward and backward pass of a rank; the result does not depend on it. `auto`, or
     nothing, is 4096 on CPUs, and on GPUs the largest power of two up to 32768 for which memory suffices, found before
@@ -139,6 +140,11 @@ class LearnerConfig(PlacementConfig):
     def recomputed(self, layers: int) -> int:
         """Number of layers, of so many, whose activations are recomputed."""
         return recomputed_layers(self.gradient_checkpointing, layers)
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether layers are compiled."""
+        return self.gpus > 0 and self.zero_stage < 3 if self.compile_layers is None else self.compile_layers
 
     @property
     def drops_out(self) -> bool:

@@ -20,6 +20,7 @@ from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.conditional_fields import without_effect
 from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
 from rlhf_ray.config.derived import (
+    bucket_mb,
     buffer_capacity_mb,
     longest_row,
     placements_of,
@@ -170,10 +171,10 @@ def resolve(config: C) -> C:
     For PPO: fields of `evaluation.sampling` that are not set are those of `generator.sampling`;
     `buffer.capacity_mb` is half of a local cluster's `cluster.object_store_mb` (a joined cluster sizes its own store,
     so there is no bound in bytes).
-    `weights.transport: auto` becomes the transport that the placement allows. For every stage with a generator on CPUs,
-    an empty `generator.kv_cache_mb` becomes its default. Micro-batches of learners on GPUs that nobody set hold the
-    longest row. Pools in which no role is placed are left out, so that they
-    are not reserved.
+    `weights.transport: auto` becomes the transport that the placement allows, and an empty `weights.bucket_mb` the
+    default for it. For every stage with a generator on CPUs, an empty `generator.kv_cache_mb` becomes its default.
+    Micro-batches of learners on GPUs that nobody set hold the longest row. Pools in which no role is placed are left
+    out, so that they are not reserved.
 
     Raises:
         ConfigError: the sections do not fit together, see `combination_checks`.
@@ -194,6 +195,7 @@ def resolve(config: C) -> C:
     if isinstance(config, PPOConfig):
         values["buffer.capacity_mb"] = buffer_capacity_mb(config.buffer, config.cluster)
         values["weights.transport"] = transport_of(config)
+        values["weights.bucket_mb"] = bucket_mb(config)
         if config.weights.transport == "auto":
             values["cluster.derived"] = sorted({*config.cluster.derived, "weights.transport"})
     return with_settled(config, values)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call
-from rlhf_ray.config.generation import WeightsConfig
+from rlhf_ray.config.generation import BUCKETS_IN_STORE, WeightsConfig
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.colocation import Phases
@@ -18,9 +18,6 @@ from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import DamagedBucket, NoWeightsPlan, RLHFError, WeightsError, WorkerError, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
-
-AHEAD = 3
-"""Buckets in flight: while one is loaded, the next is in the store and another one is gathered."""
 
 RETRY_S = 1.0
 """Between two attempts to catch up while a learner is lost."""
@@ -214,7 +211,7 @@ class WeightSync:
         if not answers:
             return None
         plans: list[WeightsPlan] = await self.roles.policy.values(
-            "plan_weights", self.config.bucket_mb * 2**20, answers[0])
+            "plan_weights", self.config.bucket_bytes, answers[0])
         return plans[0]
 
     async def _begin(
@@ -243,7 +240,8 @@ class WeightSync:
         for index in range(size.buckets):
             bucket = self._gathered(index, whole)
             under_way.append((index, bucket, receivers.calls("load_weights", bucket[0].ref, self._publication)))
-            if len(under_way) == AHEAD:
+            # While one is loaded, the next is in the store and another one is gathered.
+            if len(under_way) == BUCKETS_IN_STORE:
                 await self._loaded(receivers, whole, *under_way.popleft())
         reached("publication_begun")
         while under_way:

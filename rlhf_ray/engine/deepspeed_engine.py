@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,11 +41,18 @@ from rlhf_ray.internals.deepspeed import (
     wrapped_optimizer,
 )
 from rlhf_ray.internals.transformers import decoder_layers, keep_activations, layers_of
-from rlhf_ray.models.compiled import compile_layers
+from rlhf_ray.models.compiled import CompiledLayers, compile_layers
+from rlhf_ray.models.config_json import context_of
+from rlhf_ray.models.packed_model import hidden_states
+from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity_pass import embedding_as_leaf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+ROWS_TRIED = 5
+"""Rows, at least, of the pass by which layers are compiled. Numbers of rows and tokens that are equal by chance would
+become one symbol."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +83,6 @@ class TrainEngine:
         self.world = dist.get_world_size()
         if config.gradient_checkpointing:
             recompute_layers(module.model, config.gradient_checkpointing)
-        if config.compile_layers:
-            compile_layers(module.model)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)
@@ -95,6 +101,10 @@ class TrainEngine:
             if self.world == 1:
                 leave_gradients_unreduced(self.engine)
         self.device = self.engine.device
+        self.compiled: CompiledLayers | None = None
+        """What is compiled."""
+        if config.compiles_layers:
+            self.compiled = compile_layers(module.model, self._try_all, required=config.compile_layers is True)
 
     @property
     def module(self) -> nn.Module:
@@ -128,6 +138,27 @@ class TrainEngine:
         layers keep their train or eval mode."""
         with self._cast_cache(), autocast(self.engine):
             return self.module(*args, **kwargs)
+
+    def _try_all(self) -> None:
+        for gradients in (True, False):
+            self.try_layers(gradients)
+
+    def try_layers(self, gradients: bool) -> None:
+        """A pass of the model's layers over a micro-batch of random tokens, as in updates or, without gradients, as in
+        scoring. Compiled layers choose kernels by the sizes of their first pass of each kind; so these must be the same
+        when a run is resumed. The state of the run is not touched."""
+        model, most = self.module.model, self.config.micro_batch_tokens
+        longest = max(2, min(context_of(model.config) or most, most // ROWS_TRIED))
+        lengths = np.arange(longest, max(1, longest - most // longest), -1)
+        packing = Packing.of(lengths, self.device)
+        trained = [p for layer in decoder_layers(model) for p in layer.parameters() if p.requires_grad]
+        self._set_mode(gradients)
+        with torch.random.fork_rng([self.device] if self._on_gpu else []), self._cast_cache(), autocast(self.engine):
+            tokens = torch.randint(model.config.get_text_config().vocab_size, (packing.tokens,), device=self.device)
+            with torch.set_grad_enabled(gradients):
+                states = hidden_states(model, tokens, packing)
+        if gradients and trained:
+            torch.autograd.grad(states.sum(), trained[:1])
 
     def release_gathered(self) -> None:
         """Under ZeRO-3, free gathered parameters after passes that no `step` follows; `step` frees them itself."""

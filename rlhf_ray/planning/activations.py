@@ -11,8 +11,9 @@ from rlhf_ray.config.learner import recomputed_layers
 from rlhf_ray.planning.model_shape import ModelShape
 
 FLOAT, HALF = 4, 2
-CPU_ELEMENTS, GPU_ELEMENTS = 2**26, 2**27
-"""Logit entries that exist at the same time (models/packed_model.py, `Chunks`)."""
+CPU_ELEMENTS, GPU_ELEMENTS, KEPT_ELEMENTS = 2**26, 2**27, 2**31
+"""Logit entries that exist at the same time: on CPUs, on GPUs, and on GPUs for a backward pass without recomputation
+(models/packed_model.py, `Chunks`)."""
 SHORT_ROW = 128
 """Tokens of a row up to which attention on CPUs keeps its probabilities (models/cpu/short_rows.py, `LONGEST`)."""
 
@@ -96,16 +97,20 @@ def head_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
 
 
 def logits_bytes(
-    shape: ModelShape, micro_batch: MicroBatch, answers: int, training: bool, copies: int = 1
+    shape: ModelShape, micro_batch: MicroBatch, answers: int, gradients: int = 0, copies: int = 1
 ) -> float:
-    """Bytes of the logits that exist at the same time, and of their gradient in training.
+    """Bytes of the logits that exist at the same time, and of their gradients in training.
 
     Args:
         answers: tokens of the micro-batch whose log-probability is computed.
+        gradients: of the logits, in training: one of the log-probabilities, and one of the entropies if the loss has
+            an entropy bonus.
         copies: 2 if some logits are excluded in a copy, as stop tokens are before `min_tokens`.
     """
     if not shape.vocabulary:
         return 0.0
     elements = GPU_ELEMENTS if micro_batch.on_gpu else CPU_ELEMENTS
+    if micro_batch.on_gpu and gradients and not micro_batch.checkpointing:
+        elements = KEPT_ELEMENTS
     rows = min(answers, max(1, elements // shape.vocabulary))
-    return float(rows * shape.vocabulary * micro_batch.product_bytes * (2 if training else 1) * copies)
+    return float(rows * shape.vocabulary * micro_batch.product_bytes * (1 + gradients) * copies)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_ray.config.derived import derive
-from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.generation import BUCKETS_IN_STORE, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.settled import is_set
 from rlhf_ray.config.stages import PPOConfig, StageConfig
@@ -13,7 +13,7 @@ from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.inference_memory import cache_sequences
 from rlhf_ray.planning.memory_breakdown import MIB, Memory, gib
 from rlhf_ray.planning.node_spec import Node
-from rlhf_ray.planning.publication_size import bucket_bytes, publication_bytes
+from rlhf_ray.planning.publication_size import bucket_bytes
 from rlhf_ray.planning.roles import Role
 from rlhf_ray.planning.worker_placement import Placement
 
@@ -103,13 +103,14 @@ def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) ->
     if not isinstance(config, PPOConfig) or config.weights.transport != "object_store":
         return
     shape = roles[0].models[0]
-    sent, bucket = publication_bytes(config, shape), bucket_bytes(config, shape)
-    needed = min(3 * bucket, sent + 2 * bucket) + (config.buffer.capacity_mb or 0) * MIB
+    bucket = bucket_bytes(config, shape)
+    held = BUCKETS_IN_STORE * bucket
+    needed = held + (config.buffer.capacity_mb or 0) * MIB
     stores = [load.holders["object store"]["object store"] for load in loads if load.device is None]
     if stores and min(stores) < needed:
         yield Finding("tight", f"the object store of {gib(min(stores))} may not hold three buckets of a publication "
                                f"(the largest is {gib(bucket)}) besides the buffer, and Ray would spill to disk; set "
-                               f"cluster.object_store_mb to {-(-int(2 * 3 * bucket) // MIB)} (`ray start "
+                               f"cluster.object_store_mb to {-(-int(2 * held) // MIB)} (`ray start "
                                "--object-store-memory` on a cluster of your own)")
 
 

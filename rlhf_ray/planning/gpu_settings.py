@@ -6,14 +6,14 @@ one with the shortest step. What somebody set is never changed; layouts that con
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf, log2
+from math import ceil, inf
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from rlhf_ray.config.combination_checks import check_pools, experience_bytes_per_token
-from rlhf_ray.config.derived import longest_row, placements_of, unset_micro_batches
-from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.derived import longest_row, placements_of, transport_of, unset_micro_batches
+from rlhf_ray.config.generation import BUCKET_FROM_GPU_MB, BUCKETS_IN_STORE, GenerationConfig
 from rlhf_ray.config.learner import MICRO_BATCH_TOKENS, LearnerConfig
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
@@ -65,7 +65,6 @@ REASONS = {
     "micro_batch_tokens": "the largest that fits, up to 32768",
     "learning_rate": "the default times 4096 / hidden size (Yang et al. 2022, table 3)",
     "object_store_mb": "three buckets of a publication besides the experience, twice",
-    "bucket_mb": "a publication in about 32 buckets, of 64 to 1024 MiB",
     "transport": "of `auto`: between GPUs where the placement allows it",
     "tensor_parallel": "the fewest GPUs of which weights take half",
     "shards": "the fewest GPUs of which weights take half",
@@ -190,7 +189,7 @@ def without_placement(config: C) -> C:
     by the placement. A transport that was derived is `auto` by somebody's wish: nobody's is the default, main memory,
     which has been tested."""
     asked = {"weights.transport": "auto"} if "weights.transport" in config.cluster.derived else {}
-    present = [path for path in ("generator.kv_cache_mb", "buffer.capacity_mb")
+    present = [path for path in ("generator.kv_cache_mb", "buffer.capacity_mb", "weights.bucket_mb")
                if path.partition(".")[0] in type(config).model_fields]
     return with_derived(without_derived(config, [*machine_fields(config), *present]), asked)
 
@@ -391,7 +390,7 @@ def _bundle_cpus(config: StageConfig, group: Group, machines: Machines) -> float
 
 
 def _with_sizes(config: C, machines: Machines, nodes: Sequence[Node], shapes: Shapes) -> C:
-    """Learning rates, and the sizes of chunks, buckets and the object store."""
+    """Learning rates, and the sizes of chunks and the object store."""
     values: Values = {}
     for role in roles_of(config, shapes):
         learner, path = role.placement, f"{role.name}.optimizer.learning_rate"
@@ -402,21 +401,22 @@ def _with_sizes(config: C, machines: Machines, nodes: Sequence[Node], shapes: Sh
         most = max(group, min(32, samples // config.generator.workers))
         whole = [size for size in range(group, most + 1, group) if samples % size == 0]
         values["generator.chunk"] = max(whole, default=group)
-        bytes_sent = shapes(config.model, "model").weight_bytes
-        values["weights.bucket_mb"] = int(min(1024, max(64, 2 ** round(log2(bytes_sent / 32 / MIB)))))
         if config.cluster.address is None:
-            values["cluster.object_store_mb"] = _store_mb(config, values["weights.bucket_mb"], nodes, shapes)
+            values["cluster.object_store_mb"] = _store_mb(config, nodes, shapes)
     return with_derived(config, values)
 
 
-def _store_mb(config: PPOConfig, bucket_mb: int, nodes: Sequence[Node], shapes: Shapes) -> int:
-    """Object store of a local cluster: a power of two that holds three buckets (the embedding is one at least) and all
-    experience, twice, within 30 % of main memory."""
+def _store_mb(config: PPOConfig, nodes: Sequence[Node], shapes: Shapes) -> int:
+    """Object store of a local cluster: a power of two that holds three buckets, if they are sent through it (the
+    embedding is one at least), and all experience, twice, within 30 % of main memory."""
     shape = shapes(config.model, "model")
-    bucket = max(bucket_mb * MIB, shape.vocabulary * shape.hidden * shape.bytes_per_value)
+    buckets = 0
+    if transport_of(config) == "object_store":
+        largest = (config.weights.bucket_mb or BUCKET_FROM_GPU_MB) * MIB
+        buckets = BUCKETS_IN_STORE * max(largest, shape.vocabulary * shape.hidden * shape.bytes_per_value)
     longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
     experience = config.coordinator.samples_ahead * longest * experience_bytes_per_token(config)
-    needed = ceil(2 * max(3 * bucket, experience) / MIB)
+    needed = ceil(2 * max(buckets, experience) / MIB)
     size = 512
     while size < needed:
         size *= 2

@@ -58,7 +58,7 @@ def generator_memory(
 
     Args:
         longest: tokens of prompt and response.
-        bucket_bytes: largest bucket of a publication.
+        bucket_bytes: buckets of a publication that are on the GPU at a time.
         through_memory: bytes of a publication that a GPU's engine maps in main memory before it loads them.
     """
     if not config.gpus:
@@ -125,7 +125,7 @@ def scorer_memory(
     parts = {
         WEIGHTS: shape.weight_bytes / config.shards,
         ACTIVATIONS: scoring_bytes(shape, micro_batch),
-        LOGITS: logits_bytes(shape, micro_batch, round(answers * micro_batch_tokens), False, logit_copies),
+        LOGITS: logits_bytes(shape, micro_batch, round(answers * micro_batch_tokens), copies=logit_copies),
     }
     # Weights in the files' precision are memory-mapped; others are converted, so the files' pages count as well.
     converted = shape.saved_bytes not in (None, shape.bytes_per_value)

@@ -57,6 +57,7 @@ class Training:
     direct: bool = False
     """Whether weights are published from GPU to GPU, not through main memory (`weights.transport`)."""
     logit_copies: int = 1
+    logit_gradients: int = 1
     """As in `logits_bytes`."""
 
 
@@ -92,7 +93,8 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
         state[WEIGHTS] -= copied
     elif isinstance(config, PPOLearnerConfig) and config.offload_between_phases:
         moved = {OPTIMIZER: state[OPTIMIZER]}
-    buffers[BUFFERS] += 2 * model.bucket_bytes * model.direct
+    if model.direct:  # two are kept for generators, or one and the copy that NCCL sends, while the next is gathered
+        buffers[BUFFERS] += 3 * model.bucket_bytes
     kept = {name: amount for name, amount in state.items() if name not in (GRADIENTS, OPTIMIZER if moved else "")}
     scoring = {**kept, **_pass_without_gradients(config, model), **buffers, RUNTIME: GPU_CONTEXT}
     learning = [{**moment, **buffers, RUNTIME: GPU_CONTEXT} for moment in _update(config, model, state)]
@@ -124,7 +126,7 @@ def _pass_without_gradients(config: LearnerConfig, model: Training) -> dict[str,
     """Memory of a pass that scores rollouts."""
     micro_batch = _micro_batch(config, model)
     answers = round(model.answers * micro_batch.tokens)
-    return {LOGITS: logits_bytes(model.shape, micro_batch, answers, training=False, copies=model.logit_copies),
+    return {LOGITS: logits_bytes(model.shape, micro_batch, answers, copies=model.logit_copies),
             ACTIVATIONS: scoring_bytes(model.shape, micro_batch) + _cast_weights(config, model.shape)}
 
 
@@ -135,8 +137,8 @@ def _update(config: LearnerConfig, model: Training, state: dict[str, float]) -> 
     its gradients appear; but blocks differ in size, so gradients reuse about half of them (measured on CPUs).
     """
     share, shape, micro_batch = -(-model.rows // config.workers), model.shape, _micro_batch(config, model)
-    logits = logits_bytes(
-        shape, micro_batch, round(model.answers * micro_batch.tokens), training=True, copies=model.logit_copies)
+    answers = round(model.answers * micro_batch.tokens)
+    logits = logits_bytes(shape, micro_batch, answers, model.logit_gradients, model.logit_copies)
     layer = micro_batch.tokens * transient_bytes(shape, micro_batch)
     several = share * model.longest > micro_batch.tokens or stage_of(config) == 3  # stage 3 has a separate buffer
     before = state[GRADIENTS] * (1.0 if several else 0.5)

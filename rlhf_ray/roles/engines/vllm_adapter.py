@@ -110,10 +110,12 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         use_tqdm_on_load=False,
         **_memory(generation),
         **_parallelism(generation),
-        **_operators(settings),
         **_adapters(settings.adapters),
     )
-    return AsyncEngineArgs(**arguments | generation.vllm)
+    arguments = arguments | generation.vllm
+    if operators := _operators(settings):
+        arguments["compilation_config"] = {**arguments.get("compilation_config", {}), **operators}
+    return AsyncEngineArgs(**arguments)
 
 
 def path_for_vllm(path: str) -> str:
@@ -138,11 +140,11 @@ def _memory(generation: GenerationConfig) -> dict[str, Any]:
 
 
 def _operators(settings: EngineSettings) -> dict[str, Any]:
-    """torch's own rotary embedding for latent attention on CPUs: vLLM 0.32's kernel assumes that queries and keys are
-    contiguous, which they are not there, and rotates the wrong values."""
+    """Entries of `compilation_config` that select torch's own rotary embedding for latent attention on CPUs: the kernel
+    of vLLM 0.32 assumes that queries and keys are contiguous, which they are not there, and rotates wrong values."""
     if settings.generation.gpus or not any(name.startswith("Deepseek") for name in settings.architectures):
         return {}
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    return {"custom_ops": ["-rotary_embedding"]}
 
 
 def _parallelism(generation: GenerationConfig) -> dict[str, Any]:

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.compiled import compile_layers
+from rlhf_ray.models.attention import register
+from rlhf_ray.models.compiled import CompiledLayers, compile_layers
 from rlhf_ray.models.cpu.linear import use_onednn
-from rlhf_ray.models.packed_model import PackedLanguageModel
+from rlhf_ray.models.packed_model import PackedLanguageModel, hidden_states
 from rlhf_ray.models.packing import Packing
 
 LENGTHS = [[5, 1, 9, 3], [7, 2, 6], [12]]
@@ -25,10 +26,17 @@ def passes(model):
     return found
 
 
+def trial(model):
+    """A pass of all layers, as a learner makes it."""
+    packing = Packing.of([7, 6, 5])
+    hidden_states(model, torch.arange(packing.tokens), packing).sum().backward()
+    model.zero_grad()
+
+
 @pytest.mark.slow
 def test_they_compute_the_same_and_keep_their_names(causal_lm):
     plain, compiled = causal_lm(), use_onednn(causal_lm())  # as learners load it
-    assert compile_layers(compiled) == 2 * 3  # two norms and an MLP in each layer
+    assert compile_layers(compiled, lambda: trial(compiled)) == CompiledLayers(2)
     assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
     first = passes(compiled)
     for ours, theirs in zip(first, passes(plain), strict=True):
@@ -36,19 +44,26 @@ def test_they_compute_the_same_and_keep_their_names(causal_lm):
     assert all(map(torch.equal, first, passes(compiled))), "a second pass must give the same bits"
 
 
-def test_a_model_without_layers_that_can_be_compiled_is_refused(causal_lm):
+def without_layers(causal_lm):
     model = causal_lm()
     model.model.layers = torch.nn.ModuleList()
+    return model
+
+
+def test_a_model_without_layers_that_can_be_compiled_is_refused_if_it_must_be(causal_lm):
     with pytest.raises(ModelError, match="set it to false"):
-        compile_layers(model)
+        compile_layers(without_layers(causal_lm), lambda: None, required=True)
+    assert compile_layers(without_layers(causal_lm), lambda: None).note.startswith("no layer is compiled: ")
 
 
-def test_experts_and_attention_stay_as_they_are():
+def test_where_a_layer_is_not_one_graph_only_its_norms_and_mlps_are_compiled():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     model = MixtralForCausalLM(MixtralConfig(
         vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, num_local_experts=2))
-    assert compile_layers(model) == 2
+    model.set_attn_implementation(register())
+    found = compile_layers(model, lambda: trial(model))
+    assert (found.layers, found.parts) == (1, 2) and "2 norms and MLPs of 1 layers are compiled" in found.note
     compiled = {name for name, module in model.named_modules() if module._compiled_call_impl is not None}
     assert compiled == {"model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"}

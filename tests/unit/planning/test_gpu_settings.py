@@ -81,7 +81,7 @@ class TestRecipes:
         assert config.policy.zero_stage == 3 and config.policy.gradient_checkpointing
         assert config.policy.micro_batch_tokens == 8192 and config.rewards["preference"].dtype == "bfloat16"
         assert config.policy.optimizer.learning_rate == 1e-6 and config.weights.transport == "object_store"
-        assert config.weights.bucket_mb == 512 and config.generator.chunk == 32
+        assert config.weights.bucket_mb == 256 and config.generator.chunk == 32
 
     def test_grpo_on_eight(self):
         _, config, _ = recipe("eight_gpu_7b_grpo.yaml")
@@ -234,9 +234,11 @@ class TestSetFields:
 
     def test_auto_is_settled_by_the_derived_placement(self):
         apart = derived(coordinator={"max_staleness": 1}, weights={"transport": "auto"})
-        assert apart.weights.transport == "nccl"
+        assert (apart.weights.transport, apart.weights.bucket_mb) == ("nccl", 1024)
         one = derived(model={"path": "Qwen/Qwen2.5-0.5B"}, nodes="1x1xH100", weights={"transport": "auto"})
-        assert one.weights.transport == "ipc"
+        assert (one.weights.transport, one.weights.bucket_mb) == ("ipc", 1024)
+        small = derived(model={"path": "Qwen/Qwen2.5-0.5B"}, nodes="1x1xH100")
+        assert one.cluster.object_store_mb < small.cluster.object_store_mb, "no bucket goes through it"
 
     def test_what_was_derived_before_gives_way(self):
         eight = derived(coordinator={"max_staleness": 1})

@@ -15,7 +15,7 @@ from rlhf_ray.config.stages import PPOConfig, ScorerConfig
 from rlhf_ray.planning.activations import MicroBatch, layer_bytes
 from rlhf_ray.planning.inference_memory import scorer_memory
 from rlhf_ray.planning.learner_memory import Training, learner_memory
-from rlhf_ray.planning.memory_breakdown import GIB
+from rlhf_ray.planning.memory_breakdown import BUFFERS, GIB
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.node_spec import parse_nodes
@@ -328,6 +328,17 @@ class TestVerdict:
         direct = planned(*arguments, "--weights.transport=ipc")
         assert not direct.findings
         assert direct.memory["generator"].host_bytes < planned(*arguments).memory["generator"].host_bytes
+
+    def test_buckets_between_gpus_are_counted_on_them(self):
+        def held(*arguments):
+            plan = planned("eight_gpu_8b_ppo.yaml", "1x8xH100", *arguments)
+            return {name: plan.memory[name].device[BUFFERS] for name in ("policy", "generator")}
+
+        small, large = (held("--weights.transport=nccl", f"--weights.bucket_mb={mib}") for mib in (2048, 3072))
+        through_memory = held("--weights.transport=object_store", "--weights.bucket_mb=2048")
+        # Two are kept by the learner while the next is gathered; vLLM keeps the one before.
+        assert large["policy"] - small["policy"] == 3 * GIB and large["generator"] - small["generator"] == 2 * GIB
+        assert small["policy"] - through_memory["policy"] == 6 * GIB
 
     def test_a_sequence_longer_than_the_context_of_the_model_is_refused(self):
         def plan(context):

@@ -78,6 +78,12 @@ class TestFurtherArguments:
         assert (asked.block_size, asked.enforce_eager, asked.kv_cache_dtype) == (32, True, "fp8")
         assert arguments(gpus=1).enforce_eager is False
 
+    def test_how_vllm_compiles_may_be_set_and_operators_that_compute_wrongly_stay_out(self):
+        given = {"compilation_config": {"mode": 0, "custom_ops": ["all"]}}
+        assert arguments(gpus=1, vllm=given).compilation_config.mode == 0
+        latent = engine_arguments(replace(settings(vllm=given), architectures=["DeepseekV3ForCausalLM"]))
+        assert (latent.compilation_config.mode, latent.compilation_config.custom_ops) == (0, ["-rotary_embedding"])
+
     def test_texts_of_a_command_line_become_what_they_say(self):
         texts = {"max_num_batched_tokens": "4096", "enforce_eager": "false", "kv_cache_dtype": "fp8"}
         given = GenerationConfig.model_validate({"vllm": texts})
