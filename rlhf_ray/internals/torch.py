@@ -74,6 +74,19 @@ def whole_graphs() -> AbstractContextManager[None]:
     return context
 
 
+def no_more_graphs() -> AbstractContextManager[None]:
+    """Inside, an error is raised by a call that what was compiled before does not fit.
+
+    Source: 2.13.0, torch/_dynamo/config.py (`error_on_recompile`), and its copy in 2.11.0.
+    Missing: torch documents settings of the process, such as this one, by their source only.
+    Otherwise: learners with compiled layers fail when they start.
+    """
+    import torch._dynamo
+
+    context: AbstractContextManager[None] = torch._dynamo.config.patch(error_on_recompile=True)
+    return context
+
+
 def compile_each(modules: Iterable[nn.Module]) -> None:
     """Compile calls of these modules. Modules of one class share what is compiled. Sizes are symbols from the first
     call on, and no kernel is chosen by its time: a resumed run has the kernels of an uninterrupted one.
