@@ -89,7 +89,7 @@ def settings(place: Place) -> Iterator[Message]:
     others = [Measurement("1B: parts of a publication", 12, partial(_publication, place, Setting(size, EAGER))),
               Measurement("attention", 8, partial(_attention, place)),
               Measurement("1B: a plain loop", 8, partial(_plain_update, place, Setting(size)))]
-    yield from in_turn(place, [machine, *updates[:5], *others[:2], *updates[5:9], others[2], *updates[9:]],
+    yield from in_turn(place, [machine, *updates[:5], *others[:2], *updates[5:10], others[2], *updates[10:]],
                        partial(_clean, place))
 
 
@@ -101,21 +101,21 @@ def variants(gpu: bool) -> list[Variant]:
     every = [
         Variant("1B: layers as they are, logits in chunks", 20, small, EAGER, IN_CHUNKS),
         Variant("1B: one chunk of logits", 7, small, EAGER),
-        Variant("1B: compiled layers, one chunk", 40, small, COMPILED, profiled=True),
-        Variant("1B: the same, micro-batches of 16k", 10, _wider(small, 2), COMPILED),
-        Variant("1B: the same, micro-batches of 32k", 10, _wider(small, 4), COMPILED),
+        Variant("1B: compiled layers, one chunk", 30, small, COMPILED, profiled=True),
         Variant("8B shapes: layers as they are", 14, large, EAGER),
-        Variant("8B shapes: compiled layers", 40, large, COMPILED, profiled=True),
-        Variant("8B shapes: the same, micro-batches of 16k", 14, _wider(large, 2), COMPILED),
+        Variant("8B shapes: compiled layers", 35, large, COMPILED, profiled=True),
+        Variant("1B: compiled layers, micro-batches of 16k", 10, _wider(small, 2), COMPILED),
+        Variant("8B shapes: compiled layers, micro-batches of 16k", 14, _wider(large, 2), COMPILED),
         Variant("8B shapes: compiled layers, recomputed", 20, large, COMPILED | recomputed),
-        Variant("1B: Liger", 8, small, EAGER, liger=True),
-        Variant("1B: compiled layers, recomputed", 14, small, COMPILED | recomputed),
-        Variant("1B: compiled layers, half of them recomputed", 14, small, COMPILED | half),
-        Variant("8B shapes: adapters, compiled layers, recomputed", 20, large, COMPILED | adapters),
-        Variant("8B shapes: adapters, recomputed", 10, large, EAGER | adapters),
         Variant("1B: ZeRO-3, gathered module by module", 14, small, sharded, by_layer=False, compared=False),
         Variant("1B: ZeRO-3, gathered layer by layer", 12, small, sharded, compared=False),
+        Variant("8B shapes: adapters, compiled layers, recomputed", 20, large, COMPILED | adapters),
+        Variant("1B: compiled layers, half of them recomputed", 14, small, COMPILED | half),
+        Variant("1B: Liger", 8, small, EAGER, liger=True),
+        Variant("1B: compiled layers, micro-batches of 32k", 10, _wider(small, 4), COMPILED),
+        Variant("1B: compiled layers, recomputed", 14, small, COMPILED | recomputed),
         Variant("3B: compiled layers", 30, middle, COMPILED),
+        Variant("8B shapes: adapters, recomputed", 10, large, EAGER | adapters),
         Variant("1B: compiled layers, logits in chunks", 10, small, COMPILED, IN_CHUNKS),
     ]
     chosen: list[Variant] = []
