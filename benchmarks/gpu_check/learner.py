@@ -49,6 +49,8 @@ from rlhf_ray.roles.reference_scorer import ReferenceScorer
 MFU, GOAL = 0.25, 0.40
 """Share of the GPU's peak that an update must reach, and the one to get to."""
 PLAN_WITHIN = 0.10
+NO_FARTHER = 1.2
+"""Gradients of compiled layers over those of layers as they are, in their distance from gradients in float32."""
 GAP = 0.05
 """Nats between a policy in float32 under autocast and a reference in bfloat16."""
 GIB, GB = 2**30, 1e9
@@ -261,6 +263,12 @@ def gradients(place: Place) -> Iterator[Row]:
         off = apart(_gradients(place, setting), expected)
         yield judged(f"gradients: {name}", f"{off:.1e}", off <= bound,
                      f"relative to stage 0 with kept activations and whole logits; at most {bound:g}")
+    exact = _gradients(place, replace(plain, fields={**fields, "autocast": "float32", "compile_layers": False}))
+    eager, compiled = (apart(_gradients(place, replace(plain, fields={**fields, "compile_layers": compiles})), exact)
+                       for compiles in (False, True))
+    yield judged("gradients: compiled layers", f"{compiled:.1e} from those in float32",
+                 compiled <= max(NO_FARTHER * eager, bound),
+                 f"layers as they are: {eager:.1e}; at most {NO_FARTHER:g} times as far")
 
 
 def _gradients(place: Place, setting: Setting) -> dict[str, Tensor]:

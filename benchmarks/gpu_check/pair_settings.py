@@ -82,7 +82,7 @@ class PairSetting:
         return PolicyConfig(
             zero_stage=self.zero_stage, micro_batch_tokens=16 * self.scale.context, cpus=0.5, lora=self.lora,
             autocast="bfloat16" if gpu else "float32", gpus=(1.0 if self.apart else 0.5) if gpu else 0.0,
-            offload_between_phases=gpu, optimizer=optimizer)
+            offload_between_phases=gpu, optimizer=optimizer, compile_layers=False)  # which takes a minute
 
     @property
     def pool(self) -> PoolConfig:

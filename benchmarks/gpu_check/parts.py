@@ -91,7 +91,7 @@ PARTS = {part.name: part for part in (
     _part(
         "engine", "One generator with vLLM and one learner, on one GPU.", (*WHEELS, "ray", "vllm"),
         ipc_handles=(75, "generators that read the learner's memory by handle and compute with other weights, buckets "
-                         "of 256 or 1,024 MiB that take long, memory that level 2 of sleep does not give back"),
+                         "of 256 or 1,024 MiB that take long, memory that level 2 of sleep does not give back", 60),
         object_store=(130, "the same through main memory, with weights sharded by ZeRO-3 and level 1 of sleep; slow "
                            "generation over 128,256 tokens, a plan of memory that is off"),
         adapters=(90, "adapters that vLLM computes with differently from the learner"),

@@ -46,8 +46,9 @@ from rlhf_ray.weights.manifest import as_announced, digest_of
 
 TIMES = 3
 """Updates after the first, of which the fastest counts."""
-APART = 0.03
-"""Largest relative difference of the gradients of two settings; equal updates in bfloat16 are 4e-3 apart."""
+APART = 0.15
+"""Largest relative difference of the gradients of two settings in bfloat16. Of a random model they are 6e-2 from those
+in float32 (`learner:gradients`), whether layers are compiled or not, so two settings may be 8e-2 apart."""
 SAMPLED = 2**15
 """Numbers of a tensor whose gradients are compared."""
 KEPT = 0.25
@@ -88,35 +89,40 @@ def settings(place: Place) -> Iterator[Message]:
     others = [Measurement("1B: parts of a publication", 12, partial(_publication, place, Setting(size, EAGER))),
               Measurement("attention", 8, partial(_attention, place)),
               Measurement("1B: a plain loop", 8, partial(_plain_update, place, Setting(size)))]
-    yield from in_turn(place, [machine, *updates[:5], *others[:2], *updates[5:9], others[2], *updates[9:]],
+    yield from in_turn(place, [machine, *updates[:5], *others[:2], *updates[5:10], others[2], *updates[10:]],
                        partial(_clean, place))
 
 
 def variants(gpu: bool) -> list[Variant]:
-    """Updates, most valuable first."""
+    """Updates, most valuable first. In a rehearsal all models are one, so each setting occurs once."""
     small, large, middle = (B1, _shortened(B8), B3) if gpu else (TINY, TINY, TINY)
     half, recomputed = {"gradient_checkpointing": 0.5}, {"gradient_checkpointing": True}
     sharded, adapters = {**HALF, "zero_stage": 3}, {**recomputed, "lora": LoRAConfig()}
-    return [
+    every = [
         Variant("1B: layers as they are, logits in chunks", 20, small, EAGER, IN_CHUNKS),
         Variant("1B: one chunk of logits", 7, small, EAGER),
-        Variant("1B: compiled layers, one chunk", 40, small, COMPILED, profiled=True),
-        Variant("1B: the same, micro-batches of 16k", 10, _wider(small, 2), COMPILED),
-        Variant("1B: the same, micro-batches of 32k", 10, _wider(small, 4), COMPILED),
+        Variant("1B: compiled layers, one chunk", 30, small, COMPILED, profiled=True),
         Variant("8B shapes: layers as they are", 14, large, EAGER),
-        Variant("8B shapes: compiled layers", 40, large, COMPILED, profiled=True),
-        Variant("8B shapes: the same, micro-batches of 16k", 14, _wider(large, 2), COMPILED),
+        Variant("8B shapes: compiled layers", 35, large, COMPILED, profiled=True),
+        Variant("1B: compiled layers, micro-batches of 16k", 10, _wider(small, 2), COMPILED),
+        Variant("8B shapes: compiled layers, micro-batches of 16k", 14, _wider(large, 2), COMPILED),
         Variant("8B shapes: compiled layers, recomputed", 20, large, COMPILED | recomputed),
-        Variant("1B: Liger", 8, small, EAGER, liger=True),
-        Variant("1B: compiled layers, recomputed", 14, small, COMPILED | recomputed),
-        Variant("1B: compiled layers, half of them recomputed", 14, small, COMPILED | half),
-        Variant("8B shapes: adapters, compiled layers, recomputed", 20, large, COMPILED | adapters),
-        Variant("8B shapes: adapters, recomputed", 10, large, EAGER | adapters),
         Variant("1B: ZeRO-3, gathered module by module", 14, small, sharded, by_layer=False, compared=False),
         Variant("1B: ZeRO-3, gathered layer by layer", 12, small, sharded, compared=False),
+        Variant("8B shapes: adapters, compiled layers, recomputed", 20, large, COMPILED | adapters),
+        Variant("1B: compiled layers, half of them recomputed", 14, small, COMPILED | half),
+        Variant("1B: Liger", 8, small, EAGER, liger=True),
+        Variant("1B: compiled layers, micro-batches of 32k", 10, _wider(small, 4), COMPILED),
+        Variant("1B: compiled layers, recomputed", 14, small, COMPILED | recomputed),
         Variant("3B: compiled layers", 30, middle, COMPILED),
+        Variant("8B shapes: adapters, recomputed", 10, large, EAGER | adapters),
         Variant("1B: compiled layers, logits in chunks", 10, small, COMPILED, IN_CHUNKS),
     ]
+    chosen: list[Variant] = []
+    for one in every:
+        if gpu or not any(replace(one, name=o.name, seconds=o.seconds, profiled=o.profiled) == o for o in chosen):
+            chosen.append(one)
+    return chosen
 
 
 def _shortened(size: Size) -> Size:

@@ -34,6 +34,7 @@ from rlhf_ray.internals.deepspeed import (
     gather_together,
     leave_gradients_unreduced,
     managed_shard,
+    mark_no_experts,
     offload_optimizer,
     release_gathered,
     reload_optimizer,
@@ -88,6 +89,7 @@ class TrainEngine:
         largest = max(p.numel() for p in self._trained.values())
         optimizer, settings = adamw(module, config), deepspeed_config(config, stage, largest)
         if stage == 3:
+            mark_no_experts()
             shard_parameters(module, settings)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings,
                                                dist_init_required=False)

@@ -130,6 +130,19 @@ def gather_together(engine: Any, layers: Iterable[nn.Module]) -> None:
     offload.setup_zero_stage3_hooks()
 
 
+def mark_no_experts() -> None:
+    """Under ZeRO stage 3, treat the experts of mixtures as other modules. DeepSpeed marks those of some families to be
+    gathered as wholes, with the effects on gradients that `gather_together` names.
+
+    Source: 0.19.8, runtime/zero/leaf_module_config.py (`DEFAULT_LEAF_MODULE_CLASSES`).
+    Missing: an empty list in `zero_optimization.leaf_module` has this effect, and logs a warning in every run.
+    Otherwise: learners of `mixtral`, `qwen2_moe` and `qwen3_moe` fail before they start, when passes are compared.
+    """
+    from deepspeed.runtime.zero import leaf_module_config
+
+    leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES.clear()
+
+
 def autocast(engine: Any) -> AbstractContextManager[None]:
     """The autocast that the engine's forward pass uses.
 

@@ -153,7 +153,8 @@ def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
 
 def _with_micro_batches(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     """The configuration with the largest micro-batches of learners on GPUs that memory suffices for, where nobody set
-    them: powers of two, and at least the longest row. `MICRO_BATCH_TOKENS` and fewer may leave no memory to spare."""
+    them: powers of two, and at least the longest row. `MICRO_BATCH_TOKENS` and fewer may leave no memory to spare, and
+    are the most on GPUs of an unknown kind."""
     least = longest_row(config) if unset_micro_batches(config) else 0
     tokens = {path: max(LARGEST_MICRO_BATCH, least) for path in unset_micro_batches(config)}
     while tokens:
@@ -164,8 +165,8 @@ def _with_micro_batches(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
             return config
         share = {path: max(load.share for load in loads_of(found.cluster, roles, placement, nodes)
                            if load.device is not None and path.partition(".")[0] in load.roles) for path in tokens}
-        larger = {path: size for path, size in tokens.items()
-                  if size > least and share[path] > (TIGHT if size > MICRO_BATCH_TOKENS else 1)}
+        larger = {path: size for path, size in tokens.items() if size > least and (
+                  share[path] > TIGHT if size > MICRO_BATCH_TOKENS else 1 < share[path] < inf)}
         if not larger:
             return found
         most = max(larger.values())

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from glob import has_magic
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,6 +66,8 @@ def generator_environment(config: GenerationConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": str(config.threads),
     }
     if config.gpus > 0:
+        if find_spec("flashinfer") is None:
+            variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM's sampler imports it by default, and ends without it
         # vLLM has its own allocator where it sleeps, and opens weights by handle: segments must not grow there.
         allocator = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "")}
         return variables | allocator | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}

@@ -168,6 +168,33 @@ def test_every_update_of_the_plan_has_settings_that_a_policy_could_have():
     assert len({variant.name for variant in variants(gpu=True)}) == len(variants(gpu=True))
 
 
+def test_the_run_of_the_plan_is_one_whose_roles_share_a_gpu(tmp_path):
+    from benchmarks.gpu_check.cluster import _configuration
+    from rlhf_ray.config.derived import transport_of
+    from rlhf_ray.config.stages import PPOConfig
+
+    config = PPOConfig.model_validate(_configuration(tmp_path, ON_GPU, str(tmp_path)))
+    roles = (config.generator, config.policy, config.critic, config.reference)
+    assert sum(role.gpus for role in roles) == pytest.approx(1) and transport_of(config) == "ipc"
+    assert config.generator.sleep_level == 2 and config.policy.offload_between_phases
+
+
+def test_phases_have_the_operations_of_their_passes():
+    from benchmarks.gpu_check.cluster import _phases
+    from rlhf_ray.planning.hardware import H100
+    from rlhf_ray.planning.model_shape import ModelShape
+
+    shape = ModelShape(2048, 16, 32, 8, 8192, 128_256)
+    step = {"time/step": 10.0, "throughput/samples_per_second": 1.0, "throughput/tokens_per_second": 100.0,
+            "time/logprobs": 1.0, "time/policy_update": 3.0, "time/generate": 4.0}
+    rows = {row.what: row for row in _phases([{**step, "time/step": 99.0}, step], shape, H100)}
+    assert rows["a step"].found == "10.00 s, 1.0 samples/s, 100 tokens/s"
+    flops = 10 * shape.row_flops(100) / H100.flops
+    assert rows["a step: logprobs"].note == rows["a step: policy_update"].note.replace("333", "1,000")
+    assert rows["a step: logprobs"].note == f"1,000 tokens/s, {flops:.1%} of the peak"
+    assert rows["a step: generate"].found == "4.00 s, 40%" and rows["a step: the rest"].found == "2.00 s"
+
+
 def test_a_check_for_which_no_time_is_left_is_listed_as_not_run(tmp_path):
     (row,) = rows_of(sample("fails"), (), tmp_path / "log.txt", 0.5)
     assert row.verdict == "not run" and "--seconds" in row.note

@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import build_shm_op
 from deepspeed.runtime import compiler
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import leaf_module_config
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -96,6 +97,15 @@ def test_layers_are_gathered_as_wholes_from_the_next_pass_on(monkeypatch):
     internals.gather_together(SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=offload)), [layer])
     assert calls == ["destroy", "setup_zero_stage3_hooks"] and z3_leaf_module(layer)
     assert "z3_leaf_module" in DeepSpeedZeRoOffload._register_deepspeed_module.__code__.co_names, READ_AGAIN
+
+
+def test_experts_are_not_marked(monkeypatch):
+    classes = leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES
+    assert any("qwen3_moe" in name for name in classes), READ_AGAIN
+    monkeypatch.setattr(leaf_module_config, "DEFAULT_LEAF_MODULE_CLASSES", list(classes))
+    assert leaf_module_config.DeepSpeedZeroLeafModuleConfig().classes == classes
+    internals.mark_no_experts()
+    assert leaf_module_config.DeepSpeedZeroLeafModuleConfig().classes == []
 
 
 def test_autocast_follows_the_engine_s_configuration():

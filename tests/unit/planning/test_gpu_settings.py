@@ -194,6 +194,13 @@ class TestOwnPools:
         again = derive_gpu_settings(first, large, shape_of)
         assert again == derive_gpu_settings(given, large, shape_of) != first
 
+    def test_on_a_gpu_of_an_unknown_kind_among_others_they_are_the_default(self):
+        large = parse_nodes("2x4xH200")
+        nodes = [large[0], replace(large[1], gpu=None)]
+        given = load_values(PPOConfig, self.placed(gradient_checkpointing=True))
+        assert derive_gpu_settings(given, large, shape_of).policy.micro_batch_tokens > 4096
+        assert derive_gpu_settings(given, nodes, shape_of).policy.micro_batch_tokens == 4096
+
     def test_gpus_that_are_too_few_leave_the_default(self):
         given = load_values(PPOConfig, self.placed())
         assert derive_gpu_settings(given, parse_nodes("1x4xH100"), shape_of) is given

@@ -16,7 +16,12 @@ from rlhf_ray.planning.inference_memory import generator_memory
 from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, CACHE, LOGITS, MIB
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.roles.engines.interface import EngineSettings
-from rlhf_ray.roles.engines.vllm_adapter import engine_arguments, inspect_architectures, path_for_vllm
+from rlhf_ray.roles.engines.vllm_adapter import (
+    engine_arguments,
+    generator_environment,
+    inspect_architectures,
+    path_for_vllm,
+)
 from tests.models import make_tiny_llama
 
 CONTEXT, GIB = 256, 2**30
@@ -193,3 +198,9 @@ def test_vllm_finds_the_weights_of_a_directory_with_any_name(tmp_path, name):
 def test_a_name_on_the_hub_is_left_as_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert path_for_vllm("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize(("gpus", "installed", "said"), [(1, False, "0"), (1, True, None), (0, False, None)])
+def test_vllm_s_sampler_does_without_flashinfer_where_that_is_not_installed(gpus, installed, said, monkeypatch):
+    monkeypatch.setattr("rlhf_ray.roles.engines.vllm_adapter.find_spec", lambda name: object() if installed else None)
+    assert generator_environment(GenerationConfig(gpus=gpus)).get("VLLM_USE_FLASHINFER_SAMPLER") == said
