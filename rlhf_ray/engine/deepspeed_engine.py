@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROWS_TRIED = 5
-"""Rows, at least, of the pass by which layers are compiled. Numbers of rows and tokens that are equal by chance would
-become one symbol."""
+"""Rows, at least, of the pass by which layers are compiled. Sizes that are equal by chance would be one symbol; so the
+longest row and one more than the number of rows are odd, which no size of a head is."""
 
 
 @dataclass(frozen=True)
@@ -139,18 +139,23 @@ class TrainEngine:
         with self._cast_cache(), autocast(self.engine):
             return self.module(*args, **kwargs)
 
-    def _try_all(self) -> None:
+    def _try_all(self, fewer: bool) -> None:
         for gradients in (True, False):
-            self.try_layers(gradients)
+            self.try_layers(gradients, fewer)
 
-    def try_layers(self, gradients: bool) -> None:
+    def try_layers(self, gradients: bool, fewer: bool = False) -> None:
         """A pass of the model's layers over a micro-batch of random tokens, as in updates or, without gradients, as in
         scoring. Compiled layers choose kernels by the sizes of their first pass of each kind; so these must be the same
-        when a run is resumed. The state of the run is not touched."""
+        when a run is resumed. The state of the run is not touched.
+
+        Args:
+            fewer: leave out the longest row, if there are others of different lengths.
+        """
         model, most = self.module.model, self.config.micro_batch_tokens
-        longest = max(2, min(context_of(model.config) or most, most // ROWS_TRIED))
-        lengths = np.arange(longest, max(1, longest - most // longest), -1)
-        packing = Packing.of(lengths, self.device)
+        longest = max(2, min(context_of(model.config) or most, most // ROWS_TRIED)) - 1 | 1
+        rows = min(most // longest // 2 * 2, longest - 1)
+        lengths = np.arange(longest, longest - max(1, rows), -1)
+        packing = Packing.of(lengths[1:] if fewer and rows > 2 else lengths, self.device)
         trained = [p for layer in decoder_layers(model) for p in layer.parameters() if p.requires_grad]
         self._set_mode(gradients)
         with torch.random.fork_rng([self.device] if self._on_gpu else []), self._cast_cache(), autocast(self.engine):

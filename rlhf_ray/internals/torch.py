@@ -24,6 +24,8 @@ OWN = frozenset({"_parameters", "_buffers", "training"})
 
 GRAPHS = 64
 """Most graphs of a function that is compiled."""
+COMPILERS = 8
+"""Most processes that compile for one learner."""
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -72,19 +74,35 @@ def whole_graphs() -> AbstractContextManager[None]:
     return context
 
 
-def compile_each(modules: Iterable[nn.Module]) -> None:
-    """Compile calls of these modules. Modules of one class share what is compiled. Sizes are symbols from the first
-    call on, and no kernel is chosen by its time: a resumed run has the kernels of an uninterrupted one.
+def no_more_graphs() -> AbstractContextManager[None]:
+    """Inside, an error is raised by a call that what was compiled before does not fit.
 
-    Source: 2.13.0, torch/_dynamo/config.py (`recompile_limit`), torch/_inductor/config.py (`deterministic`), and their
-    copies in 2.11.0.
-    Missing: torch 2.11's `torch.compile` takes no limit. A graph for each way of computing (with gradients, in
-    training, with adapters) and kind of layer would exceed the usual 8, and further ones would not be compiled.
+    Source: 2.13.0, torch/_dynamo/config.py (`error_on_recompile`), and its copy in 2.11.0.
+    Missing: torch documents settings of the process, such as this one, by their source only.
     Otherwise: learners with compiled layers fail when they start.
     """
     import torch._dynamo
 
+    context: AbstractContextManager[None] = torch._dynamo.config.patch(error_on_recompile=True)
+    return context
+
+
+def compile_each(modules: Iterable[nn.Module]) -> None:
+    """Compile calls of these modules. Modules of one class share what is compiled. Sizes are symbols from the first
+    call on, and no kernel is chosen by its time: a resumed run has the kernels of an uninterrupted one.
+
+    Source: 2.13.0, torch/_dynamo/config.py (`recompile_limit`), torch/_inductor/config.py (`compile_threads`,
+    `deterministic`), and their copies in 2.11.0.
+    Missing: torch 2.11's `torch.compile` takes no limit of graphs. One for each way of computing (with gradients, in
+    training, with adapters) and kind of layer would exceed the usual 8, and further ones would not be compiled. Each
+    learner of a node would start as many processes as it has cores.
+    Otherwise: learners with compiled layers fail when they start.
+    """
+    import torch._dynamo
+    import torch._inductor.config
+
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    torch._inductor.config.compile_threads = min(torch._inductor.config.compile_threads or COMPILERS, COMPILERS)
     for module in modules:
         module.compile(dynamic=True, options={"deterministic": True})
 

@@ -1,8 +1,9 @@
 """Decoder layers that are compiled, so that steps between matrix products become few kernels and most of what they read
 and write stays on the chip.
 
-Each layer is compiled whole where it is one graph: attention is then an operator in it (`attention`). Where it is not,
-as with experts whose numbers of tokens only the device knows, its norms and MLPs are.
+Each layer is compiled whole where it is one graph for all sizes: attention is then an operator in it (`attention`).
+Where it is not, as with experts whose numbers of tokens only the device knows, and with loops over tokens, its norms
+and MLPs are.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from rlhf_ray.errors import ModelError
-from rlhf_ray.internals.torch import compile_each, undo_compilation, whole_graphs
+from rlhf_ray.internals.torch import compile_each, no_more_graphs, undo_compilation, whole_graphs
 from rlhf_ray.internals.transformers import decoder_layers
 from rlhf_ray.models.cpu.linear import use_onednn, use_torch
 
@@ -42,15 +43,16 @@ class CompiledLayers:
         if not self.reason:
             return f"{self.layers} layers are compiled, each as a whole"
         what = f"{self.parts} norms and MLPs of {self.layers} layers are" if self.parts else "no layer is"
-        return f"{what} compiled: a whole layer is not one graph ({self.reason})"
+        return f"{what} compiled: a whole layer is not one graph for all sizes ({self.reason})"
 
 
-def compile_layers(model: "PreTrainedModel", trial: Callable[[], None], required: bool = False) -> CompiledLayers:
+def compile_layers(model: "PreTrainedModel", trial: Callable[[bool], None], required: bool = False) -> CompiledLayers:
     """Compile a model's decoder layers in place; names of parameters stay.
 
     Args:
-        trial: passes of all layers of a usual size, with gradients and without. They compile the layers; later passes
-            compile what other ways of computing need.
+        trial: passes of all layers, with gradients and without, over a usual number of tokens; over fewer and shorter
+            rows if the argument is true. They compile the layers; later passes compile what other ways of computing
+            need.
         required: the configuration says to compile.
 
     Raises:
@@ -64,7 +66,9 @@ def compile_layers(model: "PreTrainedModel", trial: Callable[[], None], required
     try:
         if layers:
             with whole_graphs():
-                trial()
+                trial(False)
+            with no_more_graphs():
+                trial(True)
             return CompiledLayers(len(layers))
         reason = "there is none"
     except torch.OutOfMemoryError:
@@ -78,10 +82,10 @@ def compile_layers(model: "PreTrainedModel", trial: Callable[[], None], required
         use_torch(part)
     if required and not parts:
         raise ModelError(f"compile_layers=true finds nothing to compile in {type(model).__name__}: no layer is one "
-                         f"graph ({reason}), and none has norms or MLPs; set it to false, or leave it out")
+                         f"graph for all sizes ({reason}), and none has norms or MLPs; set it to false")
     compile_each(parts)
     if parts:
-        trial()
+        trial(False)
     return CompiledLayers(len(layers), len(parts), reason)
 
 

@@ -3,6 +3,9 @@
 Counted from the tensors that our modules save for their backward passes (models/attention.py,
 models/cpu/linear.py and transformers' Llama), as in Korthikanti et al. 2022, section 4.1, for gated layers, packed
 rows and no dropout. Row lengths matter only where short rows keep their attention probabilities.
+
+Compiled layers (`compile_layers`) keep 30 to 40 % less by count. What they keep and what they compute again is the
+compiler's choice, which depends on its version; so the count of layers as they are stays, as an upper bound.
 """
 
 from dataclasses import dataclass
