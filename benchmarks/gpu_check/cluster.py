@@ -72,7 +72,7 @@ def whole_run(place: Place) -> Iterator[Row]:
     """PPO with a critic by `rlhf-ray ppo`, whose driver is ended after some updates; then `--resume`."""
     scale, run = ON_GPU if place.gpu else ON_CPU, place.directory / "run"
     began = time.perf_counter()
-    model = make_models(place.directory, scale)["policy"]
+    model = make_models(place.directory, scale, ["policy"])["policy"]
     (place.directory / "prompts.jsonl").write_text("".join(
         json.dumps({"prompt": opening}) + "\n" for opening in make_openings(4 * scale.rows, SEED)))
     file = place.directory / "ppo.yaml"
@@ -179,5 +179,6 @@ def _configuration(directory: Path, scale: Scale, model: str) -> dict[str, Any]:
         "generator": role(0.4, max_sequences=scale.rows, sampling={"max_tokens": scale.response}, **engine),
         "policy": role(0.3, **learner), "critic": role(0.2, **learner),
         "reference": role(0.1), "reward": {"cpus": 0.1}, "assembler": {"cpus": 0.1},
-        "coordinator": {"prompts_per_step": scale.rows}, "checkpoint": {"every": 2}, "weights": {"transport": "auto"},
+        "algorithm": {"epochs": 1}, "coordinator": {"prompts_per_step": scale.rows}, "checkpoint": {"every": 2},
+        "weights": {"transport": "auto"},
     }
