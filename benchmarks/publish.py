@@ -172,7 +172,7 @@ async def profile(roles: RoleGroups, version: int, repeats: int) -> dict[str, fl
     `gather and seal` and `verify, load and pack` are the workers' own time; the two `store` parts are the rest of the
     driver's time: serialising into the store, finding objects, calls and replies.
     """
-    plans = await roles.policy.values(PolicyLearner.plan_weights, WeightsConfig().bucket_mb << 20, [])
+    plans = await roles.policy.values(PolicyLearner.plan_weights, WeightsConfig().bucket_bytes, [])
     buckets = plans[0].whole.buckets
     turns = [await _publish_in_parts(roles, buckets, version + turn) for turn in range(repeats)]
     return {part: median(turn[part] for turn in turns) for part in turns[0]}

@@ -1,8 +1,11 @@
 """What lies in launch/: scripts that a linter and a dry run accept, a KubeRay job that its schema and our configuration
 accept. Nothing here starts Ray or speaks to another machine."""
 
+import hashlib
 import importlib.metadata
+import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -268,6 +271,11 @@ def required(name):
     return {canonicalize_name(r.name) for r in found if r.marker is None or r.marker.evaluate({"extra": ""})}
 
 
+def names_in_wheels(array):
+    """The words of an array of launch/gpu_wheels."""
+    return re.search(rf"^{array}=\(([^)]*)\)", (LAUNCH / "gpu_wheels").read_text(), re.M)[1].split()
+
+
 def test_the_wheels_for_a_gpu_image_are_all_that_it_lacks_in_pinned_versions():
     """Such an image has torch, transformers, accelerate and peft, and so what these require."""
     bare = {"torch", "numpy", "packaging", "psutil", "tqdm"}
@@ -275,11 +283,17 @@ def test_the_wheels_for_a_gpu_image_are_all_that_it_lacks_in_pinned_versions():
     while new:
         needed |= new
         new = {other for name in new for other in required(name)} - needed - bare
-    script = (LAUNCH / "gpu_wheels").read_text()
-    listed = re.search(r"^PACKAGES=\(([^)]*)\)", script, re.M)[1].split()
+    listed = names_in_wheels("PACKAGES")
     assert set(listed) == needed and listed[0] == "deepspeed"
     pins = (LAUNCH.parent / "requirements" / "gpu.txt").read_text()
+    listed += names_in_wheels("ENGINE") + names_in_wheels("RAY")
     assert all(re.search(rf"^{name}==", pins, re.M) for name in listed)
+
+
+def test_no_package_is_asked_for_twice():
+    """pip refuses a file of pins that names one twice."""
+    names = names_in_wheels("PACKAGES") + names_in_wheels("ENGINE") + names_in_wheels("RAY")
+    assert len(names) == len(set(names))
 
 
 def test_the_wheels_are_made_by_pip_from_pins_and_hashes(tmp_path):
@@ -304,3 +318,140 @@ def test_wheels_of_more_than_64_mib_are_refused(tmp_path):
     pip.chmod(0o755)
     code, out, errors = run("gpu_wheels", str(tmp_path / "made"), PYTHON=str(pip))
     assert code == 1 and "more than the 64" in errors and out == ""
+
+
+# ---- parts for an image without a network ----
+
+def parts(*words):
+    """Exit code, output and errors of launch/gpu_parts."""
+    done = subprocess.run([sys.executable, LAUNCH / "gpu_parts", *map(str, words)], capture_output=True, text=True,
+                          timeout=60, env={**os.environ, "PYTHONPATH": ""})
+    return done.returncode, done.stdout, done.stderr
+
+
+def make_tree(folder):
+    """Installed packages: a module, an empty file, a program, and two files that are longer than a block."""
+    package = folder / "carried"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from carried.inner import NUMBER\n")
+    (package / "inner.py").write_text("NUMBER = 7\n")
+    (package / "empty").touch()
+    (package / "program").write_text("#!/bin/sh\necho started\n")
+    (package / "program").chmod(0o755)
+    for seed, name in enumerate(["a.so", "z.so"]):
+        (package / name).write_bytes(random.Random(seed).randbytes(1_500_000))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """Files of a package."""
+    return make_tree(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="module")
+def kit(tree, tmp_path_factory):
+    """The same in parts of a MiB."""
+    folder = tmp_path_factory.mktemp("kit")
+    code, out, errors = parts("pack", tree, folder, "--part-mib", 1, "--import", "carried")
+    assert code == 0 and "5 parts" in out, out + errors
+    return folder
+
+
+def same_files(one, other):
+    def contents(folder):
+        return {path.relative_to(folder): (path.read_bytes(), os.access(path, os.X_OK))
+                for path in folder.rglob("*")
+                if path.is_file() and not {".parts", "__pycache__"} & set(path.parts)}
+    return contents(one) == contents(other)
+
+
+def test_parts_are_small_and_the_manifest_has_their_digests(kit):
+    listed = json.loads((kit / "manifest.json").read_text())["parts"]
+    assert [part["name"] for part in listed] == sorted(path.name for path in kit.glob("part-*"))
+    for part in listed:
+        content = (kit / part["name"]).read_bytes()
+        assert len(content) == part["bytes"] <= 2**20
+        assert hashlib.sha256(content).hexdigest() == part["sha256"]
+
+
+def test_parts_that_arrive_one_by_one_make_the_same_files(kit, tree, tmp_path):
+    """In any order; a part is not needed any more once it was unpacked."""
+    arrived, target = tmp_path / "arrived", tmp_path / "target"
+    arrived.mkdir()
+    shutil.copy(kit / "manifest.json", arrived)
+    names = sorted(path.name for path in kit.glob("part-*"))
+    for done, name in enumerate(reversed(names), start=1):
+        shutil.copy(kit / name, arrived)
+        code, out, errors = parts("unpack", arrived, target)
+        (arrived / name).unlink()
+        assert f"{name} is unpacked" in out and f"{done} of 5 parts" in out, out + errors
+        if done < len(names):
+            assert code == 3 and f"missing: {' '.join(names[:-done])}" in out and "import" not in out
+    assert code == 0 and "ok     import carried" in out
+    assert same_files(tree, target)
+    again, out, _ = parts("unpack", arrived, target)
+    assert again == 0 and "5 of 5 parts" in out and "is unpacked" not in out
+
+
+@pytest.mark.parametrize("damage", ["a byte", "its end"])
+def test_a_damaged_part_is_named_and_the_others_are_unpacked(kit, tree, tmp_path, damage):
+    kit = shutil.copytree(kit, tmp_path / "kit")
+    whole = (kit / "part-02").read_bytes()
+    changed = whole[:99] + bytes([whole[99] ^ 1]) + whole[100:]
+    (kit / "part-02").write_bytes(whole[:-1] if damage == "its end" else changed)
+    code, out, _ = parts("unpack", kit, tmp_path / "target")
+    assert code == 1 and "part-02 is damaged" in out and "4 of 5 parts" in out
+    assert ("bytes instead of" if damage == "its end" else hashlib.sha256(whole).hexdigest()) in out
+    (kit / "part-02").write_bytes(whole)
+    code, out, _ = parts("unpack", kit, tmp_path / "target")
+    assert code == 0 and "part-02 is unpacked" in out and "part-01" not in out
+    assert same_files(tree, tmp_path / "target")
+
+
+def test_an_import_that_fails_is_named_with_its_error(tmp_path):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "carried.py").write_text("import not_in_the_image\n")
+    parts("pack", tmp_path / "tree", tmp_path / "kit", "--import", "json", "--import", "carried")
+    code, out, _ = parts("unpack", tmp_path / "kit", tmp_path / "target")
+    assert code == 1 and "ok     import json" in out and "FAILED import carried" in out
+    assert "No module named 'not_in_the_image'" in out and "some imports FAILED" in out
+
+
+def test_parts_are_refused_by_another_python_and_by_a_folder_that_holds_something(kit, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "other").touch()
+    code, _, errors = parts("unpack", kit, tmp_path / "full")
+    assert code == 1 and f"{tmp_path / 'full'} holds other files" in errors
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["other"]
+    (tmp_path / "tree").mkdir()
+    parts("pack", tmp_path / "tree", tmp_path / "old", "--python", "3.9")
+    code, _, errors = parts("unpack", tmp_path / "old", tmp_path / "target")
+    assert code == 1 and "was made for Python 3.9" in errors and not (tmp_path / "target").exists()
+
+
+def test_vllm_and_ray_are_packed_without_what_is_left_out(tmp_path):
+    """With a stand-in for pip, which installs a few files; the parts are made by the real program."""
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/bash
+[ "$1" = -m ] || exec {sys.executable} "$@"
+for ((i = 1; i <= $#; i++)); do
+  [ "${{!i}}" = --target ] && next=$((i + 1)) && tree=${{!next}}
+  [ "${{!i}}" = -r ] && next=$((i + 1)) && cat "${{!next}}" >> {tmp_path}/pins
+done
+[ "$3" = install ] || exit 0
+mkdir -p "$tree/vllm/vllm_flash_attn" "$tree/ray/jars" "$tree/ray/core" "$tree/vllm/third_party/deep_gemm" "$tree/bin"
+touch "$tree"/vllm/vllm_flash_attn/_vllm_fa{{2,3}}_C.abi3.so "$tree"/vllm/_{{moe_C,C_stable_libtorch}}.abi3.so
+touch "$tree"/ray/jars/ray.jar "$tree"/ray/core/raylet "$tree"/vllm/third_party/deep_gemm/__init__.py "$tree"/bin/ray
+""")
+    python.chmod(0o755)
+    code, out, errors = run("gpu_wheels", str(tmp_path / "made"), "--engine", "--ray", "--part-mib", "2",
+                            PYTHON=str(python))
+    assert code == 0, errors
+    manifest = json.loads((tmp_path / "made" / "manifest.json").read_text())
+    assert [path for path, *_ in manifest["files"]] == [
+        "ray/core/raylet", "vllm/_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"]
+    assert manifest["python"] == "3.12" and "vllm.v1.worker.gpu_worker" in manifest["imports"]
+    pins = (tmp_path / "pins").read_text()
+    assert all(f"{name}==" in pins for name in ["vllm", "ray", "liger-kernel", "deepspeed"])
+    assert f"launch/gpu_parts unpack {tmp_path / 'made'} /tmp/gpu_wheels" in out

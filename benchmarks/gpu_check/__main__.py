@@ -1,20 +1,28 @@
 """What only a GPU can show: each check prints and saves its rows as they are measured, in a process of its own.
 
-Without --part, all parts run whose packages are installed. A verdict is ok, WRONG, FAILED (an error), a figure (without
+Without --part, all parts run whose packages are installed. --plan is for a GPU that can be had for minutes: it makes
+the most valuable measurements first, several in one process, ends by its own clock, and lists what it did not come to.
+All rows are printed again at the end, also when SIGTERM ends it; profiles are files of the directory. GPU_CHECK_COMMIT
+names the commit where the copy has no git.
+
+A verdict is ok, WRONG, FAILED (an error), a figure (without
 a bound), or not run, with the reason.
 
 Exit codes: 0 nothing is wrong, 1 something is, 2 there is no GPU, or a part was named whose packages are missing.
 """
 
 import argparse
+import math
 import re
+import signal
 import sys
 import time
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_check.parts import PARTS, Part, chosen, one_check_each, text
+from benchmarks.gpu_check.parts import PARTS, PLANS, Part, chosen, one_check_each, text
 from benchmarks.gpu_check.results import ROOT, Results, describe_machine
 from benchmarks.gpu_check.rows import Row
 from benchmarks.gpu_check.runner import rows_of
@@ -26,13 +34,18 @@ def arguments() -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=[*PARTS, *one_check_each()], default=[], metavar="PART",
                         help="run this part, or one check of it (learner:update); repeatable")
+    parser.add_argument("--plan", choices=PLANS, help="run this plan")
     parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU: the same code, tiny sizes")
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="save there; default: benchmarks/results_gpu/DATE-DEVICE, a rehearsal's in "
                              "benchmarks/results/gpu_check")
-    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N",
-                        help="end after N seconds; checks that are expected to take longer than is left are not run")
-    return parser.parse_args()
+    parser.add_argument("--seconds", type=float, metavar="N",
+                        help="end after N seconds; checks that are expected to take longer than is left are not run; "
+                             "default: a plan's own, except in a rehearsal")
+    asked = parser.parse_args()
+    if asked.plan and asked.part:
+        parser.error("--plan names the checks to run; leave out --part")
+    return asked
 
 
 def results_directory(gpus: list[Any]) -> Path:
@@ -63,26 +76,37 @@ def line(row: Row, seconds: float) -> str:
     return f"  {row.verdict:<8}{seconds:6.1f} s  {row.what}: {row.found or '-'}{note}"
 
 
+def ended(results: Results, *_: Any) -> None:
+    """On SIGTERM: the table so far; then the processes are ended."""
+    print(f"\n{results.table()}\nended by SIGTERM", flush=True)
+    raise SystemExit(1)
+
+
 def main() -> None:
     """Check, print, and say by the exit code how it went."""
-    asked = arguments()
+    began, asked = time.monotonic(), arguments()
     from rlhf_ray.planning.local_machine import gpus_here
 
     gpus = [] if asked.cpu else gpus_here()
     if not gpus and not asked.cpu:
         print("gpu_check: no NVIDIA GPU here (nvidia-smi lists none); --cpu rehearses it on the CPU", file=sys.stderr)
         sys.exit(2)
-    parts = chosen(asked.part)
-    if asked.part and (lacking := {part.name: part.missing() for part in parts if part.missing()}):
+    plan = PLANS.get(asked.plan)
+    parts = plan.parts if plan else chosen(asked.part)
+    if (asked.part or plan) and (lacking := {part.name: part.missing() for part in parts if part.missing()}):
         needs = "; ".join(f"--part {name} needs {', '.join(missing)}" for name, missing in lacking.items())
         print(f"gpu_check: {needs}: not installed here. launch/gpu_wheels makes a folder of the wheels for learner; "
               "make install EXTRA=gpu installs all", file=sys.stderr)
         sys.exit(2)
     results = Results(asked.out or results_directory(gpus), machine := describe_machine(gpus))
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    for part in (part for part in PARTS.values() if not asked.part and part not in parts):
+    for part in (part for part in PARTS.values() if not asked.part and not plan and part not in parts):
         print(f"not run: {part.name}, which needs {', '.join(part.missing())}")
-    right = run(parts, tuple(gpu.name for gpu in gpus), results, asked.seconds)
+    signal.signal(signal.SIGTERM, partial(ended, results))
+    seconds = asked.seconds or (plan.seconds if plan and gpus else math.inf)
+    right = run(parts, tuple(gpu.name for gpu in gpus), results, seconds - (time.monotonic() - began))
+    if plan:
+        print(f"\n{results.table()}")
     print(f"\n{'nothing' if right else 'something'} is wrong; {results.directory} has rows.jsonl, table.md and log.txt")
     sys.exit(0 if right else 1)
 

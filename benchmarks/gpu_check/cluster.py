@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,14 +14,26 @@ import yaml
 
 from benchmarks.gpu_check import measures
 from benchmarks.gpu_check.pair import SEED, TIMEOUT_S, make_models, pair
-from benchmarks.gpu_check.pair_settings import ON_CPU, ON_GPU, PROMPT_TOKENS, PairSetting, Scale
+from benchmarks.gpu_check.pair_settings import (
+    ON_CPU,
+    ON_GPU,
+    PROMPT_TOKENS,
+    PairSetting,
+    Scale,
+    engine_arguments,
+)
 from benchmarks.gpu_check.rows import Row, judged, not_run
-from benchmarks.gpu_check.runner import Place
+from benchmarks.gpu_check.runner import LEAVING_S, Place
 from rlhf_ray.data.synthetic_reviews import make_openings
 from rlhf_ray.failpoints import EXIT_CODE, VARIABLE
+from rlhf_ray.planning.hardware import Hardware, gpu_of
+from rlhf_ray.planning.model_lookup import shape_of
+from rlhf_ray.planning.model_shape import ModelShape
 
-STEPS, KILLED = 6, 4
+STEPS, KILLED = 4, 3
 """Updates of the whole run; the one after which its driver is ended."""
+AGAIN = 0.8
+"""What the resumed run takes of the first one's time: as long a start, and fewer steps."""
 RUN_S = 600.0
 
 
@@ -59,29 +71,93 @@ async def nccl(place: Place) -> AsyncIterator[Row]:
 def whole_run(place: Place) -> Iterator[Row]:
     """PPO with a critic by `rlhf-ray ppo`, whose driver is ended after some updates; then `--resume`."""
     scale, run = ON_GPU if place.gpu else ON_CPU, place.directory / "run"
-    model = make_models(place.directory, scale)["policy"]
+    began = time.perf_counter()
+    model = make_models(place.directory, scale, ["policy"])["policy"]
     (place.directory / "prompts.jsonl").write_text("".join(
-        json.dumps({"prompt": opening}) + "\n" for opening in make_openings(200, SEED)))
+        json.dumps({"prompt": opening}) + "\n" for opening in make_openings(4 * scale.rows, SEED)))
     file = place.directory / "ppo.yaml"
     file.write_text(yaml.safe_dump(_configuration(place.directory, scale, model.path)))
-    ended = _command(file, {VARIABLE: f"update_consumed:exit:{KILLED}"})
-    yield judged("a run whose driver is ended", f"exit code {ended}", ended == EXIT_CODE, f"after update {KILLED}")
-    finished = _command(file, {}, "--resume")
+    yield Row("a model of random weights", f"{time.perf_counter() - began:.1f} s", "made and written")
+    began = time.perf_counter()
+    ended = yield from _command("a run", file, run, {VARIABLE: f"update_consumed:exit:{KILLED}"})
+    seconds = time.perf_counter() - began
+    yield judged("a run whose driver is ended", f"exit code {ended}", ended == EXIT_CODE,
+                 f"after update {KILLED}; {seconds:.1f} s")
+    yield from _phases(_steps(run), shape_of(model, "model"), gpu_of(place.gpus[0]) if place.gpu else None)
+    if AGAIN * seconds > place.left_s:
+        yield not_run("the same, resumed", f"the first took {seconds:.0f} s, and {place.left_s:.0f} s were left")
+        return
+    finished = yield from _command("resumed", file, run, {}, "--resume")
     yield judged("the same, resumed", f"exit code {finished}", finished == 0)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "policy/loss" in row]
-    yield judged("its updates", ", ".join(str(row["step"]) for row in rows),
-                 [row["step"] for row in rows] == list(range(1, STEPS + 1)), "each once")
-    gap = max(row["rollout/logprob_gap"] for row in rows)
+    steps = _steps(run)
+    yield judged("its updates", ", ".join(str(row["step"]) for row in steps),
+                 [row["step"] for row in steps] == list(range(1, STEPS + 1)), "each once")
+    gap = max(row["rollout/logprob_gap"] for row in steps)
     yield judged("log-probabilities of generator and policy", f"{gap:.2g} nats apart", gap <= scale.tolerance,
                  f"the largest mean of an update; at most {scale.tolerance:g}")
-    yield Row("a step", f"{median(row['time/step'] for row in rows):.1f} s", f"{scale.rows} responses")
 
 
-def _command(file: Path, environment: dict[str, str], *more: str) -> int:
-    """Exit code of `rlhf-ray ppo`."""
+def _command(name: str, file: Path, run: Path, environment: dict[str, str], *more: str) -> Generator[Row, None, int]:
+    """Rows of the steps of `rlhf-ray ppo` as they are made; returns its exit code."""
     command = [sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more]
-    return subprocess.run(command, env={**os.environ, **environment}, timeout=RUN_S, check=False).returncode
+    shown, began, end = len(_steps(run)), time.time(), time.monotonic() + RUN_S
+    process = subprocess.Popen(command, env={**os.environ, **environment})
+    try:
+        code, first = None, True
+        while code is None and time.monotonic() < end:
+            time.sleep(0.2)
+            code = process.poll()
+            for row in _steps(run)[shown:]:
+                if first:
+                    start = row["time"] - row["time/step"] - began
+                    yield Row(f"{name}: start", f"{start:.1f} s", "until the first step begins")
+                    first = False
+                shown += 1
+                yield Row(f"{name}: step {row['step']}", f"{row['time/step']:.2f} s",
+                          f"log-probabilities {row['rollout/logprob_gap']:.2g} nats apart, "
+                          f"{row['weights/published_mb']:,.0f} MB published in {row['weights/publish_seconds']:.2f} s")
+        if code is None:
+            raise TimeoutError(f"rlhf-ray ppo was not done within {RUN_S:g} s")
+        return code
+    finally:
+        process.terminate()
+        process.wait(LEAVING_S)
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics of all whole steps so far."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [row for row in map(json.loads, lines) if "policy/loss" in row]
+
+
+def _phases(steps: list[dict[str, Any]], shape: ModelShape, device: Hardware | None) -> Iterator[Row]:
+    """Medians of the steps after the first, in which kernels are compiled and connections are opened."""
+    usual = steps[1:] or steps
+    if not usual:
+        return
+
+    def middle(name: str) -> float:
+        return float(median(row.get(name, 0.0) for row in usual))
+
+    seconds = middle("time/step")
+    rows, tokens = (seconds * middle(f"throughput/{unit}_per_second") for unit in ("samples", "tokens"))
+    flops = rows * shape.row_flops(tokens / rows)
+    head = 2 * shape.vocabulary * shape.hidden * tokens
+    yield Row("a step", f"{seconds:.2f} s, {rows / seconds:,.1f} samples/s, {tokens / seconds:,.0f} tokens/s",
+              f"{rows:.0f} responses, the median of {len(usual)} steps")
+    rest = seconds
+    for phase, operations in (("generate", flops), ("reward", 0.0), ("reference", flops), ("logprobs", flops),
+                              ("values", flops - head), ("policy_update", 3 * flops),
+                              ("critic_update", 3 * (flops - head)), ("publish", 0.0)):
+        took = middle(f"time/{phase}")
+        rest -= took
+        note = f"{tokens / took:,.0f} tokens/s" if operations and took else ""
+        if note and device is not None:
+            note += f", {operations / took / device.flops:.1%} of the peak"
+        yield Row(f"a step: {phase}", f"{took:.2f} s, {took / seconds:.0%}", note)
+    yield Row("a step: the rest", f"{max(0.0, rest):.2f} s", "sleep and waking, optimizer states out and back, "
+              f"checkpoints, calls; generation paused {middle('weights/pause_seconds'):.2f} s for a publication")
 
 
 def _configuration(directory: Path, scale: Scale, model: str) -> dict[str, Any]:
@@ -89,11 +165,13 @@ def _configuration(directory: Path, scale: Scale, model: str) -> dict[str, Any]:
     def role(gpus: float, **more: Any) -> dict[str, Any]:
         return {"cpus": 0.3, **({"gpus": gpus} if scale.gpu else {}), **more}
 
-    learner = {"micro_batch_tokens": 16 * scale.context,
+    # Layers are not compiled: that takes a minute at each start, for four steps.
+    learner = {"micro_batch_tokens": 48 * scale.context, "compile_layers": False,
                **({"autocast": "bfloat16", "offload_between_phases": True} if scale.gpu else {})}
-    engine = {"gpu_memory_utilization": 0.3, "sleep_level": 1} if scale.gpu else {"kv_cache_mb": 64}
+    engine = ({"gpu_memory_utilization": 0.3, "sleep_level": 2, "vllm": engine_arguments()} if scale.gpu
+              else {"kv_cache_mb": 64})
     return {
-        "run": {"dir": str(directory / "run"), "steps": STEPS, "seed": SEED},
+        "run": {"dir": str(directory / "run"), "steps": STEPS, "seed": SEED}, "cluster": {"dashboard": False},
         "pools": {"default": {"cpus": 2, **({"gpus": 1} if scale.gpu else {})}},
         "model": {"path": model, "dtype": scale.dtype},
         "prompts": {"path": str(directory / "prompts.jsonl"), "max_tokens": PROMPT_TOKENS},
@@ -101,5 +179,6 @@ def _configuration(directory: Path, scale: Scale, model: str) -> dict[str, Any]:
         "generator": role(0.4, max_sequences=scale.rows, sampling={"max_tokens": scale.response}, **engine),
         "policy": role(0.3, **learner), "critic": role(0.2, **learner),
         "reference": role(0.1), "reward": {"cpus": 0.1}, "assembler": {"cpus": 0.1},
-        "coordinator": {"prompts_per_step": scale.rows}, "checkpoint": {"every": 2}, "weights": {"transport": "auto"},
+        "algorithm": {"epochs": 1}, "coordinator": {"prompts_per_step": scale.rows}, "checkpoint": {"every": 2},
+        "weights": {"transport": "auto"},
     }

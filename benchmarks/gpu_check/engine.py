@@ -1,11 +1,12 @@
 """One generator with vLLM and one learner, on one GPU: each check starts both anew."""
 
+import time
 from collections.abc import AsyncIterator
 
 from benchmarks.gpu_check import measures
 from benchmarks.gpu_check.pair import pair
 from benchmarks.gpu_check.pair_settings import ON_CPU, ON_GPU, PairSetting
-from benchmarks.gpu_check.rows import Row, judged, not_run
+from benchmarks.gpu_check.rows import Row, judged
 from benchmarks.gpu_check.runner import Place
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.planning.hardware import gpu_of
@@ -15,8 +16,8 @@ UPDATES = 3
 
 
 async def object_store(place: Place) -> AsyncIterator[Row]:
-    """Whole weights through main memory, speeds, memory, and a step in turns at level 2 of sleep."""
-    setting = PairSetting(ON_GPU if place.gpu else ON_CPU, sleep_level=2)
+    """Whole weights of ZeRO-3 through main memory, speeds, memory, and a step in turns at level 1 of sleep."""
+    setting = PairSetting(ON_GPU if place.gpu else ON_CPU, zero_stage=3, sleep_level=1)
     device = gpu_of(place.gpus[0]) if place.gpu else None
     async with pair(setting, place.directory) as both:
         async for row in measures.publications(both, version=1):
@@ -30,12 +31,13 @@ async def object_store(place: Place) -> AsyncIterator[Row]:
 
 
 async def ipc_handles(place: Place) -> AsyncIterator[Row]:
-    """Weights read by handle under ZeRO-3, and a step in turns at level 1 of sleep."""
-    if not place.gpu:
-        yield not_run("publication by ipc", "CUDA's handles need a GPU")
-        return
-    async with pair(PairSetting(ON_GPU, "ipc", zero_stage=3, sleep_level=1), place.directory) as both:
-        async for row in measures.publications(both, version=1):
+    """Weights read by handle in two sizes of buckets, and a step in turns at level 2 of sleep. In a rehearsal they go
+    through main memory."""
+    began = time.perf_counter()
+    setting = PairSetting(ON_GPU, "ipc", sleep_level=2) if place.gpu else PairSetting(ON_CPU)
+    async with pair(setting, place.directory) as both:
+        yield Row("start of a generator and a learner", f"{time.perf_counter() - began:.1f} s", "models are made first")
+        async for row in measures.in_buckets(both, 1, (256, 1024) if place.gpu else (1, 64)):
             yield row
         async for row in measures.turns(both, version=50):
             yield row

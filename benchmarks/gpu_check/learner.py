@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 from benchmarks.gpu_check.random_policy import (
     ALGORITHM,
     B1,
-    B3,
     B8,
     BUCKET,
     SEED,
@@ -31,7 +29,6 @@ from benchmarks.gpu_check.random_policy import (
     experience,
     hardware,
     optimizer_step,
-    random_model,
     rollout_of,
     state,
 )
@@ -52,6 +49,8 @@ from rlhf_ray.roles.reference_scorer import ReferenceScorer
 MFU, GOAL = 0.25, 0.40
 """Share of the GPU's peak that an update must reach, and the one to get to."""
 PLAN_WITHIN = 0.10
+NO_FARTHER = 1.2
+"""Gradients of compiled layers over those of layers as they are, in their distance from gradients in float32."""
 GAP = 0.05
 """Nats between a policy in float32 under autocast and a reference in bfloat16."""
 GIB, GB = 2**30, 1e9
@@ -63,7 +62,7 @@ HALF = {"autocast": "bfloat16"}
 def update(place: Place) -> Iterator[Row]:
     """An update of 1 billion weights, then what follows one: a publication, and the way into another phase."""
     setting = Setting(B1 if place.gpu else TINY, HALF)
-    if (short := _too_small(place, setting)) is not None:
+    if (short := too_small(place, setting)) is not None:
         yield short
         return
     learner, rows = setting.start(place), experience(setting.size)
@@ -74,11 +73,6 @@ def update(place: Place) -> Iterator[Row]:
     learner.leave()
 
 
-def larger(place: Place) -> Iterator[Row]:
-    """An update of 3 billion weights."""
-    yield from _alone(place, Setting(B3 if place.gpu else TINY, {**HALF, "gradient_checkpointing": True}))
-
-
 def adapters(place: Place) -> Iterator[Row]:
     """An update of adapters on 8 billion weights."""
     fields = {**HALF, "gradient_checkpointing": True, "lora": LoRAConfig()}
@@ -86,7 +80,7 @@ def adapters(place: Place) -> Iterator[Row]:
 
 
 def _alone(place: Place, setting: Setting) -> Iterator[Row]:
-    if (short := _too_small(place, setting)) is not None:
+    if (short := too_small(place, setting)) is not None:
         yield short
         return
     learner = setting.start(place)
@@ -94,52 +88,7 @@ def _alone(place: Place, setting: Setting) -> Iterator[Row]:
     learner.leave()
 
 
-WAYS: Mapping[str, Mapping[str, Any]] = {
-    "as configured above": {}, "compiled layers": {"compile_layers": True},
-    "recomputed activations": {"gradient_checkpointing": True}, "ZeRO-3": {"zero_stage": 3}}
-
-
-def ways(place: Place) -> Iterator[Row]:
-    """The update of 1 billion weights with other settings, and one by torch and transformers alone."""
-    size, seconds = B1 if place.gpu else TINY, {}
-    for name, fields in WAYS.items():
-        setting = Setting(size, {**HALF, **fields})
-        learner, rows = setting.start(place), experience(size)
-        seconds[name] = min(optimizer_step(learner, rows, step) for step in range(1, 5))
-        yield Row(f"update, {name}", _rate(place, setting, seconds[name])[0], "the fastest of four")
-        del learner
-        _freed()
-    plain = Setting(size)
-    alone = _plain_update(place, plain)
-    yield Row("update, a plain loop", _rate(place, plain, alone)[0],
-              "the fastest of four; transformers' Llama in autocast, whole logits, torch's AdamW; ours as configured "
-              f"takes {seconds[next(iter(WAYS))] / alone:.2f} times as long")
-
-
-def _plain_update(place: Place, setting: Setting) -> float:
-    """Seconds of an update of the same model on as many tokens, without anything of this project."""
-    from torch.nn.functional import cross_entropy
-
-    size = setting.size
-    whole = setting.model(place).model_copy(update={"dtype": "float32"})
-    model = random_model(whole, place.device, attn_implementation="sdpa")
-    tokens = torch.as_tensor(experience(size).tokens, dtype=torch.int64, device=place.device).view(size.rows, -1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step() -> None:
-        for part in tokens.split(max(1, size.micro_batch // size.length)):
-            with torch.autocast(place.device, torch.bfloat16):
-                states = model.model(part).last_hidden_state[:, size.prompt - 1 : -1]
-                loss = cross_entropy(model.lm_head(states).flatten(0, 1), part[:, size.prompt :].flatten())
-            (loss * len(part) / size.rows).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return min(_seconds(step) for _ in range(4))
-
-
-def _too_small(place: Place, setting: Setting) -> Row | None:
+def too_small(place: Place, setting: Setting) -> Row | None:
     """A row instead of an update that does not fit on this GPU."""
     device, planned = hardware() if place.gpu else None, setting.plan(place).device_bytes
     if device is None or planned <= device.usable_memory * device.memory_bytes:
@@ -165,25 +114,27 @@ def _updates(place: Place, setting: Setting, learner: RandomPolicy, rows: Experi
 
 
 def _utilization(place: Place, setting: Setting, seconds: float) -> Row:
-    rate, share = _rate(place, setting, seconds)
+    speed, share = rate(place, setting, seconds)
     size, device = setting.size, hardware() if place.gpu else None
     note = f"{setting.shape(place).parameters / 1e6:,.1f} million weights, {size.rows} rows of {size.length} tokens"
     if device is None:
-        return Row("speed of an update", rate, note)
-    return judged("speed of an update", rate, share >= MFU,
+        return Row("speed of an update", speed, note)
+    return judged("speed of an update", speed, share >= MFU,
                   f"{note}; at least {MFU:.0%} of {device.flops / 1e12:,.0f} TFLOP/s, the goal is {GOAL:.0%}")
 
 
-def _rate(place: Place, setting: Setting, seconds: float) -> tuple[str, float]:
+def rate(place: Place, setting: Setting, seconds: float) -> tuple[str, float]:
     """The speed of an update, in words and as a share of the GPU's peak: operations of the model alone, recomputed ones
     not counted."""
     size, shape = setting.size, setting.shape(place)
     unused = 2 * shape.vocabulary * shape.hidden * (size.rows * size.length - size.predicted)
     passes = 2 if "lora" in setting.fields else 3  # frozen weights have no gradients
     flops = passes * (size.rows * shape.row_flops(size.length) - unused) / seconds
-    rate = f"{size.rows * size.length / seconds:,.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s"
+    speed = f"{size.rows * size.length / seconds:,.0f} tokens/s, {flops / 1e12:.3g} TFLOP/s"
     device = hardware() if place.gpu else None
-    return (rate, 0.0) if device is None else (f"{flops / device.flops:.0%} of the peak, {rate}", flops / device.flops)
+    if device is None:
+        return speed, 0.0
+    return f"{flops / device.flops:.1%} of the peak, {speed}", flops / device.flops
 
 
 def _memory(place: Place, setting: Setting, highest: int) -> Iterator[Row]:
@@ -233,7 +184,7 @@ def _publication(learner: RandomPolicy) -> Row:
         for index in range(plan.whole.buckets):
             learner.weight_bucket(1, index)
 
-    first, seconds = _seconds(all_buckets), _seconds(all_buckets)
+    first, seconds = seconds_of_one(all_buckets), seconds_of_one(all_buckets)
     nbytes = plan.whole.nbytes
     return Row("buckets of a publication", f"{nbytes / seconds / GB:.2f} GB/s",
                f"{nbytes / 1e6:,.0f} MB gathered, cast, copied to main memory and sealed in {seconds:.2f} s, and in "
@@ -243,10 +194,10 @@ def _publication(learner: RandomPolicy) -> Row:
 def _offload(place: Place, learner: RandomPolicy, rows: Experience) -> Iterator[Row]:
     """The optimizer's state out of the GPU and back, and an update with it."""
     before, held = digest(state(learner)), torch.cuda.memory_allocated() if place.gpu else 0
-    first = [_seconds(move) for move in (learner.offload_state, learner.reload_state)]
-    seconds = [_seconds(learner.offload_state)]
+    first = [seconds_of_one(move) for move in (learner.offload_state, learner.reload_state)]
+    seconds = [seconds_of_one(learner.offload_state)]
     freed = held - torch.cuda.memory_allocated() if place.gpu else 0
-    seconds.append(_seconds(learner.reload_state))
+    seconds.append(seconds_of_one(learner.reload_state))
     same = digest(state(learner)) == before
     optimizer_step(learner, rows, 3)
     times = f"{seconds[0]:.2f} s out, {seconds[1]:.2f} s back"
@@ -258,7 +209,7 @@ def _offload(place: Place, learner: RandomPolicy, rows: Experience) -> Iterator[
                      f"the two moments have {due / GIB:.2f} GiB")
 
 
-def _seconds(call: object) -> float:
+def seconds_of_one(call: object) -> float:
     assert callable(call)
     began = time.perf_counter()
     call()
@@ -286,7 +237,7 @@ def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     return float((off / sum(float(tensor.double().square().sum()) for tensor in expected.values())) ** 0.5)
 
 
-def _freed() -> None:
+def freed() -> None:
     """What learners that are no longer used leave in cycles."""
     gc.collect()
     if torch.cuda.is_available():
@@ -312,6 +263,12 @@ def gradients(place: Place) -> Iterator[Row]:
         off = apart(_gradients(place, setting), expected)
         yield judged(f"gradients: {name}", f"{off:.1e}", off <= bound,
                      f"relative to stage 0 with kept activations and whole logits; at most {bound:g}")
+    exact = _gradients(place, replace(plain, fields={**fields, "autocast": "float32", "compile_layers": False}))
+    eager, compiled = (apart(_gradients(place, replace(plain, fields={**fields, "compile_layers": compiles})), exact)
+                       for compiles in (False, True))
+    yield judged("gradients: compiled layers", f"{compiled:.1e} from those in float32",
+                 compiled <= max(NO_FARTHER * eager, bound),
+                 f"layers as they are: {eager:.1e}; at most {NO_FARTHER:g} times as far")
 
 
 def _gradients(place: Place, setting: Setting) -> dict[str, Tensor]:
@@ -319,7 +276,7 @@ def _gradients(place: Place, setting: Setting) -> dict[str, Tensor]:
     optimizer_step(learner, experience(setting.size), 1)
     found = {name: tensor for name, tensor in state(learner).items() if name.startswith("exp_avg:")}
     del learner
-    _freed()
+    freed()
     return found
 
 
@@ -335,7 +292,7 @@ def resume(place: Place) -> Iterator[Row]:
         optimizer_step(learner, rows, 2)
         after[stage] = state(learner)
         del learner
-        _freed()
+        freed()
     for stage in (0, 3):
         learner = Setting(size, {"zero_stage": stage}).start(place)
         for origin in (3 - stage, stage):
@@ -352,7 +309,7 @@ def resume(place: Place) -> Iterator[Row]:
         # Backward passes of attention on GPUs add in any order.
         yield Row(what, "the same bits" if equal else note) if place.gpu else judged(what, note, equal)
         del learner
-        _freed()
+        freed()
 
 
 def _save(learner: RandomPolicy, directory: Path) -> None:
@@ -386,7 +343,7 @@ def roles(place: Place) -> Iterator[Row]:
         seconds = seconds_of(partial(role.logprobs, rollout), place.device, timed)
         yield Row(f"speed of the {name}'s log-probabilities", f"{size.rows * size.length / seconds:,.0f} tokens/s")
     del policy, reference
-    _freed()
+    freed()
     config = CriticConfig.model_validate(setting.config(place.gpu).model_dump(include=set(CriticConfig.model_fields)))
     critic = CriticLearner(config, model, 0, 1, SEED, 100, ALGORITHM, size.length)
     critic.start(free_address("127.0.0.1"), TIMEOUT_S)
@@ -432,7 +389,7 @@ def _change(place: Place, setting: Setting) -> tuple[dict[str, Tensor], float]:
     seconds = optimizer_step(learner, rows, 2)
     after = _weights(learner)
     del learner
-    _freed()
+    freed()
     return {name: after[name] - tensor for name, tensor in before.items()}, seconds
 
 

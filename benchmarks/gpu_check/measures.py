@@ -4,7 +4,7 @@ back, what is held."""
 import shutil
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from statistics import median
 
 import numpy as np
@@ -21,6 +21,8 @@ from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.roles import roles_of
 from rlhf_ray.records import Experience, Prompts, Rollout, SampleKey, offsets_of
+from rlhf_ray.roles.generator import Generator
+from rlhf_ray.roles.policy_learner import PolicyLearner
 
 PROMPT = 8
 """Tokens."""
@@ -38,26 +40,41 @@ async def draw(pair: Pair, epoch: int) -> tuple[Rollout, float]:
     """A response to each prompt, and seconds."""
     rows = pair.setting.scale.rows
     keys, began = [SampleKey(epoch, row, 0) for row in range(rows)], time.perf_counter()
-    (rollout,) = await pair.roles.generators.values("generate", prompts(rows), keys, SEED)
+    (rollout,) = await pair.roles.generators.values(Generator.generate, prompts(rows), keys, SEED)
     return rollout, time.perf_counter() - began
 
 
 async def gap(pair: Pair, epoch: int) -> float:
     """Mean difference of generator's and learner's log-probabilities of new responses."""
     rollout, _ = await draw(pair, epoch)
-    (ours,) = await pair.roles.policy.values("logprobs", rollout)
+    (ours,) = await pair.roles.policy.values(PolicyLearner.logprobs, rollout)
     return float(np.abs(ours.values - rollout.logprobs)[rollout.response_mask].mean())
 
 
-async def publications(pair: Pair, version: int) -> AsyncIterator[Row]:
-    """Publish some times; the first opens connections and is not counted."""
+async def in_buckets(pair: Pair, version: int, sizes: Sequence[int]) -> AsyncIterator[Row]:
+    """`publications` in buckets of some sizes, in MiB."""
+    for number, mib in enumerate(sizes):
+        await pair.sync.forget()
+        pair.sync.config = pair.sync.config.model_copy(update={"bucket_mb": mib})
+        async for row in publications(pair, version + 10 * number, differ=not number):
+            yield row
+
+
+async def publications(pair: Pair, version: int, differ: bool = True) -> AsyncIterator[Row]:
+    """Publish some times; the first opens connections and is not counted.
+
+    Args:
+        differ: the generator has other weights before.
+    """
     setting, scale = pair.setting, pair.setting.scale
     before = await gap(pair, version)
     made = [await pair.sync.publish(version + i) for i in range(scale.publications + 1)][1:]
     after = await gap(pair, version + 50)
     seconds, pause = median(p.seconds for p in made), median(p.pause_seconds for p in made)
     name = setting.transport + (" over gloo" if setting.transport == "nccl" and not scale.gpu else "")
-    yield judged(f"parity after {name}, ZeRO-{setting.zero_stage}", f"{after:.2g}", after <= scale.tolerance < before,
+    right = after <= scale.tolerance and (before > scale.tolerance) == differ
+    name += f" in buckets of {pair.sync.config.bucket_mb} MiB"
+    yield judged(f"parity after {name}, ZeRO-{setting.zero_stage}", f"{after:.2g}", right,
                  f"mean difference of log-probabilities, {before:.2g} before; at most {scale.tolerance:g}")
     yield Row(f"publication by {name}", f"{made[0].nbytes / seconds / 1e9:.2f} GB/s",
               f"{made[0].nbytes / 1e6:,.0f} MB in {seconds:.3f} s, generation paused {pause:.3f} s")
@@ -81,7 +98,7 @@ async def speeds(pair: Pair, device: Hardware | None) -> AsyncIterator[Row]:
 
 async def as_experience(pair: Pair, rollout: Rollout) -> Experience:
     """The rollout with random advantages."""
-    (old,) = await pair.roles.policy.values("logprobs", rollout)
+    (old,) = await pair.roles.policy.values(PolicyLearner.logprobs, rollout)
     values = np.random.default_rng(SEED).standard_normal(len(rollout.tokens))
     advantages = np.where(rollout.response_mask, values, 0).astype(np.float32)
     return Experience(
@@ -97,7 +114,7 @@ async def update(pair: Pair, experience: Experience, step: int) -> float:
         RuntimeError: it was not applied.
     """
     began = time.perf_counter()
-    (stats,) = await pair.roles.policy.values("update", step, 0.0, experience)
+    (stats,) = await pair.roles.policy.values(PolicyLearner.update, step, 0.0, experience)
     if not stats.applied:
         raise RuntimeError("an optimizer step was left out: a loss or gradient was not finite")
     return time.perf_counter() - began
@@ -108,25 +125,25 @@ async def turns(pair: Pair, version: int) -> AsyncIterator[Row]:
     roles, scale, rollout = pair.roles, pair.setting.scale, (await draw(pair, 200))[0]
     asleep = scale.gpu and pair.setting.sleep_level > 0
     experience = await as_experience(pair, rollout)
-    await roles.policy.values("offload_state")
+    await roles.policy.values(PolicyLearner.offload_state)
     freed = {}
     if asleep:
         awake = held(roles.generators, gpu=True)
-        await roles.generators.values("sleep")
+        await roles.generators.values(Generator.sleep)
         freed["generator"] = _freed(awake, held(roles.generators, gpu=True))
         whole = held(roles.policy, gpu=True)
-        await roles.policy.values("reload_state")
+        await roles.policy.values(PolicyLearner.reload_state)
         freed["learner"] = _freed(held(roles.policy, gpu=True), whole)
     else:
-        await roles.policy.values("reload_state")
+        await roles.policy.values(PolicyLearner.reload_state)
     await update(pair, experience, 3)
-    await roles.policy.values("offload_state")
+    await roles.policy.values(PolicyLearner.offload_state)
     if asleep:
-        await roles.generators.values("wake", ["weights"])
+        await roles.generators.values(Generator.wake, ["weights"])
     # All of it: generators that slept at level 2 dropped what they had.
     await pair.sync.publish(version, resend=pair.setting.sleep_level != 1)
     if asleep:
-        await roles.generators.values("wake", ["kv_cache"])
+        await roles.generators.values(Generator.wake, ["kv_cache"])
     after = await gap(pair, 201)
     note = ", ".join(f"{role} gave back {text}" for role, text in freed.items()) or "sleep is for GPUs"
     level = f", sleep level {pair.setting.sleep_level}" if asleep else ""

@@ -1,7 +1,7 @@
 """One generator and one learner in a Ray cluster of their own, with other weights of the same shape."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,23 +42,28 @@ class Pair:
     sync: WeightSync
 
 
-def make_models(directory: Path, scale: Scale) -> dict[str, ModelConfig]:
+def make_models(directory: Path, scale: Scale, roles: Sequence[str] = ("policy", "generator")
+                ) -> dict[str, ModelConfig]:
     """Random models for learner and generator, of one shape, with a tokenizer."""
     words = directory / "tokenizer"
     words.mkdir()
     train_tokenizer((review.text for review in make_reviews(REVIEWS, SEED)), TOKENIZER, words)
     found = {}
-    for seed, role in enumerate(("policy", "generator")):
+    for seed, role in enumerate(roles):
         torch.manual_seed(seed)
         new = NewModelConfig.model_validate(
             {"architecture": scale.architecture, "tokenizer": str(words), "dtype": scale.dtype})
-        model = new_causal_lm(new)
-        if scale.vocabulary > TOKENIZER:
-            model.resize_token_embeddings(scale.vocabulary, mean_resizing=False)
+        with torch.device("cuda" if scale.gpu else "cpu"):  # random numbers of so many weights take a CPU half a minute
+            model = new_causal_lm(new)
+            if scale.vocabulary > TOKENIZER:
+                model.resize_token_embeddings(scale.vocabulary, mean_resizing=False)
         model.save_pretrained(directory / role)
+        del model
         for file in words.glob("*.json"):
             copy(file, directory / role)
         found[role] = ModelConfig.model_validate({"path": str(directory / role), "dtype": scale.dtype})
+    if scale.gpu:
+        torch.cuda.empty_cache()
     return found
 
 
@@ -74,18 +79,19 @@ async def pair(setting: PairSetting, directory: Path) -> AsyncIterator[Pair]:
         try:
             await generators.start(timeout_s=TIMEOUT_S)  # first: vLLM measures what is free on a GPU that they share
             await start_learners(learners, TIMEOUT_S)
-            roles = RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
-                               policy=learners, critic=None)
+            nobody: Any = generators
+            roles = RoleGroups(generators=generators, reference=None, reward=nobody, assembler=nobody, policy=learners,
+                               critic=None)
             weights: Any = WeightsConfig().model_copy(update={"transport": setting.transport})
             yield Pair(setting, models["policy"], roles, WeightSync(weights, roles, TIMEOUT_S))
-            await asyncio.gather(generators.values("stop"), learners.values("leave"))
+            await asyncio.gather(generators.values(Generator.stop), learners.values(PolicyLearner.leave))
         finally:
             for group in (generators, learners):
                 group.kill()
             pools.close()
 
 
-def _generators(setting: PairSetting, model: ModelConfig, pools: Pools) -> WorkerGroup:
+def _generators(setting: PairSetting, model: ModelConfig, pools: Pools) -> WorkerGroup[Generator]:
     generation = setting.generation
     return WorkerGroup("generator", Generator, generation, pools, lambda rank: {
         "model": model, "generation": generation, "seed": SEED, "max_context": setting.scale.context,
@@ -93,7 +99,7 @@ def _generators(setting: PairSetting, model: ModelConfig, pools: Pools) -> Worke
         {**accelerator_environment(generation.gpus), **generator_environment(generation)}, TIMEOUT_S)
 
 
-def _learners(setting: PairSetting, model: ModelConfig, pools: Pools) -> WorkerGroup:
+def _learners(setting: PairSetting, model: ModelConfig, pools: Pools) -> WorkerGroup[PolicyLearner]:
     policy = setting.policy
     return WorkerGroup("policy_learner", PolicyLearner, policy, pools, lambda rank: {
         "config": policy, "model": model, "rank": rank, "world": 1, "seed": SEED, "total_steps": 100,

@@ -8,11 +8,22 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LoRAConfig, OptimizerConfig, PolicyConfig
 from rlhf_ray.config.model import ArchitectureConfig
 from rlhf_ray.config.run import PoolConfig
+from rlhf_ray.planning.local_machine import installed
 
 PROMPT_TOKENS = 32
 """Room for the longest prompt."""
 ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False)
 """One optimizer step over all rows."""
+
+
+VLLM_TORCH = (2, 13)
+"""The torch that vLLM 0.32 is made for."""
+
+
+def engine_arguments() -> dict[str, Any]:
+    """Of a generator on a GPU: with an older torch, models are not compiled, and decoding has CUDA graphs."""
+    found = tuple(int(number) for number in (installed("torch") or "0.0").split(".")[:2])
+    return {"compilation_config": {"mode": 0}} if found < VLLM_TORCH else {}
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class PairSetting:
             "engine": "async", "max_sequences": scale.rows, "chunk": scale.rows, "cpus": 0.5,
             "sampling": SamplingConfig(max_tokens=scale.response), "kv_cache_mb": 4096 if scale.gpu else 64}
         if scale.gpu:
-            shape |= {"gpus": 1.0 if self.apart else 0.5, "sleep_level": self.sleep_level}
+            shape |= {"gpus": 1.0 if self.apart else 0.5, "sleep_level": self.sleep_level, "vllm": engine_arguments()}
         return GenerationConfig(**shape)
 
     @property
@@ -71,7 +82,7 @@ class PairSetting:
         return PolicyConfig(
             zero_stage=self.zero_stage, micro_batch_tokens=16 * self.scale.context, cpus=0.5, lora=self.lora,
             autocast="bfloat16" if gpu else "float32", gpus=(1.0 if self.apart else 0.5) if gpu else 0.0,
-            offload_between_phases=gpu, optimizer=optimizer)
+            offload_between_phases=gpu, optimizer=optimizer, compile_layers=False)  # which takes a minute
 
     @property
     def pool(self) -> PoolConfig:

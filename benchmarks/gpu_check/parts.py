@@ -18,6 +18,9 @@ class Check:
     """What is wrong where one of its rows is."""
     seconds: float
     """What it is expected to take on an H200: measured, except for `ways`, `cpu_adam`, the engine and the cluster."""
+    least_s: float | None = None
+    """What must be left to begin it, if it makes several measurements and leaves out those for which no time is left;
+    None for `seconds`."""
     package: str = __package__
     """Where the module `part` has the generator `name` of its rows."""
 
@@ -37,9 +40,13 @@ class Part:
         return [package for package in self.packages if find_spec(package) is None]
 
 
-def _part(name: str, says: str, packages: tuple[str, ...], **checks: tuple[float, str]) -> Part:
-    return Part(name, says, packages, tuple(Check(name, key, catches, seconds)
-                                            for key, (seconds, catches) in checks.items()))
+def _part(name: str, says: str, packages: tuple[str, ...], **checks: tuple[float, str] | tuple[float, str, float]
+          ) -> Part:
+    return Part(name, says, packages, tuple(_check(name, key, *entry) for key, entry in checks.items()))
+
+
+def _check(part: str, name: str, seconds: float, catches: str, least_s: float | None = None) -> Check:
+    return Check(part, name, catches, seconds, least_s)
 
 
 WHEELS = ("deepspeed", "pydantic")
@@ -61,9 +68,6 @@ PARTS = {part.name: part for part in (
         update=(60, "updates in float32 although bfloat16 is configured, a slow update, passes that wait for the GPU, "
                     "a plan of memory that is off, slow publications, optimizer state that stays on the GPU between "
                     "phases"),
-        ways=(80, "settings that cost more than they should, an update that is slower than one by torch and "
-                  "transformers alone"),
-        larger=(30, "the same with 3 billion weights and recomputed activations"),
         adapters=(55, "the same of adapters on 8 billion frozen weights"),
         gradients=(55, "recomputed activations, chunked logits or sharded weights that change the gradients"),
         resume=(60, "checkpoints that lose a bit of weights, moments, counters or random numbers, at one ZeRO stage or "
@@ -73,30 +77,67 @@ PARTS = {part.name: part for part in (
         cpu_adam=(100, "an optimizer in main memory that does not compile here, or makes another step"),
     ),
     _part(
+        "updates", "Settings of `PolicyLearner` side by side, with models of 1, 3 and 8 billion weights.", WHEELS,
+        settings=(220, "settings that cost more than they should, compiled layers that compute other gradients or are "
+                       "compiled again, an update that is slower than one by torch and transformers alone, attention "
+                       "or a part of a publication that takes the time", 30),
+    ),
+    _part(
+        "generation", "vLLM by itself in one process, with dummy weights of models of 1 and 8 billion.",
+        (*WHEELS, "vllm"),
+        alone=(165, "an engine that does not start here, decodes far slower than it reads its weights, or does not "
+                    "give its memory back in sleep", 30),
+    ),
+    _part(
         "engine", "One generator with vLLM and one learner, on one GPU.", (*WHEELS, "ray", "vllm"),
-        object_store=(130, "generators that compute with other weights than were published, a slow or long "
-                           "publication, slow generation over 128,256 tokens, a plan of memory that is off, memory "
-                           "that level 2 of sleep does not give back"),
-        ipc_handles=(90, "the same where generators read the learner's memory by handle, with weights sharded by "
-                         "ZeRO-3 and level 1 of sleep"),
+        ipc_handles=(75, "generators that read the learner's memory by handle and compute with other weights, buckets "
+                         "of 256 or 1,024 MiB that take long, memory that level 2 of sleep does not give back", 60),
+        object_store=(130, "the same through main memory, with weights sharded by ZeRO-3 and level 1 of sleep; slow "
+                           "generation over 128,256 tokens, a plan of memory that is off"),
         adapters=(90, "adapters that vLLM computes with differently from the learner"),
     ),
     _part(
         "cluster", "Processes that come, go, or have a GPU each.", (*WHEELS, "ray", "vllm"),
         restart=(120, "a lost generator that finds no memory beside a live learner, or does not catch up"),
         nccl=(120, "broadcasts between GPUs that hang, or arrive with other weights"),
-        whole_run=(240, "a run of all roles on one GPU that does not work, or does not continue where it ended"),
+        whole_run=(150, "a run of all roles on one GPU that does not work, or does not continue where it ended", 60),
     ),
 )}
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Checks for a GPU that can be had for minutes, most valuable first."""
+
+    says: str
+    seconds: float
+    """When it ends by its own clock."""
+    checks: tuple[str, ...]
+
+    @property
+    def parts(self) -> list[Part]:
+        """Its checks, in order."""
+        return [one_check_each()[name] for name in self.checks]
+
+
+PLANS = {
+    "updates": Plan("settings of updates of 1, 3 and 8 billion weights, attention, parts of a publication", 240,
+                    ("updates:settings",)),
+    "engine": Plan("vLLM's start, speed and sleep; then publications to it", 240,
+                   ("generation:alone", "engine:ipc_handles")),
+    "run": Plan("PPO of all roles on one GPU, seconds and share of the peak of each phase, ended and resumed", 180,
+                ("cluster:whole_run",)),
+}
+"""By name, in the order in which they are worth running on a new GPU."""
+
+
 def text() -> str:
     """All checks with what they catch, for `--help`."""
-    lines = []
+    lines = ["plans:", *(f"  {name:<13} {plan.seconds:g} s: {plan.says}" for name, plan in PLANS.items())]
     for part in PARTS.values():
         needs = f" Needs {', '.join(part.packages)}." if part.packages else ""
         lines += ["", f"{part.name}: {part.says}{needs}", *(f"  {c.name:<13} {c.catches}" for c in part.checks)]
-    return "\n".join(lines[1:])
+    return "\n".join(lines)
 
 
 def one_check_each() -> dict[str, Part]:

@@ -27,8 +27,8 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 SEED, TIMEOUT_S = 0, 120.0
 ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False)
 """One optimizer step over all rows."""
-BUCKET = 2**26
-"""Bytes of a publication's bucket, the default of `weights.bucket_mb`."""
+BUCKET = 2**28
+"""Bytes of a publication's bucket, the default of `weights.bucket_mb` on GPUs."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,9 @@ def random_model(config: ModelConfig, device: str, **options: Any) -> Any:
 class RandomPolicy(PolicyLearner):
     """A policy learner whose model is made on its device, from the seed."""
 
+    liger = False
+    """Whether Liger's kernels replace norms, rotary embeddings and MLPs."""
+
     def build(self) -> PackedLanguageModel:
         """As `PolicyLearner.build`, without files."""
         from rlhf_ray.models.attention import register
@@ -93,6 +96,10 @@ class RandomPolicy(PolicyLearner):
         assert isinstance(self.model_config, ModelConfig)
         model = random_model(self.model_config, "cuda" if torch.cuda.is_available() else "cpu")
         model.set_attn_implementation(register())
+        if self.liger:
+            from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+            apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False, model=model)
         return PackedLanguageModel(use_onednn(model), self.temperature, self.chunks)
 
 
@@ -104,6 +111,7 @@ class Setting:
     fields: Mapping[str, Any] = field(default_factory=dict)
     chunks: Chunks | None = None
     """Instead of the learner's own."""
+    liger: bool = False
 
     def config(self, gpu: bool) -> PolicyConfig:
         """The section `policy`."""
@@ -139,7 +147,7 @@ class Setting:
         """The learner, alone in its process group."""
         learner = RandomPolicy(self.config(place.gpu), self.model(place), rank=0, world=1, seed=SEED, total_steps=100,
                                algorithm=ALGORITHM, temperature=1.0, longest=self.size.length)
-        learner.chunks = self.chunks or learner.chunks
+        learner.chunks, learner.liger = self.chunks or learner.chunks, self.liger
         learner.start(free_address("127.0.0.1"), TIMEOUT_S)
         return learner
 

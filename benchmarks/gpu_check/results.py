@@ -1,6 +1,7 @@
 """The rows of all parts on disk: `rows.jsonl` as they come, and a table of each check's last run, `table.md`."""
 
 import json
+import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ class Results:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self._rows = directory, directory / "rows.jsonl"
         self._began = datetime.now(UTC).isoformat(timespec="seconds")
+        self._shown: list[str] = []
         self._append({"began": self._began, "machine": machine})
 
     @property
@@ -36,10 +38,15 @@ class Results:
         Args:
             seconds: since the check's last row.
         """
+        self._shown.append(f"{row.verdict:<8}{row.what}: {row.found or row.note}")
         self._append({"began": self._began, "part": check.part, "check": check.name, "what": row.what,
                       "found": row.found, "verdict": row.verdict, "note": row.note, "seconds": round(seconds, 1)})
         lines = [json.loads(line) for line in self._rows.read_text(encoding="utf-8").splitlines()]
         (self.directory / "table.md").write_text(as_markdown(lines), encoding="utf-8")
+
+    def table(self) -> str:
+        """All rows so far of this command, without what `table.md` has beside them."""
+        return "\n".join(self._shown)
 
     def _append(self, line: dict[str, Any]) -> None:
         with self._rows.open("a", encoding="utf-8") as file:
@@ -78,7 +85,13 @@ def describe_machine(gpus: list[Any]) -> dict[str, Any]:
     return {"device": device, **driver, "Python": platform.python_version(), **versions, **_commit()}
 
 
+COMMIT = "GPU_CHECK_COMMIT"
+"""Environment variable with the commit, for a copy of the repository without git, or with that of another commit."""
+
+
 def _commit() -> dict[str, str]:
+    if given := os.environ.get(COMMIT):
+        return {"commit": given[:12]}
     try:
         said = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True,
                               timeout=10, check=False)

@@ -1,4 +1,5 @@
-"""One line of the result: what was looked at, what was found, and whether it is as it must be."""
+"""What a check yields: lines of the result, each with what was looked at, what was found, and whether it is as it must
+be; and, if it makes several measurements, which one comes next."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -39,3 +40,22 @@ def failed(what: str, error: BaseException | str) -> Row:
         return Row(what, error, "", "FAILED")
     lines = str(error).strip().splitlines() or [""]
     return Row(what, f"{type(error).__name__}: {lines[0]}", "log.txt has the traceback", "FAILED")
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """The measurements that a check is about to make, by name."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A check begins one of them. If its process ends or hangs, it continues behind it in a new process."""
+
+    name: str
+    seconds: float
+    """What it is expected to take."""
+
+
+Message = Row | Agenda | Begun

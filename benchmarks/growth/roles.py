@@ -42,7 +42,7 @@ class GeneratorRole(Role):
         self._generator._stop_tokens = []  # a random model ends one response in a thousand tokens; these have a length
         weights = load_file(self.directory / POLICY / "model.safetensors")
         specs = [(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
-        self._publisher = Publisher(specs, weights.keys(), WeightsConfig().bucket_mb << 20,
+        self._publisher = Publisher(specs, weights.keys(), WeightsConfig().bucket_bytes,
                                     lambda names: {name: weights[name] for name in names})
 
     def work(self, activity: str, length: int, rows: int) -> Work:
@@ -126,7 +126,7 @@ class PolicyRole(Role):
         self._learner = PolicyLearner(config, policy_config(self.directory), rank=0, world=1, seed=SEED,
                                       total_steps=10**6, algorithm=ALGORITHM, temperature=1.0)
         self._learner.start(free_address("127.0.0.1"), timeout_s=600.0)
-        plan = self._learner.plan_weights(WeightsConfig().bucket_mb << 20, fused_groups=[])
+        plan = self._learner.plan_weights(WeightsConfig().bucket_bytes, fused_groups=[])
         self._buckets, self._step, self._version = plan.whole.buckets, 0, 0
 
     def work(self, activity: str, length: int, rows: int) -> Work:

@@ -32,7 +32,7 @@ def plan_page(plan: Plan, width: int = 100) -> RenderableType:
     parts: list[RenderableType] = [_nodes(plan), Text(""), _roles(plan), Text("")]
     parts += _bars(plan.loads, min(BAR, max(20, width - 44)))
     parts += [Text(""), _facts(plan), Text("")]
-    if "pools" in plan.config.cluster.derived:
+    if plan.config.cluster.derived:
         parts += [_derived(plan), Text("")]
     parts += [_finding(finding.level, finding.text) for finding in plan.findings]
     parts.append(Text("the run cannot work", style="bold red") if plan.refused else

@@ -5,14 +5,23 @@ from dataclasses import dataclass
 
 from rlhf_ray.config.algorithm import OldLogprobs
 from rlhf_ray.config.data import EvaluationPrompts, PromptsConfig
-from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.generation import (
+    BUCKET_BETWEEN_GPUS_MB,
+    BUCKET_FROM_GPU_MB,
+    BUCKET_ON_CPU_MB,
+    BUCKETS_IN_STORE,
+    GenerationConfig,
+)
+from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, RewardConfig, VerifiableReward
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
+from rlhf_ray.config.settled import is_set
 from rlhf_ray.config.stages import (
     CriticConfig,
     PPOConfig,
+    PreferencesStageConfig,
     ProcessRewardConfig,
     ReferenceConfig,
     RewardModelConfig,
@@ -65,6 +74,23 @@ class Derived:
     def policy_is_reference(self) -> bool:
         """Whether the reference is the frozen base of the policy's adapters."""
         return self.uses_reference and not self.starts_reference
+
+
+def longest_row(config: StageConfig) -> int:
+    """Tokens of the longest row, or pair of rows, which a learner's micro-batch must hold."""
+    if isinstance(config, PPOConfig):
+        return max(derive(config).longest_sample, config.ptx.max_tokens if config.ptx else 0)
+    if isinstance(config, PreferencesStageConfig):
+        return config.longest_sample
+    longest: int = config.data.max_tokens  # type: ignore[attr-defined]
+    return 2 * longest if isinstance(config, RewardModelConfig) else longest
+
+
+def unset_micro_batches(config: StageConfig) -> list[str]:
+    """The fields `micro_batch_tokens` of learners on GPUs that nobody set, by dotted path."""
+    paths = [f"{name}.micro_batch_tokens" for name, placement in placements_of(config).items()
+             if isinstance(placement, LearnerConfig) and placement.gpus]
+    return [path for path in paths if not is_set(config, path)]
 
 
 def judge_rewards(config: PPOConfig) -> dict[str, RewardConfig]:
@@ -203,6 +229,26 @@ def transport_of(config: PPOConfig) -> str:
     if shares_one_gpu(config):
         return "ipc"
     return "nccl" if config.generator.gpus >= 1 and config.policy.gpus >= 1 else "object_store"
+
+
+def bucket_mb(config: PPOConfig) -> int:
+    """`weights.bucket_mb`, or its default for the transport and the devices.
+
+    The object store holds three buckets at a time beside the experience. A local cluster's store may be too small for
+    that; Ray then spills to disk.
+    """
+    weights, cluster = config.weights, config.cluster
+    if weights.bucket_mb is not None:
+        return weights.bucket_mb
+    if not (config.policy.gpus and config.generator.gpus):
+        return BUCKET_ON_CPU_MB
+    if transport_of(config) != "object_store":
+        return BUCKET_BETWEEN_GPUS_MB
+    experience = buffer_capacity_mb(config.buffer, cluster)
+    if experience is None:
+        return BUCKET_FROM_GPU_MB
+    left = (cluster.object_store_mb - experience) // BUCKETS_IN_STORE
+    return max(BUCKET_ON_CPU_MB, min(BUCKET_FROM_GPU_MB, left))
 
 
 def shares_one_gpu(config: PPOConfig) -> bool:

@@ -11,12 +11,17 @@ from rlhf_ray.config.section import Section
 CACHE_ON_CPU_MB = 64
 """MiB of KV cache if `generator.kv_cache_mb` is empty on a CPU: enough for small models. vLLM's own default would take
 most of the node's memory."""
+BUCKET_ON_CPU_MB, BUCKET_FROM_GPU_MB, BUCKET_BETWEEN_GPUS_MB = 64, 256, 1024
+"""MiB of a publication's bucket if `weights.bucket_mb` is empty: on CPUs, from GPUs through the object store, and from
+GPU to GPU."""
+BUCKETS_IN_STORE = 3
+"""Buckets of a publication that the object store holds at a time: one is loaded, one waits, one is gathered."""
 PREFILL_ON_CPU, PREFILL_ON_GPU = 2048, 8192
 """Tokens of one vLLM pass (`max_num_batched_tokens`): the default of vLLM's engine arguments, which is small for a GPU,
 and that of its server on GPUs of 70 GB and more."""
 EngineArgument = Literal[
-    "all2all_backend", "async_scheduling", "attention_backend", "block_size", "cudagraph_capture_sizes",
-    "disable_cascade_attn", "disable_custom_all_reduce", "enable_chunked_prefill",
+    "all2all_backend", "async_scheduling", "attention_backend", "block_size", "compilation_config",
+    "cudagraph_capture_sizes", "disable_cascade_attn", "disable_custom_all_reduce", "enable_chunked_prefill",
     "enable_expert_parallel", "enable_flashinfer_autotune", "enable_prefix_caching", "enforce_eager",
     "gdn_prefill_backend", "kv_cache_dtype", "linear_backend", "long_prefill_token_threshold", "mamba_backend",
     "max_cudagraph_capture_size", "max_num_batched_tokens", "moe_backend", "num_gpu_blocks_override",
@@ -217,9 +222,10 @@ class WeightsConfig(Section):
     """Transport of weight buckets: Ray's object store (any hardware), NCCL broadcast between GPUs, or CUDA IPC handles
     on a GPU that policy and generators share. "auto" chooses ipc or nccl where possible. docs/gpu.md describes their
     requirements and cost."""
-    bucket_mb: int = Field(64, ge=1)
+    bucket_mb: int | None = Field(None, ge=1)
     """Maximum size of a bucket in MiB; a larger tensor gets its own bucket. One bucket is loaded while the next is
-    gathered, and each costs several calls (measured in docs/benchmark_notes.md)."""
+    gathered, and each costs several calls (measured in docs/benchmark_notes.md). Empty: 64 on CPUs; between GPUs 1024
+    over nccl and ipc, and 256 over the object store, less if a local cluster's store does not hold three of them."""
     in_flight: Literal["keep", "abort"] = "keep"
     """Responses in flight when new weights arrive: "keep" continues them; "abort" ends them, and continues them by a
     new request whose prompt includes the tokens so far (this frees a GPU's KV cache for the update). Each token carries
@@ -227,3 +233,8 @@ class WeightsConfig(Section):
     logprob_gap_alarm: float = Field(0.5, gt=0)
     """Warn when log-probabilities of generator and learner of the same version differ by more than this at one token of
     a hundred (the 99 % quantile), in nats."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """`bucket_mb` in bytes. It is filled in when a configuration is resolved; before that, the size for CPUs."""
+        return (self.bucket_mb or BUCKET_ON_CPU_MB) << 20

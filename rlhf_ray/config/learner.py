@@ -1,17 +1,21 @@
 """Learners: DeepSpeed, optimizer, schedule and memory."""
 
 import math
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section, settled
 
 SHARDED_BUCKET = 2**24
-"""Gradients per reduce bucket at ZeRO stage 3. DeepSpeed's default of 500 million takes 2 GB of a rank several times:
-as collected, as laid out by rank, and in gloo. The hidden size squared, which transformers chooses (this value is that
-of an 8B Llama), is still large enough for fast messages."""
+"""Gradients per reduce bucket at ZeRO stage 3, and at least at stage 2. DeepSpeed's default of 500 million takes 2 GB
+of a rank several times: as collected, as laid out by rank, and in gloo. The hidden size squared, which transformers
+chooses (this value is that of an 8B Llama), is still large enough for fast messages."""
+
+
+MICRO_BATCH_TOKENS = 4096
+"""Tokens of a micro-batch where neither somebody nor the memory of GPUs sets them."""
 
 
 class OptimizerConfig(Section):
@@ -81,6 +85,27 @@ LORA_RATE = 10
 """Learning rate with adapters over that of full training (Schulman et al. 2025, "LoRA Without Regret")."""
 
 
+def recomputed_layers(share: float, layers: int) -> int:
+    """Number of layers in a share of them, to the nearest."""
+    return int(share * layers + 0.5)
+
+
+_SHARE = TypeAdapter(Annotated[bool | float, Field(ge=0, le=1, allow_inf_nan=False)])
+
+
+def _share_of_layers(value: Any) -> bool | float:
+    """True, false, or a number from 0 to 1.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    try:
+        return _SHARE.validate_python(value)
+    except ValidationError:
+        raise ValueError(f"gradient_checkpointing={value!r} must be true, false, or the share of layers to recompute, "
+                         "from 0 to 1") from None
+
+
 class LearnerConfig(PlacementConfig):
     """A model under training on one or more data-parallel ranks (one worker each)."""
 
@@ -93,13 +118,17 @@ class LearnerConfig(PlacementConfig):
     """Keep optimizer state in CPU memory (GPU learners, ZeRO 1-3)."""
     autocast: Literal["float32", "bfloat16"] = "float32"
     """Precision of forward and backward passes; weights and optimizer stay in float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
-    compile_layers: bool = False
-    """Compile norms and MLPs with torch.compile, so that a GPU reads and writes each activation fewer times; not with
-    zero_stage=3, which exchanges the parameters of compiled parts."""
-    micro_batch_tokens: int = Field(4096, ge=8)
-    """Maximum number of tokens in one forward and backward pass of a rank; the result does not depend on it."""
+    gradient_checkpointing: Annotated[bool | float, BeforeValidator(_share_of_layers)] = Field(False, ge=0, le=1)
+    """Recompute activations in the backward pass to save memory: `true` those of all layers, a number those of this
+    share of them, spread evenly. A layer that is recomputed takes a third longer."""
+    compile_layers: bool | None = None
+    """Compile each decoder layer with torch.compile, so that a GPU reads and writes each activation fewer times; if a
+    family's layers are not one graph each, their norms and MLPs. When empty: on GPUs, except with zero_stage=3, which
+    exchanges the parameters of compiled layers."""
+    micro_batch_tokens: int = Field(MICRO_BATCH_TOKENS, ge=8)
+    """Maximum number of tokens in one forward and backward pass of a rank; the result does not depend on it. `auto`, or
+    nothing, is 4096 on CPUs, and on GPUs the largest power of two up to 32768 for which memory suffices, found before
+    the run starts."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """Optimizer and schedule."""
     router_aux_loss_coef: float = Field(0.0, ge=0)
@@ -108,10 +137,27 @@ class LearnerConfig(PlacementConfig):
     lora: LoRAConfig | None = None
     """Train low-rank adapters on a frozen model in its own precision; if empty, train the whole model."""
 
+    def recomputed(self, layers: int) -> int:
+        """Number of layers, of so many, whose activations are recomputed."""
+        return recomputed_layers(self.gradient_checkpointing, layers)
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether layers are compiled."""
+        return self.gpus > 0 and self.zero_stage < 3 if self.compile_layers is None else self.compile_layers
+
     @property
     def drops_out(self) -> bool:
         """Whether adapters leave out some of their inputs in updates, and not in other passes."""
         return self.lora is not None and self.lora.dropout > 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto_is_not_set(cls, given: Any) -> Any:
+        """With `micro_batch_tokens: auto` the field counts as not set."""
+        if isinstance(given, dict) and given.get("micro_batch_tokens") == "auto":
+            return {name: value for name, value in given.items() if name != "micro_batch_tokens"}
+        return given
 
     @model_validator(mode="after")
     def _rate_of_the_role(self) -> "LearnerConfig":

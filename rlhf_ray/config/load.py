@@ -19,12 +19,19 @@ from pydantic import ValidationError
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.conditional_fields import without_effect
 from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
-from rlhf_ray.config.derived import buffer_capacity_mb, placements_of, transport_of
+from rlhf_ray.config.derived import (
+    bucket_mb,
+    buffer_capacity_mb,
+    longest_row,
+    placements_of,
+    transport_of,
+    unset_micro_batches,
+)
 from rlhf_ray.config.error_messages import explain, suggestion
 from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.given_objects import GivenRows
 from rlhf_ray.config.run import RunConfig
-from rlhf_ray.config.settled import with_settled
+from rlhf_ray.config.settled import value_at, with_settled
 from rlhf_ray.config.stages import (
     GRPOConfig,
     PPOConfig,
@@ -164,9 +171,10 @@ def resolve(config: C) -> C:
     For PPO: fields of `evaluation.sampling` that are not set are those of `generator.sampling`;
     `buffer.capacity_mb` is half of a local cluster's `cluster.object_store_mb` (a joined cluster sizes its own store,
     so there is no bound in bytes).
-    `weights.transport: auto` becomes the transport that the placement allows. For every stage with a generator on CPUs,
-    an empty `generator.kv_cache_mb` becomes its default. Pools in which no role is placed are left out, so that they
-    are not reserved.
+    `weights.transport: auto` becomes the transport that the placement allows, and an empty `weights.bucket_mb` the
+    default for it. For every stage with a generator on CPUs, an empty `generator.kv_cache_mb` becomes its default.
+    Micro-batches of learners on GPUs that nobody set hold the longest row. Pools in which no role is placed are left
+    out, so that they are not reserved.
 
     Raises:
         ConfigError: the sections do not fit together, see `combination_checks`.
@@ -175,6 +183,8 @@ def resolve(config: C) -> C:
         given = {name: getattr(sampling, name) for name in sampling.model_fields_set}
         config = with_settled(config, {
             "evaluation.sampling": config.generator.sampling.model_copy(update=given)})
+    config = with_settled(config, {path: longest_row(config) for path in unset_micro_batches(config)
+                                   if value_at(config, path) < longest_row(config)})
     check_combinations(config)
     if used := {placement.pool for placement in placements_of(config).values()}:
         pools = {name: pool for name, pool in config.pools.items() if name in used}
@@ -185,6 +195,7 @@ def resolve(config: C) -> C:
     if isinstance(config, PPOConfig):
         values["buffer.capacity_mb"] = buffer_capacity_mb(config.buffer, config.cluster)
         values["weights.transport"] = transport_of(config)
+        values["weights.bucket_mb"] = bucket_mb(config)
         if config.weights.transport == "auto":
             values["cluster.derived"] = sorted({*config.cluster.derived, "weights.transport"})
     return with_settled(config, values)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ray.cluster.calls import Call, Deadline
-from rlhf_ray.config.generation import WeightsConfig
+from rlhf_ray.config.generation import BUCKETS_IN_STORE, WeightsConfig
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.colocation import Phases
@@ -20,9 +20,6 @@ from rlhf_ray.failpoints import reached
 from rlhf_ray.records import PublicationSize, WeightsPlan
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.policy_learner import PolicyLearner
-
-AHEAD = 3
-"""Buckets in flight: while one is loaded, the next is in the store and another one is gathered."""
 
 RETRY_S = 1.0
 """Between two attempts to catch up while a learner is lost."""
@@ -216,8 +213,7 @@ class WeightSync:
         answers = await receivers.each(receivers.calls(Generator.fused_groups))
         if not answers:
             return None
-        plans = await self.roles.policy.values(
-            PolicyLearner.plan_weights, self.config.bucket_mb * 2**20, answers[0])
+        plans = await self.roles.policy.values(PolicyLearner.plan_weights, self.config.bucket_bytes, answers[0])
         return plans[0]
 
     async def _begin(
@@ -246,7 +242,8 @@ class WeightSync:
         for index in range(size.buckets):
             bucket = self._gathered(index, whole)
             under_way.append((index, bucket, receivers.calls(Generator.load_weights, bucket[0].ref, self._publication)))
-            if len(under_way) == AHEAD:
+            # While one is loaded, the next is in the store and another one is gathered.
+            if len(under_way) == BUCKETS_IN_STORE:
                 await self._loaded(receivers, whole, *under_way.popleft())
         reached("publication_begun")
         while under_way:

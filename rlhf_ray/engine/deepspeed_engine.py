@@ -10,29 +10,49 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, OptimizerConfig, PPOLearnerConfig
+from rlhf_ray.config.learner import (
+    SHARDED_BUCKET,
+    LearnerConfig,
+    OptimizerConfig,
+    PPOLearnerConfig,
+    recomputed_layers,
+)
 from rlhf_ray.engine.optimizer_shards import MOMENTS, OptimizerShard, optimizer_shards
 from rlhf_ray.engine.parameter_shards import shard_parameters
 from rlhf_ray.engine.training_state import WEIGHTS, Snapshot, TrainingState, snapshot
-from rlhf_ray.errors import CheckpointError, TrainingError
+from rlhf_ray.errors import CheckpointError, ModelError, TrainingError
 from rlhf_ray.internals.deepspeed import (
     autocast,
     full_shape,
+    gather_together,
     leave_gradients_unreduced,
     managed_shard,
+    mark_no_experts,
     offload_optimizer,
     release_gathered,
     reload_optimizer,
     wrapped_optimizer,
 )
-from rlhf_ray.models.compiled import compile_layers
+from rlhf_ray.internals.transformers import decoder_layers, keep_activations, layers_of
+from rlhf_ray.models.compiled import CompiledLayers, compile_layers
+from rlhf_ray.models.config_json import context_of
+from rlhf_ray.models.packed_model import hidden_states
+from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity_pass import embedding_as_leaf
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROWS_TRIED = 5
+"""Rows, at least, of the pass by which layers are compiled. Sizes that are equal by chance would be one symbol; so the
+longest row and one more than the number of rows are odd, which no size of a head is."""
 
 
 @dataclass(frozen=True)
@@ -62,23 +82,29 @@ class TrainEngine:
         """Consecutive updates that applied no step; see `count_update`."""
         self.world = dist.get_world_size()
         if config.gradient_checkpointing:
-            module.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if config.compile_layers:
-            compile_layers(module.model)
+            recompute_layers(module.model, config.gradient_checkpointing)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)
-        optimizer, settings = adamw(module, config), deepspeed_config(config, stage)
+        largest = max(p.numel() for p in self._trained.values())
+        optimizer, settings = adamw(module, config), deepspeed_config(config, stage, largest)
         if stage == 3:
+            mark_no_experts()
             shard_parameters(module, settings)
         self.engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings,
                                                dist_init_required=False)
+        if stage == 3:
+            gather_together(self.engine, layers_of(module))
         self._norm: float | None = None
         if stage == 0:
             self.engine.optimizer.register_step_pre_hook(self._clip)
             if self.world == 1:
                 leave_gradients_unreduced(self.engine)
         self.device = self.engine.device
+        self.compiled: CompiledLayers | None = None
+        """What is compiled."""
+        if config.compiles_layers:
+            self.compiled = compile_layers(module.model, self._try_all, required=config.compile_layers is True)
 
     @property
     def module(self) -> nn.Module:
@@ -112,6 +138,32 @@ class TrainEngine:
         layers keep their train or eval mode."""
         with self._cast_cache(), autocast(self.engine):
             return self.module(*args, **kwargs)
+
+    def _try_all(self, fewer: bool) -> None:
+        for gradients in (True, False):
+            self.try_layers(gradients, fewer)
+
+    def try_layers(self, gradients: bool, fewer: bool = False) -> None:
+        """A pass of the model's layers over a micro-batch of random tokens, as in updates or, without gradients, as in
+        scoring. Compiled layers choose kernels by the sizes of their first pass of each kind; so these must be the same
+        when a run is resumed. The state of the run is not touched.
+
+        Args:
+            fewer: leave out the longest row, if there are others of different lengths.
+        """
+        model, most = self.module.model, self.config.micro_batch_tokens
+        longest = max(2, min(context_of(model.config) or most, most // ROWS_TRIED)) - 1 | 1
+        rows = min(most // longest // 2 * 2, longest - 1)
+        lengths = np.arange(longest, longest - max(1, rows), -1)
+        packing = Packing.of(lengths[1:] if fewer and rows > 2 else lengths, self.device)
+        trained = [p for layer in decoder_layers(model) for p in layer.parameters() if p.requires_grad]
+        self._set_mode(gradients)
+        with torch.random.fork_rng([self.device] if self._on_gpu else []), self._cast_cache(), autocast(self.engine):
+            tokens = torch.randint(model.config.get_text_config().vocab_size, (packing.tokens,), device=self.device)
+            with torch.set_grad_enabled(gradients):
+                states = hidden_states(model, tokens, packing)
+        if gradients and trained:
+            torch.autograd.grad(states.sum(), trained[:1])
 
     def release_gathered(self) -> None:
         """Under ZeRO-3, free gathered parameters after passes that no `step` follows; `step` frees them itself."""
@@ -276,6 +328,25 @@ def _finite_or_nan(loss: Tensor, weight: float) -> Tensor:
     return torch.where(torch.isfinite(loss.detach()), weight, torch.nan)
 
 
+def recompute_layers(model: "PreTrainedModel", share: float) -> None:
+    """Recompute the activations of a share of the layers, spread evenly, in backward passes.
+
+    Raises:
+        ModelError: the model only recomputes all layers together.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if share == 1:
+        return
+    layers = decoder_layers(model)
+    if not layers:
+        raise ModelError(f"gradient_checkpointing={share:g} is a share of the layers, but {type(model).__name__} "
+                         "recomputes all of them or none; set it to true or false")
+    number = recomputed_layers(share, len(layers))
+    for i, layer in enumerate(layers):
+        if (i + 1) * number // len(layers) == i * number // len(layers):
+            keep_activations(layer)
+
+
 def adamw(module: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only. On CPUs the fused kernel is several times as fast as the default."""
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -297,10 +368,16 @@ def _useful_stage(config: LearnerConfig, world: int) -> int:
     return 0 if alone else config.zero_stage
 
 
-def deepspeed_config(config: LearnerConfig, stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration at a ZeRO stage."""
+def deepspeed_config(config: LearnerConfig, stage: int, largest: int) -> dict[str, Any]:
+    """DeepSpeed's configuration at a ZeRO stage, for a model whose largest trained parameter has `largest` elements."""
     zero: dict[str, Any] = {"stage": stage}
+    if stage == 2 and not config.offload_optimizer:
+        # Gradients are reduced in every micro-batch, while its backward pass goes on. A bucket holds the largest
+        # parameter, because others are reduced in place, in memory that the backward pass may overwrite meanwhile.
+        zero |= {"overlap_comm": True, "reduce_bucket_size": max(SHARDED_BUCKET, largest)}
     if stage == 3:
+        # Norms are gathered in one call with their layer, so keeping them whole on every rank would save little, and
+        # DeepSpeed's default of 100,000 elements would keep adapters and small models whole, too.
         zero |= {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": SHARDED_BUCKET}
     if config.offload_optimizer and stage:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}

@@ -10,6 +10,7 @@ from torch import nn
 
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.parameter_shards import shard_parameters
+from rlhf_ray.internals.transformers import layers_of
 from rlhf_ray.models.shard import Place, Shard, place_whole
 
 ZERO_3 = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9,
@@ -30,9 +31,12 @@ def largest_of(shard: Shard) -> Callable[[list[float]], list[float]] | None:
 
 def _place_shard(module: nn.Module) -> str:
     import deepspeed
+    from deepspeed.utils import set_z3_leaf_module
 
     module.eval().requires_grad_(False)
     shard_parameters(module, ZERO_3)
+    for layer in layers_of(module):  # is gathered in one call, and not each module in it
+        set_z3_leaf_module(layer, True)
     engine, *_ = deepspeed.initialize(model=module, config=ZERO_3, dist_init_required=False)
     module.eval()
     return str(engine.device)

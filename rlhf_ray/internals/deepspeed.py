@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -106,6 +107,40 @@ def release_gathered(engine: Any) -> None:
     Otherwise: scoring under stage 3 fails.
     """
     engine.optimizer.parameter_offload.partition_all_parameters()
+
+
+def gather_together(engine: Any, layers: Iterable[nn.Module]) -> None:
+    """Under ZeRO stage 3, gather all parameters of a layer when a pass comes to it, and free them together, instead of
+    those of each module in it.
+
+    Source: 0.19.8, runtime/zero/parameter_offload.py (`_register_deepspeed_module`, `setup_zero_stage3_hooks`).
+    Missing: layers that are marked by `set_z3_leaf_modules` before `initialize` are gathered as wholes too, but their
+    gradients are then kept until a backward hook of the layer reduces them. It runs before there are any where the
+    layer's input has no gradient, as that of the first layer under adapters, and in backward passes that only compute
+    gradients of some tensors. `stage3_module_granularity_threshold` compares averages, by which a whole backbone can be
+    one unit.
+    Otherwise: passes under stage 3 take longer.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    offload = engine.optimizer.parameter_offload
+    offload.destroy()
+    for layer in layers:
+        set_z3_leaf_module(layer, True)
+    offload.setup_zero_stage3_hooks()
+
+
+def mark_no_experts() -> None:
+    """Under ZeRO stage 3, treat the experts of mixtures as other modules. DeepSpeed marks those of some families to be
+    gathered as wholes, with the effects on gradients that `gather_together` names.
+
+    Source: 0.19.8, runtime/zero/leaf_module_config.py (`DEFAULT_LEAF_MODULE_CLASSES`).
+    Missing: an empty list in `zero_optimization.leaf_module` has this effect, and logs a warning in every run.
+    Otherwise: learners of `mixtral`, `qwen2_moe` and `qwen3_moe` fail before they start, when passes are compared.
+    """
+    from deepspeed.runtime.zero import leaf_module_config
+
+    leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES.clear()
 
 
 def autocast(engine: Any) -> AbstractContextManager[None]:

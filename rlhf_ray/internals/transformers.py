@@ -57,16 +57,32 @@ def is_checkpointed(layer: nn.Module) -> bool:
     return isinstance(layer, GradientCheckpointingLayer) and bool(layer.gradient_checkpointing)
 
 
+def keep_activations(layer: nn.Module) -> None:
+    """Recompute no activations of a layer of a model in which checkpointing was enabled.
+
+    Source: as in `is_checkpointed`.
+    Missing: `gradient_checkpointing_enable` enables it in all layers.
+    Otherwise: `gradient_checkpointing: 0.5` recomputes all layers.
+    """
+    layer.gradient_checkpointing = False  # type: ignore[assignment]
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of a decoder, in order.
+    """The layers of a decoder, in order; source, what is missing, and otherwise: as `layers_of`."""
+    return layers_of(model.get_decoder())
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of all models within a module, in order.
 
     Source: 5.19.0, modeling_layers.py (`GradientCheckpointingLayer`, the base of all families' layers).
     Missing: families keep their layers under different names.
-    Otherwise: `compile_layers` finds nothing to compile.
+    Otherwise: `compile_layers` finds nothing to compile, and ZeRO stage 3 gathers the parameters of each module of a
+    layer separately.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def router_output(model: PreTrainedModel) -> tuple[type[nn.Module], int]:

@@ -11,7 +11,8 @@ window (`sliding_window`), a soft-cap of scores (`softcap`), sinks (`s_aux`).
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.errors import ModelError
+from rlhf_ray.internals.torch import autograd_in_operator
 from rlhf_ray.models.cpu.short_rows import HeadGrids, ShortRowAttention, takes_short_rows
-from rlhf_ray.models.packing import Packing
+from rlhf_ray.models.packing import Packing, without_filler
 
 NAME = "rlhf_ray_packed"
 NEUTRAL = {
@@ -114,24 +116,41 @@ def packed_attention(
                          "or does not pass on; use 'sdpa' for padded batches")
     _refuse_other_kinds(module, {"attention_mask": attention_mask, **others})
     kind = Kind(dropout, scaling, sliding_window, softcap, s_aux)
-    q, k, v = (_in_autocast(x[0].transpose(0, 1)) for x in (query, key, value))
-    plain = not kind.has_own_scores and (sliding_window is None or packing.longest <= sliding_window)
-    if plain and q.shape[-1] == v.shape[-1] and takes_short_rows(q, k, packing, dropout):
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        return ShortRowAttention.apply(q, k, v, HeadGrids.of(packing, q.shape[1]), scale)[None], None
+    q, k, v = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
     kernel = variable_length_kernel()
     if kernel is not None and _fits_kernel(q, v, kind):
-        return attend_variable_length(kernel, packing, q, k, v, kind)[None], None
-    return attend_in_grids(packing, q, k, v, kind)[None], None
+        out = attend_variable_length(kernel, packing, q, k, v, kind)
+    elif torch.compiler.is_compiling():
+        out = _as_operator(packing, q, k, v, kind)
+    else:
+        out = _attend_otherwise(packing, q, k, v, kind)
+    return out[None], None
+
+
+def _attend_otherwise(packing: Packing, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
+    """[T, heads, D] outputs of `[T, heads, D]` queries, keys and values where the kernel for rows of any length cannot
+    compute them."""
+    plain = not kind.has_own_scores and (kind.window is None or packing.longest <= kind.window)
+    if plain and query.shape[-1] == value.shape[-1] and takes_short_rows(query, key, packing, kind.dropout):
+        scale = query.shape[-1] ** -0.5 if kind.scale is None else kind.scale
+        out: Tensor = ShortRowAttention.apply(query, key, value, HeadGrids.of(packing, query.shape[1]), scale)
+        return out
+    return attend_in_grids(packing, query, key, value, kind)
 
 
 def _in_autocast(x: Tensor) -> Tensor:
     """In the precision of autocast, where it is on, as for torch's own attention. Where weights are float32, so are the
     rotations of queries and keys, and the kernel for rows of any length takes half precision only."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
     return x
+
+
+@torch.compiler.assume_constant_result
+def _has_autocast(kind: str) -> bool:
+    """Whether a type of device has autocast. What a compiled layer asks of the device must not be part of its graph."""
+    return torch.amp.is_autocast_available(kind)
 
 
 def _with_filler(outputs: list[Tensor], filler: int) -> Tensor:
@@ -160,17 +179,28 @@ def _family(module: torch.nn.Module) -> str:
     return type(module).__name__ + (f" of the family {kind!r}" if kind else "")
 
 
-@cache
 def variable_length_kernel() -> Callable[..., Tensor] | None:
     """`torch.nn.attention.varlen.varlen_attn`; None where torch has none that takes windows (before 2.11)."""
+    if not (_kernel_takes("scale") and _kernel_takes("window_size")):
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn if _kernel_takes("enable_gqa") else with_repeated_heads(varlen_attn)
+
+
+@torch.compiler.assume_constant_result
+def _kernel_takes(argument: str) -> bool:
+    """Whether `varlen_attn` exists and has this argument."""
+    return argument in _arguments_of_kernel()
+
+
+@cache
+def _arguments_of_kernel() -> frozenset[str]:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return None
-    takes = inspect.signature(varlen_attn).parameters
-    if not {"scale", "window_size"} <= takes.keys():
-        return None
-    return varlen_attn if "enable_gqa" in takes else with_repeated_heads(varlen_attn)
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def with_repeated_heads(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -191,7 +221,13 @@ def _fits_kernel(query: Tensor, value: Tensor, kind: Kind) -> bool:
     size = query.shape[-1]
     return (query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and not kind.dropout
             and not kind.has_own_scores and size == value.shape[-1] and size <= 256 and size % 8 == 0
-            and torch.cuda.get_device_capability(query.device) >= (8, 0))
+            and _is_ampere(query.device))
+
+
+@torch.compiler.assume_constant_result
+def _is_ampere(device: torch.device) -> bool:
+    """Whether a GPU is of the generation Ampere or a later one."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def attend_variable_length(
@@ -200,10 +236,11 @@ def attend_variable_length(
     """[T, heads, D] outputs of `[T, heads, D]` queries, keys and values by a kernel like `varlen_attn`, whose windows
     count the tokens before the query."""
     before = -1 if kind.window is None else kind.window - 1
-    q, k, v = (x[: packing.tokens] for x in (query, key, value))
+    filler = len(query) - packing.tokens
+    q, k, v = (without_filler(x, filler) for x in (query, key, value))
     out = kernel(q, k, v, packing.boundaries, packing.boundaries, packing.longest, packing.longest,
                  scale=kind.scale, window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1])
-    return _with_filler([out], len(query) - packing.tokens)
+    return _with_filler([out], filler)
 
 
 def attend_in_grids(packing: Packing, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
@@ -277,6 +314,85 @@ def _weighted_values(query: Tensor, key: Tensor, value: Tensor, visible: Tensor,
         weights = scores.softmax(-1)
     weights = drop(weights, kind.dropout).to(value.dtype)
     return (weights.view(rows, -1, groups * length, weights.shape[-1]) @ value).view(rows, heads, length, -1)
+
+
+def _as_operator(packing: Packing, query: Tensor, key: Tensor, value: Tensor, kind: Kind) -> Tensor:
+    """`_attend_otherwise` as one operator of a compiled layer, whose graph then depends neither on how rows are divided
+    into grids nor on which kernel takes them. Its backward pass computes the attention again."""
+    seed = torch.randint(2**62, (1,)) if kind.dropout else None
+    out: Tensor = torch.ops.rlhf_ray.packed_attention(
+        query, key, value, kind.sinks, packing.offsets, seed, packing.block_tokens, kind.dropout, kind.scale,
+        kind.window, kind.softcap)
+    return out
+
+
+@torch.library.custom_op("rlhf_ray::packed_attention", mutates_args=())
+def _operator(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, offsets: Tensor, seed: Tensor | None,
+    block_tokens: int | None, dropout: float, scale: float | None, window: int | None, softcap: float | None,
+) -> Tensor:
+    kind = Kind(dropout, scale, window, softcap, sinks)
+    with _seeded(seed, query.device):
+        return _attend_otherwise(_packing_of(offsets, query.device, block_tokens), query, key, value, kind).contiguous()
+
+
+@torch.library.custom_op("rlhf_ray::packed_attention_backward", mutates_args=())
+def _operator_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, offsets: Tensor, seed: Tensor | None,
+    block_tokens: int | None, dropout: float, scale: float | None, window: int | None, softcap: float | None,
+) -> list[Tensor]:
+    """Gradients of queries, keys, values and, where there are any, sinks."""
+    kept = [x.detach() for x in (query, key, value, sinks) if x is not None]
+    with _seeded(seed, query.device), autograd_in_operator():
+        leaves = [x.requires_grad_() for x in kept]
+        kind = Kind(dropout, scale, window, softcap, leaves[3] if sinks is not None else None)
+        packing = _packing_of(offsets, query.device, block_tokens)
+        out = _attend_otherwise(packing, leaves[0], leaves[1], leaves[2], kind)
+        return [x.contiguous() for x in torch.autograd.grad(out, leaves, grad)]
+
+
+@_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[-1])
+
+
+@_operator_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (query, key, value, sinks) if x is not None]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:6])
+    ctx.others = inputs[6:]
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, *sinks = torch.ops.rlhf_ray.packed_attention_backward(grad, *ctx.saved_tensors, *ctx.others)
+    return query, key, value, sinks[0] if sinks else None, *(7 * (None,))
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep)
+_LAST: list[Packing] = []
+"""The packing of the last call of the operator: all layers of a pass, and its backward pass, have the same."""
+
+
+def _packing_of(offsets: Tensor, device: torch.device, block_tokens: int | None) -> Packing:
+    """The packing of these rows, with what it has computed in earlier calls."""
+    if not (_LAST and _LAST[0].device == device and _LAST[0].block_tokens == block_tokens
+            and torch.equal(_LAST[0].offsets, offsets)):
+        _LAST[:] = [Packing(offsets.diff(), device, block_tokens)]
+    return _LAST[0]
+
+
+@contextmanager
+def _seeded(seed: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Inside, random numbers follow from the seed if there is one."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        yield
 
 
 def register() -> str:

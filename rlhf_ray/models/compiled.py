@@ -1,38 +1,92 @@
-"""Layers whose norms and MLPs are compiled: element-wise steps between matrix products become one kernel each.
+"""Decoder layers that are compiled, so that steps between matrix products become few kernels and most of what they read
+and write stays on the chip.
 
-Attention stays as it is: it has kernels of its own, and reads how rows are packed from Python objects.
+Each layer is compiled whole where it is one graph for all sizes: attention is then an operator in it (`attention`).
+Where it is not, as with experts whose numbers of tokens only the device knows, and with loops over tokens, its norms
+and MLPs are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from rlhf_ray.errors import ModelError
+from rlhf_ray.internals.torch import compile_each, no_more_graphs, undo_compilation, whole_graphs
 from rlhf_ray.internals.transformers import decoder_layers
-from rlhf_ray.models.cpu.linear import use_torch
+from rlhf_ray.models.cpu.linear import use_onednn, use_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def compile_layers(model: "PreTrainedModel") -> int:
-    """Compile the norms and MLPs of all layers, in place; names of parameters stay. Returns their number.
+REASON = 300
+"""Most letters of a compiler's message that are shown; its first line alone rarely says what happened."""
 
-    Sizes are symbolic from the first call on, so a resumed run has the kernels of an uninterrupted one. Compiling takes
-    place in the first passes; layers of one shape share it.
+
+@dataclass(frozen=True)
+class CompiledLayers:
+    """What is compiled of a model."""
+
+    layers: int
+    """Number of its decoder layers."""
+    parts: int = 0
+    """Number of norms and MLPs, if the layers are not compiled whole."""
+    reason: str = ""
+    """Why they are not."""
+
+    @property
+    def note(self) -> str:
+        """The same in words."""
+        if not self.reason:
+            return f"{self.layers} layers are compiled, each as a whole"
+        what = f"{self.parts} norms and MLPs of {self.layers} layers are" if self.parts else "no layer is"
+        return f"{what} compiled: a whole layer is not one graph for all sizes ({self.reason})"
+
+
+def compile_layers(model: "PreTrainedModel", trial: Callable[[bool], None], required: bool = False) -> CompiledLayers:
+    """Compile a model's decoder layers in place; names of parameters stay.
+
+    Args:
+        trial: passes of all layers, with gradients and without, over a usual number of tokens; over fewer and shorter
+            rows if the argument is true. They compile the layers; later passes compile what other ways of computing
+            need.
+        required: the configuration says to compile.
 
     Raises:
-        ModelError: no layer has a part that can be compiled.
+        torch.OutOfMemoryError: the trial does not fit.
+        ModelError: nothing can be compiled, and it is required.
     """
-    parts = [part for layer in decoder_layers(model) for part in _parts(layer)]
-    if not parts:
-        raise ModelError(f"compile_layers=true finds neither norms nor MLPs in the layers of {type(model).__name__}; "
-                         "set it to false")
+    layers = decoder_layers(model)
+    for layer in layers:
+        use_torch(layer)
+    compile_each(layers)
+    try:
+        if layers:
+            with whole_graphs():
+                trial(False)
+            with no_more_graphs():
+                trial(True)
+            return CompiledLayers(len(layers))
+        reason = "there is none"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers raise all kinds; what is wrong with the model fails again below
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:REASON]}"
+    undo_compilation(layers)
+    use_onednn(model)
+    parts = [part for layer in layers for part in _parts(layer)]
     for part in parts:
         use_torch(part)
-        part.compile(dynamic=True)
-    return len(parts)
+    if required and not parts:
+        raise ModelError(f"compile_layers=true finds nothing to compile in {type(model).__name__}: no layer is one "
+                         f"graph for all sizes ({reason}), and none has norms or MLPs; set it to false")
+    compile_each(parts)
+    if parts:
+        trial(False)
+    return CompiledLayers(len(layers), len(parts), reason)
 
 
 def _parts(layer: nn.Module) -> Iterator[nn.Module]:

@@ -371,11 +371,11 @@ def remove_dropout(model: PreTrainedModel) -> PreTrainedModel:
     """
     import torch
 
-    entries = set(_randomness(model.config.get_text_config()))
+    entries = set(randomness(model.config.get_text_config()))
     for layer in model.modules():
         if isinstance(layer, torch.nn.Dropout):
             layer.p = 0.0
-        for name in _randomness(layer):  # some layers apply them themselves
+        for name in randomness(layer):  # some layers apply them themselves
             setattr(layer, name, 0.0)
         if read := entries.intersection(_read_from_config(layer) if entries else ()):
             raise ModelError(f"{type(layer).__name__} of {model.config.name_or_path!r} drops parts at random in "
@@ -389,7 +389,7 @@ def _read_from_config(layer: torch.nn.Module) -> set[str]:
     return set(re.findall(r"self\.config\.(\w+)", getsource(unwrap(type(layer).forward))))
 
 
-def _randomness(owner: Any) -> list[str]:
+def randomness(owner: Any) -> list[str]:
     """Names of the attributes by which something is dropped or disturbed at random, now."""
     return [name for name, value in vars(owner).items()
             if isinstance(value, float) and value and ("drop" in name or "jitter" in name)]

@@ -56,7 +56,7 @@ def logits_of(model: "PreTrainedModel", states: Tensor) -> Tensor:
     if given.calls != 1:
         raise ModelError(f"{type(model).__name__} does not call its backbone {type(backbone).__name__} once in a "
                          "forward pass; use a model of a supported family (docs/models.md)")
-    return logits[0]
+    return logits.squeeze(0)  # a view; the backward pass of an index fills a gradient of this size with zeros
 
 
 def _path(model: nn.Module, part: nn.Module) -> Iterator[str]:

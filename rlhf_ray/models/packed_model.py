@@ -18,7 +18,7 @@ from rlhf_ray.internals.transformers import attention_implementation
 from rlhf_ray.models.attention import NAME as PACKED_ATTENTION
 from rlhf_ray.models.cpu.linear import filler_of
 from rlhf_ray.models.output_head import logits_of
-from rlhf_ray.models.packing import Packing, to_device
+from rlhf_ray.models.packing import Packing, to_device, without_filler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,16 +39,20 @@ def hidden_states(model: "PreTrainedModel", tokens: Tensor, packing: Packing) ->
         grid = backbone(input_ids=packing.to_grid(tokens), attention_mask=mask, use_cache=False).last_hidden_state
         return packing.from_grid(grid)
     filler = filler_of(tokens)
+    packing.prepare()
     output = backbone(
         input_ids=pad(tokens, (0, filler))[None], position_ids=pad(packing.positions, (0, filler))[None],
         use_cache=False, packing=packing,
     )
-    return output.last_hidden_state[0, : len(tokens)]
+    return without_filler(output.last_hidden_state.squeeze(0), filler)
 
 
 CPU_ELEMENTS, GPU_ELEMENTS = 2**26, 2**27
-"""256 MiB of float32, and of bfloat16 under autocast. Each chunk's backward pass adds to the gradient of the whole
-head."""
+"""256 MiB of float32, and of bfloat16 under autocast. Without gradients, chunks cost nothing."""
+KEPT_ELEMENTS = 2**31
+"""4 GiB of bfloat16 under autocast, on GPUs. With gradients, several chunks cost time: the backward pass computes each
+again, and adds, in the logits' precision, to the gradient of the whole head. The size is fixed and not a part of the
+memory that is free, so that a resumed run computes the same; the plan counts it."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,18 @@ class Chunks:
     """How many tokens' logits exist at a time."""
 
     elements: int | None = None
-    """Elements of the largest chunk, tokens times vocabulary; None for `CPU_ELEMENTS` or `GPU_ELEMENTS`."""
+    """Elements of the largest chunk, tokens times vocabulary; None for those of the device and pass."""
     most_tokens: int | None = None
     """Cut every pass into as many chunks as one of this many tokens, for ranks whose calls of the head must match."""
+    recomputed: bool = False
+    """Save memory rather than time: no more than `GPU_ELEMENTS` in passes with gradients, too."""
 
-    def count(self, tokens: int, vocabulary: int, on_gpu: bool = False) -> int:
-        """Number of chunks for `tokens` tokens; chunks may be empty."""
-        rows = max(1, (self.elements or (GPU_ELEMENTS if on_gpu else CPU_ELEMENTS)) // vocabulary)
+    def count(self, tokens: int, vocabulary: int, on_gpu: bool = False, gradients: bool = False) -> int:
+        """Number of chunks for `tokens` tokens, in a pass with gradients or without; chunks may be empty."""
+        usual = GPU_ELEMENTS if on_gpu else CPU_ELEMENTS
+        if on_gpu and gradients and not self.recomputed:
+            usual = KEPT_ELEMENTS
+        rows = max(1, (self.elements or usual) // vocabulary)
         return max(1, -(-(tokens if self.most_tokens is None else self.most_tokens) // rows))
 
 
@@ -75,25 +84,25 @@ def token_logprobs_and_entropies(
 ) -> tuple[Tensor, Tensor | None]:
     """[n] log-probabilities of `targets` [n] given the states `hidden` [n, hidden] before them, and [n] entropies or
     None. With several chunks only the logits of one exist at a time; the backward pass recomputes them."""
-    count, filler = len(targets), filler_of(targets)
+    filler = filler_of(targets)
     hidden, targets = pad(hidden, (0, 0, 0, filler)), pad(targets, (0, filler))
 
     def columns_of(states: Tensor, tokens: Tensor, mask: SamplingMask | None) -> tuple[Tensor, ...]:
         logits = logits_of(model, states)
         if mask:
             logits, tokens = masked_distributions(logits, tokens, mask)
-        logits = logits[None]
-        logprobs = token_logprobs(logits, tokens[None], temperature)[0]
-        return (logprobs, entropy_of(logits, temperature)[0]) if entropy else (logprobs,)
+        logprobs = token_logprobs(logits, tokens, temperature)
+        return (logprobs, entropy_of(logits, temperature)) if entropy else (logprobs,)
 
-    pieces = chunks.count(len(targets), model.config.get_text_config().vocab_size, hidden.is_cuda)
+    vocabulary = model.config.get_text_config().vocab_size
+    pieces = chunks.count(len(targets), vocabulary, hidden.is_cuda, torch.is_grad_enabled())
     masks = mask.padded(filler).split(pieces) if mask else [None] * pieces
     if pieces == 1:
         chunked = [columns_of(hidden, targets, masks[0])]
     else:
         chunked = [checkpoint(columns_of, *piece, use_reentrant=False)
                    for piece in zip(hidden.tensor_split(pieces), targets.tensor_split(pieces), masks, strict=True)]
-    logprobs, *entropies = (torch.cat(column)[:count] for column in zip(*chunked, strict=True))
+    logprobs, *entropies = (without_filler(torch.cat(column), filler) for column in zip(*chunked, strict=True))
     return logprobs, entropies[0] if entropy else None
 
 

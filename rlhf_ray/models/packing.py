@@ -27,6 +27,12 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def without_filler(flat: Tensor, filler: int) -> Tensor:
+    """`[T + filler, ...]` numbers without the last `filler`. The same tensor where there are none: the backward pass of
+    a slice, even of a whole one, copies the gradient into zeros."""
+    return flat[: len(flat) - filler] if filler else flat
+
+
 @dataclass(frozen=True)
 class Packing:
     """Lengths and positions of the rows of a packed sequence.
@@ -67,9 +73,20 @@ class Packing:
         return self.lengths.cumsum(0)
 
     @cached_property
+    def offsets(self) -> Tensor:
+        """[N + 1] flat position of each row's first token, and after the last row's end, in main memory."""
+        return torch.cat([self.ends.new_zeros(1), self.ends])
+
+    @cached_property
     def boundaries(self) -> Tensor:
-        """[N + 1] int32 flat position of each row's first token, and after the last row's end."""
-        return to_device(torch.cat([self.ends.new_zeros(1), self.ends]).to(torch.int32), self.device)
+        """[N + 1] int32 `offsets`."""
+        return to_device(self.offsets.to(torch.int32), self.device)
+
+    def prepare(self) -> None:
+        """Compute what attention reads. A compiled layer that computed it would be another graph."""
+        _ = self.tokens, self.longest, self.offsets
+        if torch.device(self.device).type == "cuda":
+            _ = self.boundaries
 
     @cached_property
     def row_of_token(self) -> Tensor:

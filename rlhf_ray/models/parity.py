@@ -165,7 +165,7 @@ class ParityProbe:
             ModelError: packed passes differ from the reference by more than rounding, or one cannot be computed.
         """
         began, largest = time.perf_counter(), 0.0
-        with dropout_disabled(self._module), torch.set_grad_enabled(self._gradients):
+        with dropout_disabled(self._module, self._gradients), torch.set_grad_enabled(self._gradients):
             try:
                 for rows, paths in self._sets():
                     largest = max(largest, self._compare(rows, paths, worker))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rlhf_ray.internals.transformers import is_checkpointed
+from rlhf_ray.models.loading import randomness
 
 SAMPLED = 4096
 """Maximum number of elements kept of a gradient."""
@@ -70,14 +71,26 @@ def run_pass(
     return PassResult(tuple(column.detach().float() for column in columns), sampled)
 
 
+def _drops_something(module: Any) -> bool:
+    """Whether something is random in training, as far as is known."""
+    return bool(randomness(module.model.config.get_text_config())) or any(
+        randomness(layer) or (isinstance(layer, nn.Dropout) and layer.p) for layer in module.modules())
+
+
 @contextmanager
-def dropout_disabled(module: nn.Module) -> Iterator[None]:
-    """Inside, there is no dropout, but gradient checkpointing stays active."""
+def dropout_disabled(module: Any, training: bool) -> Iterator[None]:
+    """Inside, there is no dropout, but gradient checkpointing stays active.
+
+    Args:
+        training: if no layer drops anything, all are in training, so that the graphs of compiled layers are those of
+            updates.
+    """
     modes = {layer: layer.training for layer in module.modules()}
     dropped: list[tuple[nn.Module, str, float]] = []
+    training = training and not _drops_something(module)
     try:
         for layer in modes:
-            layer.training = is_checkpointed(layer)
+            layer.training = training or is_checkpointed(layer)
             if layer.training:  # some layers apply dropout themselves when `training` is set
                 dropped += [(layer, name, value) for name, value in vars(layer).items()
                             if "dropout" in name and isinstance(value, float)]

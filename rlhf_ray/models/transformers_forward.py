@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from rlhf_ray.errors import ModelError
+from rlhf_ray.internals.torch import uncompiled
 from rlhf_ray.internals.transformers import attention_implementation, supports_sdpa
 from rlhf_ray.models.cpu.linear import OneDNNLinear
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel, runs_packed
@@ -94,13 +95,15 @@ def _scalars(head: nn.Module, states: Tensor) -> Tensor:
 
 @contextmanager
 def transformers_layers(model: "PreTrainedModel", attention: str) -> Iterator[None]:
-    """Inside, the model uses transformers' attention and linear layers; ours are restored on exit."""
+    """Inside, the model uses transformers' attention and linear layers, and none that is compiled; ours are restored on
+    exit."""
     ours, layers = attention_implementation(model), [m for m in model.modules() if type(m) is OneDNNLinear]
     try:
         model.set_attn_implementation(attention)
         for layer in layers:
             layer.__class__ = nn.Linear
-        yield
+        with uncompiled(model):
+            yield
     finally:
         for layer in layers:
             layer.__class__ = OneDNNLinear

@@ -7,6 +7,7 @@ suggested, without the changes that are not needed.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from rlhf_ray.config.derived import longest_row
 from rlhf_ray.config.generation import CACHE_ON_CPU_MB, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import ScorerConfig, StageConfig
@@ -16,6 +17,10 @@ Change = tuple[str, str, Any]
 """A section, a field in it, and a value."""
 Fullness = Callable[[StageConfig], float]
 """How full a device would be with this configuration; 1 is full."""
+
+
+SHARES: tuple[float, ...] = (False, 0.25, 0.5, 0.75, True)
+"""Shares of layers to recompute (`gradient_checkpointing`) that are tried."""
 
 
 def suggest_change(config: StageConfig, load: Load, fullness: Fullness) -> str:
@@ -41,12 +46,15 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
     names = {holder.partition("/")[0] for holder in load.holders}
     sections = {name: getattr(config, name) for name in names if hasattr(config, name)}
     learners = {name: s for name, s in sections.items() if isinstance(s, LearnerConfig)}
-    for field, value in (("autocast", "bfloat16"), ("gradient_checkpointing", True)):
-        for name, section in learners.items():
-            if getattr(section, field) != value and (section.gpus or field != "autocast"):
-                yield name, field, value
     for name, section in learners.items():
-        for budget in _halvings(section.micro_batch_tokens, _longest_row(config)):
+        if section.gpus and section.autocast != "bfloat16":
+            yield name, "autocast", "bfloat16"
+    for share in SHARES[1:]:
+        for name, section in learners.items():
+            if section.gradient_checkpointing < share:
+                yield name, "gradient_checkpointing", share
+    for name, section in learners.items():
+        for budget in _halvings(section.micro_batch_tokens, longest_row(config)):
             yield name, "micro_batch_tokens", budget
     for name, section in learners.items():
         if section.workers > 1 and section.zero_stage < 3:
@@ -59,7 +67,7 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
             for shards in range(section.shards + 1, section.workers + 1):
                 if section.workers % shards == 0:
                     yield name, "shards", shards
-            for budget in _halvings(section.micro_batch_tokens, _longest_row(config)):
+            for budget in _halvings(section.micro_batch_tokens, longest_row(config)):
                 yield name, "micro_batch_tokens", budget
         if isinstance(section, GenerationConfig) and section.cache_mb is None and learners:
             for share in (0.6, 0.45, 0.3):
@@ -97,13 +105,6 @@ def _halvings(amount: int, least: int) -> Iterator[int]:
     while amount > least:
         amount = max(least, amount // 2)
         yield amount
-
-
-def _longest_row(config: StageConfig) -> int:
-    """Tokens of the longest row, which a micro-batch must be able to hold."""
-    prompts, generator = getattr(config, "prompts", None), getattr(config, "generator", None)
-    return int(prompts.max_tokens + generator.sampling.max_tokens if prompts and generator
-               else getattr(getattr(config, "data", None), "max_tokens", 8))
 
 
 def _shown(value: Any) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhf_ray.config.derived import derive
-from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.generation import BUCKETS_IN_STORE, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.settled import is_set
 from rlhf_ray.config.stages import PPOConfig, StageConfig
@@ -13,7 +13,7 @@ from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.inference_memory import cache_sequences
 from rlhf_ray.planning.memory_breakdown import MIB, Memory, gib
 from rlhf_ray.planning.node_spec import Node
-from rlhf_ray.planning.publication_size import bucket_bytes, publication_bytes
+from rlhf_ray.planning.publication_size import bucket_bytes
 from rlhf_ray.planning.roles import Role
 from rlhf_ray.planning.worker_placement import Placement
 
@@ -45,6 +45,7 @@ def find_problems(
                                    f"({gib(load.bytes)} of {gib(load.capacity)}, of which {role} holds "
                                    f"{gib(sum(parts.values()))}); figures are estimates, so leave a tenth free")
     yield from _precision(roles)
+    yield from _recomputation(roles)
     yield from _store(config, roles, loads)
     if free_disk is not None and disk_bytes > free_disk:
         yield Finding("refused", f"run.dir={config.run.dir} has {gib(free_disk)} free, and the run writes "
@@ -102,14 +103,29 @@ def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) ->
     if not isinstance(config, PPOConfig) or config.weights.transport != "object_store":
         return
     shape = roles[0].models[0]
-    sent, bucket = publication_bytes(config, shape), bucket_bytes(config, shape)
-    needed = min(3 * bucket, sent + 2 * bucket) + (config.buffer.capacity_mb or 0) * MIB
+    bucket = bucket_bytes(config, shape)
+    held = BUCKETS_IN_STORE * bucket
+    needed = held + (config.buffer.capacity_mb or 0) * MIB
     stores = [load.holders["object store"]["object store"] for load in loads if load.device is None]
     if stores and min(stores) < needed:
         yield Finding("tight", f"the object store of {gib(min(stores))} may not hold three buckets of a publication "
                                f"(the largest is {gib(bucket)}) besides the buffer, and Ray would spill to disk; set "
-                               f"cluster.object_store_mb to {-(-int(2 * 3 * bucket) // MIB)} (`ray start "
+                               f"cluster.object_store_mb to {-(-int(2 * held) // MIB)} (`ray start "
                                "--object-store-memory` on a cluster of your own)")
+
+
+def _recomputation(roles: Sequence[Role]) -> Iterator[Finding]:
+    """A share of a few layers may be none or all of them."""
+    for role in roles:
+        place = role.placement
+        if not isinstance(place, LearnerConfig) or not 0 < place.gradient_checkpointing < 1:
+            continue
+        share, layers = place.gradient_checkpointing, role.models[0].layers
+        recomputed = place.recomputed(layers)
+        if recomputed in (0, layers):
+            result, value = ("none", "false") if recomputed == 0 else ("all", "true")
+            yield Finding("tight", f"{role.name}.gradient_checkpointing={share:g} recomputes {result} of {layers} "
+                                   f"layers; set it to {value}, or to a multiple of 1/{layers}")
 
 
 def _precision(roles: Sequence[Role]) -> Iterator[Finding]:

@@ -6,22 +6,23 @@ one with the shortest step. What somebody set is never changed; layouts that con
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf, log2
+from math import ceil, inf
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from rlhf_ray.config.combination_checks import check_pools, experience_bytes_per_token
-from rlhf_ray.config.derived import derive, placements_of
-from rlhf_ray.config.generation import GenerationConfig
-from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.derived import longest_row, placements_of, transport_of, unset_micro_batches
+from rlhf_ray.config.generation import BUCKET_FROM_GPU_MB, BUCKETS_IN_STORE, GenerationConfig
+from rlhf_ray.config.learner import MICRO_BATCH_TOKENS, LearnerConfig
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.rewards import ModelReward, ProcessReward
 from rlhf_ray.config.run import PoolConfig
 from rlhf_ray.config.settled import is_set, with_derived, without_derived
-from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, RewardModelConfig, ScorerConfig, StageConfig
+from rlhf_ray.config.stages import PPOConfig, ScorerConfig, StageConfig
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.planning.config_suggestions import SHARES
 from rlhf_ray.planning.device_memory import loads_of, worker_memories
 from rlhf_ray.planning.findings import TIGHT, find_problems
 from rlhf_ray.planning.hardware import Hardware
@@ -43,20 +44,27 @@ HELD = 0.5
 """Share of a GPU that a frozen model's or an engine's weights may take before they are divided among several."""
 SHARED_CACHE = 0.88
 """Share of a GPU up to which the KV cache of a generator fills it beside other roles."""
-WAYS = ((1, False, 16384), (1, False, 8192), (1, True, 16384), (1, True, 8192), (3, False, 8192), (3, True, 16384),
-        (3, True, 8192), (3, True, 4096), (3, True, 0))
-"""Ways to train, the fastest first: ZeRO stage, recomputed activations, and tokens of a micro-batch (at least the
-longest row). Stage 3 gathers the weights in each pass; shorter micro-batches gather more often."""
+LARGEST_MICRO_BATCH = 32768
+"""Tokens of a micro-batch beyond which weights are read seldom enough."""
+WAYS: tuple[tuple[int, float, int], ...] = (
+    *((stage, *way) for stage in (1, 3) for way in (
+        (False, LARGEST_MICRO_BATCH), (False, 16384), *((share, 8192) for share in SHARES[:-1]), (True, 16384),
+        (True, 8192))),
+    (3, True, 4096), (3, True, 0))
+"""Ways to train, the fastest first: ZeRO stage, the share of layers that are recomputed, and tokens of a micro-batch
+(at least the longest row). From 8,192 tokens on, twice as many save less time than a quarter of the layers takes again.
+Stage 3 gathers the weights in each pass; shorter micro-batches gather more often."""
+LAST_RESORTS = ("sleep_level", "offload_optimizer")
+"""Fields that are derived only where nothing else fits: moving weights and state takes time that no plan counts."""
 REASONS = {
     "pools": "of the layouts that fit into the GPUs' memory, the one with the shortest planned step",
     "dtype": "half the memory, and the precision in which GPUs are fast",
     "autocast": "float32 products run at a fifteenth of the rate; weights and optimizer stay in float32",
     "zero_stage": "the lowest of 1 and 3 that fits",
-    "gradient_checkpointing": "on only where activations do not fit otherwise",
-    "micro_batch_tokens": "the largest that fits, up to 16384",
+    "gradient_checkpointing": "the fewest quarters of the layers with which activations fit",
+    "micro_batch_tokens": "the largest that fits, up to 32768",
     "learning_rate": "the default times 4096 / hidden size (Yang et al. 2022, table 3)",
     "object_store_mb": "three buckets of a publication besides the experience, twice",
-    "bucket_mb": "a publication in about 32 buckets, of 64 to 1024 MiB",
     "transport": "of `auto`: between GPUs where the placement allows it",
     "tensor_parallel": "the fewest GPUs of which weights take half",
     "shards": "the fewest GPUs of which weights take half",
@@ -112,8 +120,9 @@ def machines_of(nodes: Sequence[Node]) -> Machines | None:
 
 def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     """The configuration with derived values of all that nobody set, for the GPUs of these nodes; `cluster.derived`
-    names them. Unchanged if there are no GPUs, or somebody set `pools`: who names pools places the roles. Values that
-    were derived for other machines are derived again, but for those in `KEPT`.
+    names them. Unchanged if there are no GPUs. Who names `pools` places the roles: then only the learners'
+    `micro_batch_tokens` are derived. Values that were derived for other machines are derived again, but for those in
+    `KEPT`.
 
     Raises:
         ConfigError: no layout goes with what is set.
@@ -121,7 +130,7 @@ def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     """
     machines = machines_of(nodes)
     if is_set(config, "pools"):
-        return config
+        return config if machines is None else _with_micro_batches(config, nodes, shapes)
     if machines is None:
         return checked(without_placement(config)) if "pools" in config.cluster.derived else config
     base = _with_precision(without_placement(config))
@@ -142,6 +151,29 @@ def derive_gpu_settings(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     return best[0]
 
 
+def _with_micro_batches(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
+    """The configuration with the largest micro-batches of learners on GPUs that memory suffices for, where nobody set
+    them: powers of two, and at least the longest row. `MICRO_BATCH_TOKENS` and fewer may leave no memory to spare, and
+    are the most on GPUs of an unknown kind."""
+    least = longest_row(config) if unset_micro_batches(config) else 0
+    tokens = {path: max(LARGEST_MICRO_BATCH, least) for path in unset_micro_batches(config)}
+    while tokens:
+        found = with_derived(config, tokens)
+        roles = roles_of(found, shapes)
+        placement = place(found.pools, {role.name: role.placement for role in roles}, nodes)
+        if placement.shortages:
+            return config
+        share = {path: max(load.share for load in loads_of(found.cluster, roles, placement, nodes)
+                           if load.device is not None and path.partition(".")[0] in load.roles) for path in tokens}
+        larger = {path: size for path, size in tokens.items() if size > least and (
+                  share[path] > TIGHT if size > MICRO_BATCH_TOKENS else 1 < share[path] < inf)}
+        if not larger:
+            return found
+        most = max(larger.values())
+        tokens |= {path: max(least, size // 2) for path, size in larger.items() if size == most}
+    return config
+
+
 def fits(config: StageConfig, nodes: Sequence[Node], shapes: Shapes) -> bool:
     """Whether a configuration can be placed on these nodes and their memory."""
     return _evaluated(config, nodes, shapes)[0] <= 1
@@ -157,7 +189,7 @@ def without_placement(config: C) -> C:
     by the placement. A transport that was derived is `auto` by somebody's wish: nobody's is the default, main memory,
     which has been tested."""
     asked = {"weights.transport": "auto"} if "weights.transport" in config.cluster.derived else {}
-    present = [path for path in ("generator.kv_cache_mb", "buffer.capacity_mb")
+    present = [path for path in ("generator.kv_cache_mb", "buffer.capacity_mb", "weights.bucket_mb")
                if path.partition(".")[0] in type(config).model_fields]
     return with_derived(without_derived(config, [*machine_fields(config), *present]), asked)
 
@@ -298,7 +330,7 @@ def _filled(base: C, layout: Sequence[Group], machines: Machines, nodes: Sequenc
     ways = _shared_ways if shared else _own_ways
     best: tuple[C, float, float] | None = None
     for way in ways(config, machines, shapes):
-        if best is not None and best[1] <= TIGHT and any(path.endswith("offload_optimizer") for path in way):
+        if best is not None and best[1] <= TIGHT and any(path.endswith(LAST_RESORTS) for path in way):
             break
         found = with_derived(config, way)
         if shared and hasattr(found, "generator"):
@@ -338,7 +370,7 @@ def _placed(base: C, layout: Sequence[Group], machines: Machines) -> C:
         if isinstance(placement, GenerationConfig) and group.gpus > 1:
             values["generator.tensor_parallel"] = group.gpus
         if isinstance(placement, ScorerConfig):
-            values[f"{role}.micro_batch_tokens"] = max(16384, _longest_row(base))
+            values[f"{role}.micro_batch_tokens"] = max(16384, longest_row(base))
             if group.shards > 1:
                 values[f"{role}.shards"] = group.shards
     kept = {path: value for path, value in values.items() if path.rpartition(".")[2] not in KEPT
@@ -358,7 +390,7 @@ def _bundle_cpus(config: StageConfig, group: Group, machines: Machines) -> float
 
 
 def _with_sizes(config: C, machines: Machines, nodes: Sequence[Node], shapes: Shapes) -> C:
-    """Learning rates, and the sizes of chunks, buckets and the object store."""
+    """Learning rates, and the sizes of chunks and the object store."""
     values: Values = {}
     for role in roles_of(config, shapes):
         learner, path = role.placement, f"{role.name}.optimizer.learning_rate"
@@ -369,21 +401,22 @@ def _with_sizes(config: C, machines: Machines, nodes: Sequence[Node], shapes: Sh
         most = max(group, min(32, samples // config.generator.workers))
         whole = [size for size in range(group, most + 1, group) if samples % size == 0]
         values["generator.chunk"] = max(whole, default=group)
-        bytes_sent = shapes(config.model, "model").weight_bytes
-        values["weights.bucket_mb"] = int(min(1024, max(64, 2 ** round(log2(bytes_sent / 32 / MIB)))))
         if config.cluster.address is None:
-            values["cluster.object_store_mb"] = _store_mb(config, values["weights.bucket_mb"], nodes, shapes)
+            values["cluster.object_store_mb"] = _store_mb(config, nodes, shapes)
     return with_derived(config, values)
 
 
-def _store_mb(config: PPOConfig, bucket_mb: int, nodes: Sequence[Node], shapes: Shapes) -> int:
-    """Object store of a local cluster: a power of two that holds three buckets (the embedding is one at least) and all
-    experience, twice, within 30 % of main memory."""
+def _store_mb(config: PPOConfig, nodes: Sequence[Node], shapes: Shapes) -> int:
+    """Object store of a local cluster: a power of two that holds three buckets, if they are sent through it (the
+    embedding is one at least), and all experience, twice, within 30 % of main memory."""
     shape = shapes(config.model, "model")
-    bucket = max(bucket_mb * MIB, shape.vocabulary * shape.hidden * shape.bytes_per_value)
+    buckets = 0
+    if transport_of(config) == "object_store":
+        largest = (config.weights.bucket_mb or BUCKET_FROM_GPU_MB) * MIB
+        buckets = BUCKETS_IN_STORE * max(largest, shape.vocabulary * shape.hidden * shape.bytes_per_value)
     longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
     experience = config.coordinator.samples_ahead * longest * experience_bytes_per_token(config)
-    needed = ceil(2 * max(3 * bucket, experience) / MIB)
+    needed = ceil(2 * max(buckets, experience) / MIB)
     size = 512
     while size < needed:
         size *= 2
@@ -397,16 +430,6 @@ def _rows(config: StageConfig) -> int:
     return int(config.training.batch_size) if hasattr(config, "training") else 1
 
 
-def _longest_row(config: StageConfig) -> int:
-    """Tokens that a micro-batch must hold."""
-    if isinstance(config, PPOConfig):
-        return max(derive(config).longest_sample, config.ptx.max_tokens if config.ptx else 0)
-    if isinstance(config, PreferencesStageConfig):
-        return config.longest_sample
-    longest: int = config.data.max_tokens  # type: ignore[attr-defined]
-    return 2 * longest if isinstance(config, RewardModelConfig) else longest
-
-
 def _ways_of(config: StageConfig, learner: str) -> Iterator[Values]:
     """`WAYS` of one learner, those that differ."""
     alone = getattr(config, learner).workers == 1
@@ -417,7 +440,7 @@ def _ways_of(config: StageConfig, learner: str) -> Iterator[Values]:
             else:
                 continue
         yield {f"{learner}.zero_stage": stage, f"{learner}.gradient_checkpointing": recomputed,
-               f"{learner}.micro_batch_tokens": max(tokens, _longest_row(config))}
+               f"{learner}.micro_batch_tokens": max(tokens, longest_row(config))}
 
 
 def _learners(config: StageConfig) -> list[str]:
@@ -466,7 +489,7 @@ def _with_all_sequences(config: C, machines: Machines, nodes: Sequence[Node], sh
     generator = next(role for role in roles_of(config, shapes) if role.name == "generator")
     assert isinstance(generator.placement, GenerationConfig)
     room = cache_sequences(generator.placement, generator.models[0], generator.memory(machines.device),
-                           _longest_row(config))
+                           longest_row(config))
     return with_derived(config, {"generator.max_sequences": max(8, min(256, int(room / 8) * 8))})
 
 
@@ -474,7 +497,7 @@ def _with_shared_cache(config: C, machines: Machines, nodes: Sequence[Node], sha
     """The KV cache of a generator beside other roles: for all sequences, or what is left of the GPU."""
     assert isinstance(config, PPOConfig)
     generator = next(role for role in roles_of(config, shapes) if role.name == "generator")
-    each = generator.models[0].cache_bytes * _longest_row(config) / MIB
+    each = generator.models[0].cache_bytes * longest_row(config) / MIB
     wanted = ceil(config.coordinator.samples_per_step / config.generator.workers / 8)
     if is_set(config, "generator.kv_cache_mb"):
         wanted = int((config.generator.kv_cache_mb or 0) / each / 8)

@@ -58,7 +58,7 @@ def generator_memory(
 
     Args:
         longest: tokens of prompt and response.
-        bucket_bytes: largest bucket of a publication.
+        bucket_bytes: buckets of a publication that are on the GPU at a time.
         through_memory: bytes of a publication that a GPU's engine maps in main memory before it loads them.
     """
     if not config.gpus:
@@ -110,8 +110,9 @@ def scorer_memory(
 ) -> Memory:
     """Memory of a rank with a frozen model that scores: its weights or its shard of them, and a pass without gradients.
 
-    A sharded model also has the layers that DeepSpeed leaves gathered. It is loaded before it is sharded: weights in
-    the files' precision are mapped pages, which the ranks of a node share, others a copy in each rank.
+    A sharded model also has the layers that DeepSpeed leaves gathered, and one as it arrives from all ranks. It is
+    loaded before it is sharded: weights in the files' precision are mapped pages, which the ranks of a node share,
+    others a copy in each rank.
 
     Args:
         samples: most samples of a call, which the ranks of a model divide.
@@ -124,7 +125,7 @@ def scorer_memory(
     parts = {
         WEIGHTS: shape.weight_bytes / config.shards,
         ACTIVATIONS: scoring_bytes(shape, micro_batch),
-        LOGITS: logits_bytes(shape, micro_batch, round(answers * micro_batch_tokens), False, logit_copies),
+        LOGITS: logits_bytes(shape, micro_batch, round(answers * micro_batch_tokens), copies=logit_copies),
     }
     # Weights in the files' precision are memory-mapped; others are converted, so the files' pages count as well.
     converted = shape.saved_bytes not in (None, shape.bytes_per_value)
@@ -133,7 +134,7 @@ def scorer_memory(
         if not on_gpu:
             return Memory(host={**parts, BUFFERS: mapped, RUNTIME: SCORER})
         return Memory(device={**parts, RUNTIME: GPU_CONTEXT}, host={RUNTIME: SCORER + GPU_HOST})
-    parts[BUFFERS] = min(GATHERED, shape.parameters) * float(shape.bytes_per_value)
+    parts[BUFFERS] = (min(GATHERED, shape.parameters) + shape.layer_parameters) * float(shape.bytes_per_value)
     loading = {WEIGHTS: float(shape.weight_bytes) if converted else shape.weight_bytes / config.shards, BUFFERS: mapped}
     if on_gpu:
         return Memory(device={**parts, RUNTIME: GPU_CONTEXT}, host={**loading, RUNTIME: LEARNER + GPU_HOST})

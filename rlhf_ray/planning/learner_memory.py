@@ -57,6 +57,7 @@ class Training:
     direct: bool = False
     """Whether weights are published from GPU to GPU, not through main memory (`weights.transport`)."""
     logit_copies: int = 1
+    logit_gradients: int = 1
     """As in `logits_bytes`."""
 
 
@@ -92,7 +93,8 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
         state[WEIGHTS] -= copied
     elif isinstance(config, PPOLearnerConfig) and config.offload_between_phases:
         moved = {OPTIMIZER: state[OPTIMIZER]}
-    buffers[BUFFERS] += 2 * model.bucket_bytes * model.direct
+    if model.direct:  # two are kept for generators, or one and the copy that NCCL sends, while the next is gathered
+        buffers[BUFFERS] += 3 * model.bucket_bytes
     kept = {name: amount for name, amount in state.items() if name not in (GRADIENTS, OPTIMIZER if moved else "")}
     scoring = {**kept, **_pass_without_gradients(config, model), **buffers, RUNTIME: GPU_CONTEXT}
     learning = [{**moment, **buffers, RUNTIME: GPU_CONTEXT} for moment in _update(config, model, state)]
@@ -117,14 +119,15 @@ def _micro_batch(config: LearnerConfig, model: Training) -> MicroBatch:
     share = -(-model.rows // config.workers)
     return MicroBatch(min(config.micro_batch_tokens, share * model.longest), model.longest, config.gpus > 0,
                       half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing,
-                      half_model=_is_half(config, model.shape), adapter_dropout=config.drops_out)
+                      half_model=_is_half(config, model.shape), adapter_dropout=config.drops_out,
+                      compiled=config.compiles_layers and not model.shape.active_experts)
 
 
 def _pass_without_gradients(config: LearnerConfig, model: Training) -> dict[str, float]:
     """Memory of a pass that scores rollouts."""
     micro_batch = _micro_batch(config, model)
     answers = round(model.answers * micro_batch.tokens)
-    return {LOGITS: logits_bytes(model.shape, micro_batch, answers, training=False, copies=model.logit_copies),
+    return {LOGITS: logits_bytes(model.shape, micro_batch, answers, copies=model.logit_copies),
             ACTIVATIONS: scoring_bytes(model.shape, micro_batch) + _cast_weights(config, model.shape)}
 
 
@@ -135,8 +138,8 @@ def _update(config: LearnerConfig, model: Training, state: dict[str, float]) -> 
     its gradients appear; but blocks differ in size, so gradients reuse about half of them (measured on CPUs).
     """
     share, shape, micro_batch = -(-model.rows // config.workers), model.shape, _micro_batch(config, model)
-    logits = logits_bytes(
-        shape, micro_batch, round(model.answers * micro_batch.tokens), training=True, copies=model.logit_copies)
+    answers = round(model.answers * micro_batch.tokens)
+    logits = logits_bytes(shape, micro_batch, answers, model.logit_gradients, model.logit_copies)
     layer = micro_batch.tokens * transient_bytes(shape, micro_batch)
     several = share * model.longest > micro_batch.tokens or stage_of(config) == 3  # stage 3 has a separate buffer
     before = state[GRADIENTS] * (1.0 if several else 0.5)
@@ -181,16 +184,21 @@ def _copied(config: LearnerConfig, shape: ModelShape) -> float:
 
 def _communication_bytes(config: LearnerConfig, shape: ModelShape) -> float:
     """Bytes of DeepSpeed's buffers for gradients being reduced: at stage 3 as collected, as laid out by rank, and on
-    CPUs in gloo; and the weights that stage 3 leaves gathered. Below stage 3 on CPUs, all copies together
+    CPUs in gloo; and the weights that stage 3 leaves gathered, and a layer's as they arrive from all ranks. At stage 2
+    there are two buckets, each at least as large as the embedding. Below stage 3 on CPUs, all copies together
     (`worker_memory.COPIES_ON_CPU`)."""
     stage, number = stage_of(config), trained(config, shape)
     if stage == 3:
         each = shape.bytes_per_value if config.lora else FLOAT
-        return (2 if config.gpus else 3) * _bucket_bytes(config, shape) + min(GATHERED, shape.parameters) * each
+        gathered = min(GATHERED, shape.parameters) + shape.layer_parameters
+        return (2 if config.gpus else 3) * _bucket_bytes(config, shape) + gathered * each
     if config.workers == 1:
         return 0.0
     if not config.gpus:
         return float(FLOAT * COPIES_ON_CPU[stage] * number)
+    if stage == 2 and not config.offload_optimizer:
+        largest = 0 if config.lora else shape.largest_parameter
+        return 2.0 * FLOAT * max(SHARDED_BUCKET, largest)
     return FLOAT * REDUCE_BUCKET if stage else 0.0
 
 
@@ -206,12 +214,14 @@ def _is_half(config: LearnerConfig, shape: ModelShape) -> bool:
 
 
 def _cast_weights(config: LearnerConfig, shape: ModelShape) -> float:
-    """Bytes of the bfloat16 weights that autocast creates for a pass and keeps for its backward pass; with activation
-    checkpointing and sharded weights, only those of the current layer."""
+    """Bytes of the bfloat16 weights that autocast creates for a pass and keeps for its backward pass; of sharded layers
+    that are recomputed, only those of the current one."""
     if config.autocast != "bfloat16":
         return 0.0
     if _is_half(config, shape):
         return float(HALF * trained(config, shape))
-    if stage_of(config) == 3 and config.gradient_checkpointing:
-        return 2.0 * (2 * shape.layer_parameters + shape.vocabulary * shape.hidden)
+    recomputed = config.recomputed(shape.layers)
+    if stage_of(config) == 3 and recomputed:
+        kept = shape.layers - recomputed + 2
+        return min(2.0 * (kept * shape.layer_parameters + shape.vocabulary * shape.hidden), 2.0 * shape.multiplied)
     return 2.0 * shape.multiplied

@@ -117,6 +117,11 @@ class ModelShape:
             self.expert_layers * spared * self.matrices * self.hidden * self.expert_intermediate * self.bytes_per_value)
 
     @property
+    def largest_parameter(self) -> int:
+        """Weights of the largest tensor: the embedding, or two matrices of all experts of a layer."""
+        return self.hidden * max(self.vocabulary, self.looked_up, 2 * self.experts * self.expert_intermediate)
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of one copy of the weights in use."""
         return self.parameters * self.bytes_per_value

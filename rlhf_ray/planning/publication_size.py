@@ -1,6 +1,7 @@
 """What a publication of the policy's weights contains, and its size."""
 
 from rlhf_ray.config.adapter_publication import publishes_adapters, why_merged
+from rlhf_ray.config.derived import bucket_mb
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.planning.learner_memory import adapter_parameters
 from rlhf_ray.planning.memory_breakdown import MIB, gib
@@ -28,7 +29,7 @@ def publication_bytes(config: PPOConfig, shape: ModelShape) -> float:
 def bucket_bytes(config: PPOConfig, shape: ModelShape) -> float:
     """Bytes of the largest bucket of a publication, which holds the largest tensor, the embedding, at least."""
     embedding = shape.vocabulary * shape.hidden * shape.bytes_per_value
-    return min(publication_bytes(config, shape), max(config.weights.bucket_mb * float(MIB), embedding))
+    return min(publication_bytes(config, shape), max(bucket_mb(config) * float(MIB), embedding))
 
 
 def publication_in_words(config: PPOConfig, shape: ModelShape) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlhf_ray.config.derived import concurrency_of, derive, reward_sections
+from rlhf_ray.config.derived import concurrency_of, derive, reward_sections, transport_of
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
@@ -64,14 +64,17 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     answers = config.generator.sampling.max_tokens / (config.prompts.max_tokens + config.generator.sampling.max_tokens)
     copies = 2 if config.generator.sampling.min_tokens and not config.generator.sampling.top_k else 1
     rows = config.coordinator.samples_per_step // config.algorithm.mini_batches
-    through_memory = publication_bytes(config, shape) if config.weights.transport == "object_store" else 0.0
+    transport = transport_of(config)
+    through_memory = publication_bytes(config, shape) if transport == "object_store" else 0.0
     # One call to a scorer is a chunk, or with staleness, where chunks are batched, up to all samples in flight.
     batched = config.coordinator.max_staleness > 0
     samples = concurrency_of(config.coordinator, config.generator) if batched else config.generator.chunk
     added = WITHOUT_ADAPTERS
     if config.policy.lora and adapters:
         added = GeneratorAdapters(config.policy.lora.rank, adapters)
-    roles = [_generator(config.generator, shape, named, longest, bucket, through_memory, added)]
+    # vLLM keeps the bucket before until its layers are complete; one that is read by handle is the learner's memory.
+    received = bucket * {"object_store": 1, "nccl": 2, "ipc": 0}[transport]
+    roles = [_generator(config.generator, shape, named, longest, received, through_memory, added)]
     if derived.starts_reference:
         frozen = shapes(derived.reference_model, "reference")
         roles.append(Role("reference", config.reference, (frozen,), derived.reference_model.path,
@@ -81,7 +84,8 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
               _reader("prompt_reader", config.assembler.pool)]
     roles.append(_learner("policy", config.policy, Training(
         shape, longest, answers, rows, config.policy.ema_decay is not None, bucket,
-        direct=config.weights.transport != "object_store", logit_copies=copies), named))
+        direct=transport != "object_store", logit_copies=copies,
+        logit_gradients=2 if config.algorithm.entropy_coef else 1), named))
     if derived.starts_critic:
         critic = shapes(derived.critic_model, "critic").headless()
         roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0, rows), derived.critic_model.path))

@@ -160,7 +160,7 @@ def update_s(role: Role, device: Hardware, work: Workload) -> float:
     assert isinstance(config, LearnerConfig)
     threads = 1 if config.gpus else config.threads
     rows = work.samples / work.mini_batches
-    each = RECOMPUTED if config.gradient_checkpointing else KEPT
+    each = KEPT + (RECOMPUTED - KEPT) * config.recomputed(shape.layers) / shape.layers
     rate = device.flops * device.training_share * precision(role, shape) * threads
     longest = work.prompt + replace(work, samples=max(1, round(rows))).longest
     compute = each * max(rows * shape.row_flops(work.row) / config.workers, shape.row_flops(longest)) / rate

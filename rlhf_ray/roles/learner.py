@@ -66,7 +66,8 @@ class Learner:
         """Whether every forward pass is a collective call."""
         self.mapped = self.lockstep and not config.lora
         """Whether the model is memory-mapped from its files and becomes float32 while it is sharded, layer by layer."""
-        self.chunks = Chunks(most_tokens=config.micro_batch_tokens if self.lockstep else None)
+        self.chunks = Chunks(most_tokens=config.micro_batch_tokens if self.lockstep else None,
+                             recomputed=bool(config.gradient_checkpointing))
         """Chunks of the output head's work. In lockstep each call of the head is a collective call, so all ranks use
         the same number of chunks, independent of their micro-batches."""
         self.adapters: Adapters | None = None
@@ -76,14 +77,15 @@ class Learner:
         self.last_update: UpdateStats | None = None
         """The last update since this process started or loaded a checkpoint."""
 
-    def start(self, address: str, timeout_s: float) -> dict[str, float]:
+    def start(self, address: str, timeout_s: float) -> dict[str, Any]:
         """Join the other ranks, build the module, wrap it in DeepSpeed, and compare its passes with transformers' own.
 
         Args:
             timeout_s: longest wait of any collective call for the other ranks, in seconds.
 
         Returns:
-            Numbers of parameters (`parameters` in total, `trained` of them), and the result of `ParityProbe.check`.
+            Numbers of parameters (`parameters` in total, `trained` of them), the result of `ParityProbe.check`, and
+            `compiled`, which of the layers are, in words; empty if none was to be.
 
         Raises:
             ModelError: the model cannot be loaded, or packed passes do not compute it.
@@ -105,7 +107,7 @@ class Learner:
         self.state = LearnerState(self.engine, self.adapters, self.rank)
         self.published = PublishedModel(self.engine, self.adapters, self._published_as, self.rank, self.lockstep)
         self.publication.model = self.published_tensors()
-        return sizes | compared
+        return {**sizes, **compared, "compiled": self.engine.compiled.note if self.engine.compiled else ""}
 
     def open_saved(self, directory: Path) -> SavedWeights:
         """Instead of `start`: only what exports need, with the weights of a checkpoint, in this process alone and

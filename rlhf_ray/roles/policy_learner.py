@@ -63,12 +63,15 @@ class PolicyLearner(PPOLearner):
         self.average: WeightAverage | None = None
         self.ptx: PretrainingMix | None = None
 
-    def start(self, address: str, timeout_s: float) -> dict[str, float]:
+    def start(self, address: str, timeout_s: float) -> dict[str, Any]:
         """As `Learner.start`; the average of the weights starts at the initial weights."""
-        numbers = super().start(address, timeout_s)
+        started = super().start(address, timeout_s)
         if self.config.ema_decay is not None:
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
-        return numbers
+        if self.adapters and self.engine.compiled:
+            with self.adapters.disabled():
+                self.engine.try_layers(gradients=False)
+        return started
 
     def published_tensors(self) -> PublishedTensors:
         """The adapters alone, if generators compute with them; else the model."""

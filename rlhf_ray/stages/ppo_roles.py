@@ -37,7 +37,7 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages.preflight import check_data, check_row_length
-from rlhf_ray.stages.runtime import Runtime, ending_note, probe_note, sizes_note, start_learners
+from rlhf_ray.stages.runtime import Runtime, ending_note, learner_notes, probe_note, start_learners
 
 
 def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | None = None) -> RoleGroups:
@@ -143,7 +143,8 @@ async def start_roles(
         hand_out_pretraining_text(config, runtime, roles, progress),
     )
     for group, sizes in zip(learners, started, strict=True):
-        progress.note(sizes_note(group.role, sizes[0]))
+        for note in learner_notes(group.role, sizes[0]):
+            progress.note(note)
     for group, reports in zip([*learners, *frozen], [*started, *of_frozen], strict=True):
         if reports[0] and "probe_seconds" in reports[0]:
             roles.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in reports), 3)

@@ -1,7 +1,7 @@
 """Checks before Ray starts: data files, models that fit together, memory, and the run that is resumed."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from rlhf_ray.checkpoint.state_files import load_state
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.nodes import nodes_of_cluster
 from rlhf_ray.config.data import DataSection, StepsConfig
+from rlhf_ray.config.derived import unset_micro_batches
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.load import resolve
@@ -248,7 +249,8 @@ def check_engine(cluster: ClusterConfig, generator: GenerationConfig) -> None:
 
 def with_gpu_settings(config: C, resume: bool) -> C:
     """The configuration with settings for the machines' GPUs in place of those that nobody made, as
-    `planning.gpu_settings` derives them; the same configuration without GPUs, or with pools that somebody set.
+    `planning.gpu_settings` derives them; the same configuration without GPUs. Beside pools that somebody set, only the
+    learners' `micro_batch_tokens` are derived.
 
     A resume takes them from the run's config.yaml, and derives again only those that its machines cannot give.
 
@@ -259,12 +261,14 @@ def with_gpu_settings(config: C, resume: bool) -> C:
     say = logging.getLogger(__name__).warning
     former = _former_settings(config) if resume else None
     if former is not None:
-        if set(former) <= {"weights.transport"}:  # of a run that was placed by its own pools, or on CPUs
-            return checked(without_placement(config)) if "pools" in config.cluster.derived else config
+        if "pools" not in former:  # of a run that was placed by its own pools, or on CPUs
+            if "pools" in config.cluster.derived:
+                return checked(without_placement(config))
+            return _with_micro_batches(config, former) if is_set(config, "pools") else config
         config = with_derived(without_placement(config), former)
     names = machine_fields(config)
     if is_set(config, "pools"):
-        return checked(without_placement(config)) if former else config
+        return _with_micro_batches(checked(without_placement(config)) if former else config, None)
     nodes = _machines(config)
     if "pools" in names:
         if _can_give(config, nodes):
@@ -285,6 +289,30 @@ def with_gpu_settings(config: C, resume: bool) -> C:
     say(f"the machines cannot give the run's former settings; derived again: {derived}" if former else
         f"derived, since nobody set them (`rlhf-ray plan` says why): {derived}")
     return config
+
+
+def _with_micro_batches(config: C, former: Mapping[str, Any] | None) -> C:
+    """The configuration with micro-batches of learners in place of those that nobody set: those of the resumed run, if
+    the machines can give them, or the largest that fit. A resumed run that has none keeps the default."""
+    paths = unset_micro_batches(config)
+    kept = {path: former[path] for path in paths if path in former} if former is not None else None
+    if not paths or kept == {}:
+        return config
+    nodes = _machines(config)
+    if kept and _can_give(found := with_derived(config, kept), nodes):
+        return found
+    say, machines = logging.getLogger(__name__).warning, machines_of(nodes)
+    why = "no GPU of a known kind was found" if machines is None else ""
+    found = config
+    if machines is not None:
+        try:
+            found = derive_gpu_settings(config, nodes, partial(shape_of, fetch=file_from_hub))
+            why = f"the largest that fit {machines.gpus} x {machines.device.name}" if found is not config else ""
+        except ModelError as error:
+            why = str(error)
+    if why:
+        say(f"{', '.join(f'{path}={value_at(found, path)}' for path in paths)}, which nobody set: {why}")
+    return found
 
 
 def _former_settings(config: StageConfig) -> dict[str, Any] | None:

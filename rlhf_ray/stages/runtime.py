@@ -142,11 +142,13 @@ async def start_learners(group: WorkerGroup[Learner], timeout_s: float) -> list[
     return await group.start(address, group.deadline.seconds, timeout_s=timeout_s)
 
 
-def sizes_note(role: str, started: Mapping[str, float]) -> str:
-    """A sentence about the parameters in a learner's `start` result."""
+def learner_notes(role: str, started: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences about the parameters and compiled layers in a learner's `start` result."""
     trained, parameters = started["trained"], started["parameters"]
     share = "" if trained == parameters else f" of {parameters:,.0f} ({trained / parameters:.2%})"
-    return f"{role} trains {trained:,.0f}{share} parameters"
+    yield f"{role} trains {trained:,.0f}{share} parameters"
+    if started["compiled"]:
+        yield f"{role}: {started['compiled']}"
 
 
 async def write_left_out(directory: RunDirectory, rows: LeftOutRows) -> None:

@@ -49,12 +49,12 @@ from rlhf_ray.stages.runtime import (
     checkpoint_store,
     ending_note,
     fetch_uploaded,
+    learner_notes,
     newest_checkpoint,
     open_runtime,
     owned_directory,
     probe_note,
     run_stage,
-    sizes_note,
     start_learners,
     write_left_out,
 )
@@ -194,7 +194,8 @@ async def _prepare(
         return call, summary
 
     (call, summary), started = await asyncio.gather(read(), start_learners(learners, config.cluster.start_timeout_s))
-    progress.note(sizes_note(learners.role, started[0]))
+    for note in learner_notes(learners.role, started[0]):
+        progress.note(note)
     progress.note(probe_note(learners.role, started[0]))
     data = _TrainingData(call.refs[:2], summary)
     await data.send_to(learners)

@@ -4,7 +4,8 @@ XXH3, which verifies transfers through the object store (`manifest`), reads byte
 words x_i are weighted and summed, sum(x_i * w_i) mod 2^64, twice, with odd weights w_i that a mixing function derives
 from each position (splitmix64: Steele, Lea and Flood 2014, fig. 16; with arithmetic shifts, as torch has them). With
 odd weights every single changed word changes the sum, and swapped words do not cancel. Integer sums do not depend on
-their order, so every device computes the same digest. It guards against damage and mix-ups, not against an adversary.
+their order, so every device computes the same digest; GPUs have a kernel for it (`fingerprint_on_gpu`). It guards
+against damage and mix-ups, not against an adversary.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ SEEDS = (0, 0x243F6A8885A308D3)
 def fingerprint(entry: TensorEntry, tensor: Tensor) -> str:
     """128-bit hex digest of a tensor's name, dtype, shape and bytes, whatever device it is on."""
     words = _words(tensor)
-    sums = [torch.zeros((), dtype=torch.int64, device=tensor.device) for _ in SEEDS]
-    for start in range(0, len(words), PIECE):
-        piece = words[start : start + PIECE]
-        places = torch.arange(start + 1, start + 1 + len(piece), dtype=torch.int64, device=tensor.device)
-        for total, seed in zip(sums, SEEDS, strict=True):
-            total += (piece * _mixed(places + seed)).sum()
-    values = [int(value) for value in torch.stack(sums).tolist()]
+    if words.is_cuda:
+        from rlhf_ray.weights.fingerprint_on_gpu import weighted_sums
+
+        sums = weighted_sums(words, SEEDS, (GOLDEN, FIRST, SECOND))
+    else:
+        sums = _weighted_sums(words)
+    values = [int(value) for value in sums.tolist()]
     return xxhash.xxh3_128(json.dumps([entry.name, entry.dtype, list(entry.shape), values]).encode()).hexdigest()
 
 
@@ -53,6 +54,16 @@ def require_fingerprint(entry: TensorEntry, tensor: Tensor, digest: str) -> None
     if (actual := fingerprint(entry, tensor)) != digest:
         raise WeightsError(f"tensor {entry.name!r} arrived with digest {actual}, expected {digest}; "
                            "publish this version again")
+
+
+def _weighted_sums(words: Tensor) -> Tensor:
+    """[2] int64 for `[n]` words, a few at a time."""
+    sums = torch.zeros(len(SEEDS), dtype=torch.int64, device=words.device)
+    for start in range(0, len(words), PIECE):
+        piece = words[start : start + PIECE]
+        places = torch.arange(start + 1, start + 1 + len(piece), dtype=torch.int64, device=words.device)
+        sums += torch.stack([(piece * _mixed(places + seed)).sum() for seed in SEEDS])
+    return sums
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from rlhf_ray.errors import DamagedBucket, WeightsError
 from rlhf_ray.records import BucketHead, TensorEntry, WeightBucket
+from rlhf_ray.weights.threads import in_parallel
 
 TensorSpec = tuple[str, tuple[int, ...], str]
 """Name, shape and torch dtype name ("float32") of one tensor."""
@@ -66,19 +68,8 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[list[
 
 
 def pack(entries: Sequence[TensorEntry], tensors: Mapping[str, torch.Tensor]) -> list[NDArray[np.uint8]]:
-    """One bucket's tensors, as `as_announced` returns them, as bytes in main memory.
-
-    Those of a CPU are not copied: the arrays are views of them. Those of a GPU are copied to pinned memory, one after
-    the other, and waited for once.
-    """
-    flat = [tensors[entry.name].view(-1).view(torch.uint8) for entry in entries]
-    if not any(tensor.is_cuda for tensor in flat):
-        return [tensor.numpy() for tensor in flat]
-    pinned = [torch.empty(len(tensor), dtype=torch.uint8, pin_memory=True) for tensor in flat]
-    for target, tensor in zip(pinned, flat, strict=True):
-        target.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
-    return [tensor.numpy() for tensor in pinned]
+    """One bucket's tensors of a CPU, as `as_announced` returns them, as views of their bytes."""
+    return [tensors[entry.name].view(-1).view(torch.uint8).numpy() for entry in entries]
 
 
 def as_announced(
@@ -125,16 +116,28 @@ def digest_of(entry: TensorEntry, array: NDArray[np.uint8]) -> str:
     return digest.hexdigest()
 
 
+def _bytes_in(arrays: Iterable[NDArray[np.uint8]]) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
 def checksum(entries: Sequence[TensorEntry], digests: Sequence[str], version: int, index: int, count: int) -> str:
     """XXH3-128 hex digest over a bucket's position in its publication, its entries and their digests."""
     head = [version, index, count, [[e.name, e.dtype, list(e.shape), e.nbytes] for e in entries], list(digests)]
     return xxhash.xxh3_128(json.dumps(head).encode()).hexdigest()
 
 
-def seal(version: int, index: int, count: int, entries: list[TensorEntry],
-         arrays: list[NDArray[np.uint8]]) -> WeightBucket:
-    """A bucket of these tensors with its checksum; computing the digests is the only pass over the bytes."""
-    digests = [digest_of(entry, array) for entry, array in zip(entries, arrays, strict=True)]
+def seal(version: int, index: int, count: int, entries: list[TensorEntry], arrays: list[NDArray[np.uint8]],
+         waits: Sequence[Callable[[], Any]] | None = None) -> WeightBucket:
+    """A bucket of these tensors with its checksum; computing the digests is the only pass over the bytes.
+
+    Args:
+        waits: for each array, what returns once its bytes have arrived (`host_buffers`).
+    """
+    def digest(entry: TensorEntry, array: NDArray[np.uint8], wait: Callable[[], Any]) -> str:
+        wait()
+        return digest_of(entry, array)
+
+    digests = list(in_parallel(digest, entries, arrays, waits or [bool] * len(arrays), nbytes=_bytes_in(arrays)))
     return WeightBucket(version, index, count, entries, digests,
                         checksum(entries, digests, version, index, count), arrays)
 
@@ -153,19 +156,20 @@ def require_checksum(bucket: BucketHead) -> str:
 
 
 def verified_tensors(bucket: WeightBucket) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
-    """A bucket's tensors, each yielded right after its digest is verified, while its bytes are in the CPU's caches.
+    """A bucket's tensors in order, each yielded once its digest is verified.
 
     Raises:
-        DamagedBucket: a digest differs, or a tensor's number of bytes is not its entry's.
+        DamagedBucket: at the first tensor whose digest differs, or whose number of bytes is not its entry's.
     """
     label = require_checksum(bucket)
     if len(bucket.entries) != len(bucket.arrays):
         raise DamagedBucket(f"{label}: expected checksum and bytes of {len(bucket.entries)} tensors, found those of "
                             f"{len(bucket.arrays)}")
+    found = in_parallel(digest_of, bucket.entries, bucket.arrays, nbytes=_bytes_in(bucket.arrays))
     for entry, array, digest in zip(bucket.entries, bucket.arrays, bucket.digests, strict=True):
         if array.nbytes != entry.nbytes:
             raise DamagedBucket(f"{label}: tensor {entry.name!r} has {array.nbytes} bytes, not {entry.nbytes}")
-        if (actual := digest_of(entry, array)) != digest:
+        if (actual := next(found)) != digest:
             raise DamagedBucket(f"{label}: tensor {entry.name!r} has digest {actual}, expected {digest}")
         yield entry, array
 

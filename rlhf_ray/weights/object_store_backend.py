@@ -33,12 +33,11 @@ from rlhf_ray.internals.vllm import (
 )
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.manifest import unpack
+from rlhf_ray.weights.shared_files import mapped_files, read_file
 
 BACKEND = "object_store"
 DIRECT = {"nccl": "VerifiedNCCLEngine", "ipc": "VerifiedIPCEngine", "gloo": "VerifiedGlooEngine"}
 """Back-ends of `direct_backend` by transport."""
-ALIGNMENT = 64
-"""Bytes. Every tensor in a file starts at a multiple of it, which suits every dtype and is one cache line."""
 
 
 @dataclass
@@ -48,7 +47,7 @@ class NoInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """One bucket: its entries as plain tuples, and its bytes as arrays or as a file's path (see `aligned`)."""
+    """One bucket: its entries as plain tuples, and its bytes as arrays or as a file (see `shared_files`)."""
 
     entries: list[Any]
     arrays: list[NDArray[np.uint8]] | None = None
@@ -60,20 +59,6 @@ def bucket_info(
 ) -> dict[str, Any]:
     """The message that vLLM's `update_weights` carries to the workers; give `arrays` or `path`."""
     return asdict(BucketInfo([list(astuple(e)) for e in entries], None, path)) | {"arrays": arrays}
-
-
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to `ALIGNMENT`: a tensor's size in a bucket's file with padding."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def read_file(path: str, entries: Sequence[TensorEntry]) -> Iterator[tuple[TensorEntry, NDArray[np.uint8]]]:
-    """The tensors in a bucket's file, as views of the mapped file."""
-    data: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
-    offset = 0
-    for entry in entries:
-        yield entry, data[offset : offset + entry.nbytes]
-        offset += aligned(entry.nbytes)
 
 
 def tensors_in(info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
@@ -126,6 +111,10 @@ class WorkerExtension:
     def fused_layers(self) -> dict[str, list[str]]:
         """See `SamplingEngine.fused_layers`; of the layers in this process."""
         return dict(getattr(self.get_model(), "packed_modules_mapping", {}))
+
+    def mapped_files(self) -> list[int]:
+        """See `shared_files.mapped_files`."""
+        return mapped_files()
 
     def load_adapter(self, buckets: list[dict[str, Any]], rank: int) -> None:
         """Replace the adapter with which all requests run.

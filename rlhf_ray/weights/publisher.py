@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_ray.errors import TrainingError, WeightsError
 from rlhf_ray.records import PublicationSize, TensorEntry, WeightBucket, WeightOffer, WeightsPlan
 from rlhf_ray.weights.fingerprint import fingerprint
+from rlhf_ray.weights.host_buffers import HostBuffers, Wait, bytes_needed
 from rlhf_ray.weights.manifest import TensorSpec, as_announced, checksum, pack, plan_buckets, seal
 
 Gather = Callable[[list[str]], Mapping[str, torch.Tensor] | None]
@@ -43,6 +46,7 @@ class Publisher:
         self._unchanged = {name for name, *_ in tensors} - set(changing)
         self._gather = gather
         self._digests: dict[str, str] = {}
+        self._buffers: HostBuffers | None = None
 
     @property
     def plan(self) -> WeightsPlan:
@@ -51,6 +55,9 @@ class Publisher:
 
     def bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
         """Gather and seal bucket `index` of a publication; None if `gather` returns None.
+
+        The arrays are views of tensors on CPUs. Those of a GPU are hashed as they arrive in main memory, one while the
+        next is copied, and stay there until the second bucket after this one.
 
         Args:
             whole: include the tensors that training does not change.
@@ -65,7 +72,8 @@ class Publisher:
             return None
         ready = as_announced(entries, tensors)
         require_finite(version, ready.items())
-        bucket = seal(version, index, len(plan), entries, pack(entries, ready))
+        arrays, waits = self._in_main_memory(entries, ready)
+        bucket = seal(version, index, len(plan), entries, arrays, waits)
         self._record_digests(entries, bucket.digests)
         return bucket
 
@@ -92,6 +100,16 @@ class Publisher:
             raise WeightsError(f"weights version {version} has buckets 0 to {len(plan) - 1}, not {index}; "
                                "plan the weights again")
         return plan, plan[index]
+
+    def _in_main_memory(
+        self, entries: Sequence[TensorEntry], tensors: Mapping[str, Tensor]
+    ) -> tuple[list[NDArray[np.uint8]], list[Wait] | None]:
+        """One bucket's bytes, and what waits for each of them if they are copied."""
+        if not any(tensor.is_cuda for tensor in tensors.values()):
+            return pack(entries, tensors), None
+        if self._buffers is None:
+            self._buffers = HostBuffers(max(map(bytes_needed, [*self._whole, *self._changing])), pinned=True)
+        return self._buffers.copy(entries, tensors)
 
     def _record_digests(self, entries: Sequence[TensorEntry], digests: Sequence[str]) -> None:
         self._digests |= {entry.name: digest for entry, digest in zip(entries, digests, strict=True)

@@ -26,7 +26,11 @@ async def drawn(directory, tensor_parallel, model):
     try:
         await generator.start()
         before = await generator.generate(PROMPTS, KEYS, 3)
-        await publish(generator, model, 1)
+        files = []
+        for version in (1, 2):
+            await publish(generator, model, version)
+            files.append([file.inode for file in generator._engine._kept])
+        assert files[0] == files[1] != [], "no process maps a bucket once it is loaded"
         return before, await generator.generate(PROMPTS, KEYS, 3)
     finally:
         await generator.stop()

@@ -38,6 +38,7 @@ OVERRIDES = [
     "--policy.optimizer.betas=0.9", "--policy.optimizer.learning_rate=inf", "--algorithm.kl.kind=adaptve",
     "--policy.lora.rank=0", "--algorithm.mini_batches=3", "--coordinator.concurrency=15",
     "--coordinator.max_staleness=1 --generator.chunk=24", "--buffer.capacity_mb=2",
+    "--policy.gradient_checkpointing=1.5",
     "--policy.micro_batch_tokens=700", "--policy.gpus=1", "--generator.workers=20",
     "--generator.pool=gpus", "--generator.sampling.temperature=0", "--policy.offload_optimizer=true",
     "--generator.sampling.top_p=0.9", "--generator.sampling.repetition_penalty=1.1",

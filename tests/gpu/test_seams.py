@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from rlhf_ray.records import TensorEntry
+from rlhf_ray.weights import fingerprint as fingerprints
 from rlhf_ray.weights.direct_transport import handle_arguments, plain_handle
 from rlhf_ray.weights.fingerprint import fingerprint
+from rlhf_ray.weights.publisher import Publisher
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +24,31 @@ def entry_of(tensor):
 def test_a_tensor_has_the_same_fingerprint_on_every_device(gpu, dtype):
     tensor = torch.randn(1031, 257).to(dtype)
     assert fingerprint(entry_of(tensor), tensor) == fingerprint(entry_of(tensor), tensor.to(gpu))
+
+
+def test_a_tensor_of_more_bytes_than_32_bits_count_has_the_fingerprint_of_the_plain_passes(gpu):
+    from rlhf_ray.weights import fingerprint_on_gpu
+
+    words = torch.randint(-(2**63), 2**63 - 1, (2**29 + 3,), device=gpu)
+    sums = fingerprint_on_gpu.weighted_sums(words, fingerprints.SEEDS,
+                                            (fingerprints.GOLDEN, fingerprints.FIRST, fingerprints.SECOND))
+    assert sums.tolist() == fingerprints._weighted_sums(words).tolist()
+
+
+def test_buckets_of_a_gpu_are_those_of_main_memory(gpu):
+    """Tensors are freed, and their memory is used again, while they are copied."""
+    random = torch.Generator().manual_seed(0)
+    tensors = {f"t{i}": torch.randn(1 << 20, generator=random) for i in range(24)}
+    specs = [(name, (1 << 20,), "bfloat16") for name in tensors]
+    here = Publisher(specs, tensors, 1 << 23, lambda names: tensors)
+    there = Publisher(specs, tensors, 1 << 23, lambda names: {name: tensors[name].to(gpu) for name in names})
+    before = None
+    for index in [*range(here.plan.whole.buckets)] * 2:
+        expected, bucket = here.bucket(1, index), there.bucket(1, index)
+        assert bucket.checksum == expected.checksum
+        for sent, arrays in filter(None, (before, (expected, bucket))):
+            assert all(np.array_equal(*pair) for pair in zip(sent.arrays, arrays.arrays, strict=True))
+        before = expected, bucket
 
 
 def read(handle, answers):

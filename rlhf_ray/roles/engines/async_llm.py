@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
 from rlhf_ray.internals.vllm import unfinished_tokens
-from rlhf_ray.records import TensorEntry, WeightOffer, WorkerProfile
+from rlhf_ray.records import WeightOffer, WorkerProfile
 from rlhf_ray.roles.engines.in_process import quiet_start
 from rlhf_ray.roles.engines.interface import (
     AdapterSettings,
@@ -38,44 +33,10 @@ from rlhf_ray.roles.engines.vllm_adapter import (
     sampling_parameters,
 )
 from rlhf_ray.roles.profiling import collect_vllm_trace, profiler_config
+from rlhf_ray.weights.shared_files import SharedFile, StagedFiles
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
-
-
-@dataclass(frozen=True)
-class StagedFile:
-    """A bucket in anonymous shared memory that vLLM's worker processes on this node map by `path`.
-
-    The memory belongs to this process only: it is freed when `file` is closed or the process ends for any reason.
-    """
-
-    entries: list[TensorEntry]
-    file: IO[bytes]
-    path: str
-
-
-class StagedFiles:
-    """One publication's buckets in memory that vLLM's processes can map, which Ray's object store is not."""
-
-    def __init__(self) -> None:
-        self.buckets: list[StagedFile] = []
-
-    def add(self, tensors: Iterable[tuple[TensorEntry, NDArray[np.uint8]]]) -> None:
-        """Copy a bucket's tensors."""
-        from rlhf_ray.weights.object_store_backend import aligned
-
-        descriptor = os.memfd_create(f"weights-{len(self.buckets)}")
-        file = os.fdopen(descriptor, "wb", buffering=0)
-        entries, offset = [], 0
-        for entry, array in tensors:
-            file.seek(offset)
-            rest = array.data
-            while rest:
-                rest = rest[file.write(rest) :]
-            entries.append(entry)
-            offset += aligned(entry.nbytes)
-        self.buckets.append(StagedFile(entries, file, f"/proc/{os.getpid()}/fd/{descriptor}"))
 
 
 class AsynchronousEngine(SamplingEngine):
@@ -92,6 +53,8 @@ class AsynchronousEngine(SamplingEngine):
         self._finished_tokens = 0
         self._dead: RLHFError | None = None
         self._traces = TemporaryDirectory(prefix="rlhf_ray-traces-")
+        self._kept: list[SharedFile] = []
+        """Files for the next publication's buckets."""
         self._loading_since: float | None = None
         """When the present direct publication began; None between publications."""
 
@@ -129,7 +92,8 @@ class AsynchronousEngine(SamplingEngine):
             self._dead = WorkerBroken(f"{self._settings.name}: a publication was interrupted while the model was "
                                       "partly loaded; restart this generator")
             raise self._dead
-        return StagedFiles()
+        kept, self._kept = self._kept, []
+        return StagedFiles(kept)
 
     async def connect(self, transfer: dict[str, Any]) -> None:
         """Prepare to receive from GPU to GPU; waits for the other members of a broadcast.
@@ -180,6 +144,9 @@ class AsynchronousEngine(SamplingEngine):
                 elif self._loading_since is not None:
                     began = self._loading_since
                 await engine.finish_weight_update(weight_version=str(version))
+            if stage.buckets:
+                mapped = await engine.collective_rpc("mapped_files")
+                self._kept = stage.unmapped({inode for of_process in mapped for inode in of_process})
             await engine.resume_generation()
         self._loading_since = None
         return time.perf_counter() - began
@@ -212,13 +179,13 @@ class AsynchronousEngine(SamplingEngine):
         await engine.pause_generation(mode="keep", clear_cache=True)
         await engine.start_weight_update()
         for bucket in stage.buckets:
-            info = bucket_info(bucket.entries, path=bucket.path)
+            info = bucket_info(bucket.entries, path=bucket.file.path)
             await engine.update_weights(WeightTransferUpdateRequest(update_info=info))
 
     async def _load_adapter(self, stage: StagedFiles, adapters: AdapterSettings) -> None:
         from rlhf_ray.weights.object_store_backend import bucket_info
 
-        buckets = [bucket_info(bucket.entries, path=bucket.path) for bucket in stage.buckets]
+        buckets = [bucket_info(bucket.entries, path=bucket.file.path) for bucket in stage.buckets]
         await self._living().collective_rpc("load_adapter", args=(buckets, adapters.rank))
 
     @contextmanager
@@ -261,6 +228,7 @@ class AsynchronousEngine(SamplingEngine):
 
     def _end(self) -> None:
         engine, self._engine = self._engine, None
+        self._kept = []
         self._dead = self._dead or WorkerError(f"{self._settings.name} was stopped")
         self._traces.cleanup()
         if engine is not None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from functools import cache
 from glob import has_magic
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,6 +66,8 @@ def generator_environment(config: GenerationConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": str(config.threads),
     }
     if config.gpus > 0:
+        if find_spec("flashinfer") is None:
+            variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM's sampler imports it by default, and ends without it
         # vLLM has its own allocator where it sleeps, and opens weights by handle: segments must not grow there.
         allocator = {"PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "")}
         return variables | allocator | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -110,10 +113,12 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         use_tqdm_on_load=False,
         **_memory(generation),
         **_parallelism(generation),
-        **_operators(settings),
         **_adapters(settings.adapters),
     )
-    return AsyncEngineArgs(**arguments | generation.vllm)
+    arguments = arguments | generation.vllm
+    if operators := _operators(settings):
+        arguments["compilation_config"] = {**arguments.get("compilation_config", {}), **operators}
+    return AsyncEngineArgs(**arguments)
 
 
 def path_for_vllm(path: str) -> str:
@@ -138,11 +143,11 @@ def _memory(generation: GenerationConfig) -> dict[str, Any]:
 
 
 def _operators(settings: EngineSettings) -> dict[str, Any]:
-    """torch's own rotary embedding for latent attention on CPUs: vLLM 0.32's kernel assumes that queries and keys are
-    contiguous, which they are not there, and rotates the wrong values."""
+    """Entries of `compilation_config` that select torch's own rotary embedding for latent attention on CPUs: the kernel
+    of vLLM 0.32 assumes that queries and keys are contiguous, which they are not there, and rotates wrong values."""
     if settings.generation.gpus or not any(name.startswith("Deepseek") for name in settings.architectures):
         return {}
-    return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    return {"custom_ops": ["-rotary_embedding"]}
 
 
 def _parallelism(generation: GenerationConfig) -> dict[str, Any]:

@@ -190,11 +190,12 @@ def peft_s_merge(model):
     return {name.replace(".base_layer.", "."): p.detach() for name, p in model.named_parameters() if "lora" not in name}
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize(("zero", "compiled"), [(0, False), (2, False), (3, False), (0, True)])
 def test_after_save_and_load_in_new_processes_the_next_update_is_the_same_bit_for_bit(
-    ranks, fresh_ranks, files, experiences, tmp_path, zero
+    ranks, fresh_ranks, files, experiences, tmp_path, zero, compiled
 ):
     arguments = policy_arguments(files.tied, zero, SMALL, lora=LoRAConfig(rank=4, alpha=16, dropout=0.3))
+    arguments["config"] = arguments["config"].model_copy(update={"compile_layers": compiled})
     learners = ranks.make(2, "PolicyLearner", arguments)
     learners.do("update", 0, 0.0, *experiences)
     learners.save(tmp_path)

@@ -14,8 +14,8 @@ import torch
 from benchmarks.gpu_check import __main__ as command
 from benchmarks.gpu_check import seams
 from benchmarks.gpu_check.pair_settings import ON_CPU, ON_GPU, PairSetting
-from benchmarks.gpu_check.parts import PARTS, Check, Part, chosen
-from benchmarks.gpu_check.results import Results
+from benchmarks.gpu_check.parts import PARTS, PLANS, Check, Part, chosen
+from benchmarks.gpu_check.results import Results, describe_machine
 from benchmarks.gpu_check.rows import Row, failed, judged
 from benchmarks.gpu_check.runner import Place, rows_of
 from rlhf_ray.config.learner import LoRAConfig
@@ -23,7 +23,7 @@ from tests.blocked_packages import without
 
 ROOT = Path(__file__).parents[3]
 CHECKS = [check for part in PARTS.values() for check in part.checks]
-SETTINGS = [PairSetting(ON_GPU, sleep_level=2), PairSetting(ON_GPU, "ipc", zero_stage=3, sleep_level=1),
+SETTINGS = [PairSetting(ON_GPU, "ipc", sleep_level=2), PairSetting(ON_GPU, zero_stage=3, sleep_level=1),
             PairSetting(ON_GPU, lora=LoRAConfig()), PairSetting(ON_GPU, "nccl", apart=True), PairSetting(ON_CPU),
             PairSetting(ON_CPU, "nccl", zero_stage=3)]
 """Those of the engine and the cluster."""
@@ -33,9 +33,9 @@ def sample(name):
     return Check("sample_checks", name, "a mistake", 1.0, package="tests.unit.benchmarks")
 
 
-def launched(environment, *words):
+def launched(environment, *words, seconds=240):
     return subprocess.run([ROOT / "launch" / "gpu_check", *words], env={**environment, "PYTHON": sys.executable},
-                          capture_output=True, text=True, timeout=240)
+                          capture_output=True, text=True, timeout=seconds)
 
 
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
@@ -82,7 +82,7 @@ def test_every_check_is_where_the_table_says():
 
 def test_without_a_choice_every_part_runs_whose_packages_are_here(monkeypatch):
     monkeypatch.setattr("benchmarks.gpu_check.parts.find_spec", lambda name: name not in ("ray", "vllm") or None)
-    assert [part.name for part in chosen([])] == ["seams", "learner"]
+    assert [part.name for part in chosen([])] == ["seams", "learner", "updates"]
     assert [part.name for part in chosen(["cluster", "seams"])] == ["seams", "cluster"]
     some = chosen(["learner:resume", "seams", "learner:update", "seams:ipc"])
     assert [(part.name, len(part.checks)) for part in some] == [("seams", 4), ("learner", 1), ("learner", 1)]
@@ -101,6 +101,98 @@ def test_a_process_that_is_killed_or_hangs_costs_its_own_rows_only(name, left_s,
     rows = list(rows_of(sample(name), (), tmp_path / "log.txt", left_s))
     assert [row.what for row in rows] == ["a figure", name]
     assert rows[1].verdict == "FAILED" and said in rows[1].found
+
+
+def test_of_several_measurements_an_error_or_the_end_of_the_process_costs_one(tmp_path):
+    rows = list(rows_of(sample("several"), (), tmp_path / "log.txt", 100.0))
+    assert [row.what for row in rows] == [
+        "first begins", "first ends", "failing begins", "failing", "third begins", "third ends", "killed begins",
+        "killed", "long", "last begins", "last ends"]
+    assert [row.found for row in rows if row.is_bad] == ["ValueError: out of memory", "its process ended with signal 9"]
+    assert rows[1].found == rows[5].found != rows[-1].found, "one process until it ends"
+    assert rows[8].verdict == "not run" and "expected to take 900 s" in rows[8].note
+
+
+def test_a_process_that_cannot_be_cleaned_leaves_the_rest_to_another(tmp_path):
+    rows = list(rows_of(sample("uncleaned"), (), tmp_path / "log.txt", 100.0))
+    assert [row.what for row in rows] == ["first begins", "first ends", "second begins", "second ends"]
+    assert rows[1].found != rows[3].found and not any(row.is_bad for row in rows)
+
+
+def test_measurements_behind_one_that_uses_up_the_time_are_listed(tmp_path):
+    rows = list(rows_of(sample("stuck"), (), tmp_path / "log.txt", 8.0))
+    assert [(row.what, row.verdict) for row in rows] == [
+        ("first begins", "figure"), ("first", "FAILED"), ("second", "not run")]
+
+
+def test_on_a_gpu_a_measurement_that_hangs_costs_those_behind_it_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu_check.runner.HANGING_S", 1.0)
+    monkeypatch.setattr("benchmarks.gpu_check.runner.BEGINNING_S", 1.0)
+    rows = list(rows_of(sample("stuck"), ("GPU",), tmp_path / "log.txt", 60.0))
+    assert [row.what for row in rows] == ["first begins", "first", "second begins", "second"]
+    assert "not done within 1 s" in rows[1].found
+
+
+def test_a_plan_consists_of_checks_that_there_are_and_takes_no_parts(capsys, monkeypatch):
+    known = {f"{check.part}:{check.name}": check for check in CHECKS}
+    for plan in PLANS.values():
+        assert [f"{part.name}:{part.checks[0].name}" for part in plan.parts] == list(plan.checks)
+        assert known.keys() >= set(plan.checks)
+        assert sum(known[name].least_s or known[name].seconds for name in plan.checks) <= plan.seconds
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--plan", "updates", "--part", "seams"])
+    with pytest.raises(SystemExit):
+        command.arguments()
+    assert "leave out --part" in capsys.readouterr().err
+
+
+def test_when_it_is_ended_the_rows_so_far_are_printed(tmp_path, capsys):
+    results = Results(tmp_path, {"device": "none"})
+    results.add(CHECKS[0], judged("speed", "7 s", True, "at most 8"), 1.0)
+    with pytest.raises(SystemExit):
+        command.ended(results)
+    assert "ok      speed: 7 s\n" in capsys.readouterr().out
+
+
+def test_the_commit_can_be_named_where_there_is_no_git(monkeypatch):
+    monkeypatch.setenv("GPU_CHECK_COMMIT", "0123456789abcdef0")
+    assert describe_machine([])["commit"] == "0123456789ab"
+
+
+def test_every_update_of_the_plan_has_settings_that_a_policy_could_have():
+    from benchmarks.gpu_check.random_policy import Setting
+    from benchmarks.gpu_check.updates import variants
+
+    for variant in variants(gpu=True):
+        config = Setting(variant.size, variant.fields).config(gpu=True)
+        assert config.micro_batch_tokens >= variant.size.length and config.autocast == "bfloat16"
+    assert len({variant.name for variant in variants(gpu=True)}) == len(variants(gpu=True))
+
+
+def test_the_run_of_the_plan_is_one_whose_roles_share_a_gpu(tmp_path):
+    from benchmarks.gpu_check.cluster import _configuration
+    from rlhf_ray.config.derived import transport_of
+    from rlhf_ray.config.stages import PPOConfig
+
+    config = PPOConfig.model_validate(_configuration(tmp_path, ON_GPU, str(tmp_path)))
+    roles = (config.generator, config.policy, config.critic, config.reference)
+    assert sum(role.gpus for role in roles) == pytest.approx(1) and transport_of(config) == "ipc"
+    assert config.generator.sleep_level == 2 and config.policy.offload_between_phases
+
+
+def test_phases_have_the_operations_of_their_passes():
+    from benchmarks.gpu_check.cluster import _phases
+    from rlhf_ray.planning.hardware import H100
+    from rlhf_ray.planning.model_shape import ModelShape
+
+    shape = ModelShape(2048, 16, 32, 8, 8192, 128_256)
+    step = {"time/step": 10.0, "throughput/samples_per_second": 1.0, "throughput/tokens_per_second": 100.0,
+            "time/logprobs": 1.0, "time/policy_update": 3.0, "time/generate": 4.0}
+    rows = {row.what: row for row in _phases([{**step, "time/step": 99.0}, step], shape, H100)}
+    assert rows["a step"].found == "10.00 s, 1.0 samples/s, 100 tokens/s"
+    flops = 10 * shape.row_flops(100) / H100.flops
+    assert rows["a step: logprobs"].note == rows["a step: policy_update"].note.replace("333", "1,000")
+    assert rows["a step: logprobs"].note == f"1,000 tokens/s, {flops:.1%} of the peak"
+    assert rows["a step: generate"].found == "4.00 s, 40%" and rows["a step: the rest"].found == "2.00 s"
 
 
 def test_a_check_for_which_no_time_is_left_is_listed_as_not_run(tmp_path):
@@ -177,11 +269,23 @@ def test_a_learner_in_the_wrong_precision_is_noticed(tmp_path, monkeypatch):
         from benchmarks.gpu_check.runner import Place
         place = Place((), Path({str(tmp_path)!r}))
         learner.HALF = {{"autocast": "float32"}}
-        print(*[f"{{row.what}}: {{row.verdict}}" for row in learner.larger(place)], sep="\\n")
+        print(*[f"{{row.what}}: {{row.verdict}}" for row in learner.adapters(place)], sep="\\n")
     """
     answer = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
                             capture_output=True, timeout=240)
     assert "precision of the logits: WRONG" in answer.stdout, answer.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_is_rehearsed_on_the_cpu(plan, tmp_path):
+    answer = launched(dict(os.environ), "--cpu", "--plan", plan, "--out", str(tmp_path), seconds=1800)
+    assert answer.returncode == 0, answer.stdout + (tmp_path / "log.txt").read_text()[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()][1:]
+    assert {f"{row['part']}:{row['check']}" for row in rows} == set(PLANS[plan].checks)
+    assert len(rows) > 5 and sum(row["verdict"] == "not run" for row in rows) < len(rows) / 2
+    assert answer.stdout.count(rows[0]["what"]) == 2, "as it is measured, and at the end"
 
 
 def test_differences_are_relative_to_all_that_is_expected():

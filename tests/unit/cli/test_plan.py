@@ -30,11 +30,19 @@ def test_a_page_for_people():
     assert "WW" in answer.output and "the run fits" in answer.output
 
 
+def test_micro_batches_beside_pools_of_ones_own_are_shown_with_the_reason():
+    placed = str(ROOT / "tests/unit/planning/placed/one_gpu_0.5b_grpo.yaml")
+    answer = plan(placed, "--nodes=1x1xH100", "--policy.micro_batch_tokens=auto")
+    assert answer.exit_code == 0
+    assert re.search(r"policy\.micro_batch_tokens=32768 +the largest that fits, up to 32768", answer.output)
+    assert "derived" not in plan(placed, "--nodes=1x1xH100").output
+
+
 def test_what_cannot_fit_ends_with_2_and_overrides_count():
     answer = plan(RECIPE, "--nodes=1x1xL4", "--policy.gradient_checkpointing=false",
                   "--policy.micro_batch_tokens=16384")
     assert answer.exit_code == 2
-    assert "set policy.gradient_checkpointing=true" in answer.output.replace("\n", " ")
+    assert "set policy.gradient_checkpointing=0.5." in answer.output.replace("\n", " ")
     assert "the run cannot work" in answer.output
 
 

@@ -97,12 +97,12 @@ def optimizer_arguments(config: Any, optimizer: Any) -> Any:
 
 
 def deepspeed(_: Any, learner: Any) -> Any:
-    return deepspeed_config(learner, learner.zero_stage)
+    return deepspeed_config(learner, learner.zero_stage, 1)
 
 
 def clipping(config: Any, optimizer: Any) -> Any:
     learner = config.policy if isinstance(config, PPOConfig) else config.learner
-    return deepspeed_config(learner.model_copy(update={"optimizer": optimizer}), 1)["gradient_clipping"]
+    return deepspeed_config(learner.model_copy(update={"optimizer": optimizer}), 1, 1)["gradient_clipping"]
 
 
 def vllm_arguments(config: Any, generation: Any) -> Any:
@@ -342,6 +342,7 @@ ROWS: list[Row] = [
             given={**GPU, **dict.fromkeys(of_roles("gpus"), 0.4)}),
     Differs(of_roles("autocast"), ("float32", "bfloat16"), deepspeed),
     Differs(of_roles("gradient_checkpointing"), (False, True), plan),
+    Differs(of_roles("gradient_checkpointing"), (0.5, True), plan),
     Shown(of_roles("compile_layers"),
           "tests/cluster/learners/test_learner_update.py::test_an_update_with_compiled_layers_is_plain_torch_s"),
     Shown(of_roles("router_aux_loss_coef"),

@@ -61,6 +61,28 @@ def test_auto_is_settled_by_the_placement(write, overrides, transport):
     assert resolve(config) == config
 
 
+@pytest.mark.parametrize(
+    ("overrides", "mib"),
+    [
+        ([], 64),
+        (["--cluster.object_store_mb=8192"], 64),
+        (["--pools.default.gpus=1", "--policy.gpus=1", "--cluster.object_store_mb=8192"], 64),
+        ([*APART, "--cluster.object_store_mb=8192"], 256),
+        ([*APART, "--cluster.address=there:1"], 256),
+        (APART, 85),
+        ([*APART, "--buffer.capacity_mb=500"], 64),
+        ([*APART, "--weights.transport=nccl"], 1024),
+        ([*SHARED, "--weights.transport=auto"], 1024),
+        ([*APART, "--weights.transport=nccl", "--weights.bucket_mb=100"], 100),
+        (["--weights.bucket_mb=1"], 1),
+    ],
+)
+def test_an_empty_bucket_size_is_that_of_the_transport_and_the_devices(write, overrides, mib):
+    config = load(PPOConfig, write("ppo"), [*overrides, "--critic.gpus=0"])
+    assert config.weights.bucket_mb == mib and config.weights.bucket_bytes == mib << 20
+    assert resolve(config) == config
+
+
 def test_the_default_works_on_any_hardware(write):
     assert load(PPOConfig, write("ppo"), APART).weights.transport == "object_store"
 

@@ -6,6 +6,7 @@ import yaml
 
 from rlhf_ray.config.load import STAGES, as_yaml, load, resolve
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.settled import is_set
 from rlhf_ray.config.stages import PPOConfig, SFTConfig
 from rlhf_ray.errors import ConfigError
 
@@ -51,6 +52,43 @@ def test_overrides_of_every_kind_of_value(write):
     assert config.evaluation is None
     assert {name: (p.cpus, p.bundles) for name, p in config.pools.items()} == {"default": (4, 1), "spare": (1, 2)}
     assert config.algorithm.kl.kind == "adaptive"
+
+
+def test_automatic_micro_batches_count_as_not_set(write):
+    path = write("ppo", policy={"micro_batch_tokens": 8192}, critic={"micro_batch_tokens": "auto"})
+    config = load(PPOConfig, path, ["--policy.micro_batch_tokens=auto"])
+    for role in ("policy", "critic"):
+        assert getattr(config, role).micro_batch_tokens == 4096
+        assert not is_set(config, f"{role}.micro_batch_tokens")
+    with pytest.raises(ConfigError, match="policy.micro_batch_tokens='automatic': must be a whole number"):
+        load(PPOConfig, path, ["--policy.micro_batch_tokens=automatic"])
+
+
+def test_automatic_micro_batches_on_gpus_hold_the_longest_row(write):
+    long = ["--prompts.max_tokens=3000", "--generator.sampling.max_tokens=3000", "--reference.micro_batch_tokens=6000"]
+    placed = ["--pools.default.gpus=1", "--policy.gpus=1", "--critic.micro_batch_tokens=6000"]
+    config = load(PPOConfig, write("ppo"), [*long, *placed])
+    assert config.policy.micro_batch_tokens == resolve(config).policy.micro_batch_tokens == 6000
+    assert not is_set(config, "policy.micro_batch_tokens")
+    with pytest.raises(ConfigError, match="policy.micro_batch_tokens=4096 is less than the longest sample"):
+        load(PPOConfig, write("ppo"), long)
+
+
+@pytest.mark.parametrize(("text", "share"), [
+    ("true", True), ("false", False), ("0.5", 0.5), ("1", 1), ("0", 0), ("1.0", 1.0), ("2.5e-1", 0.25)])
+def test_a_share_of_layers_is_a_truth_value_or_a_number(write, text, share):
+    given = load(PPOConfig, write("ppo"), [f"--policy.gradient_checkpointing={text}"]).policy
+    read = load(PPOConfig, write("ppo", policy={"gradient_checkpointing": yaml.safe_load(text)}), []).policy
+    assert given.gradient_checkpointing == read.gradient_checkpointing == share
+
+
+@pytest.mark.parametrize("text", ["1.5", "-0.1", ".nan", ".inf", "half", "50%", "null", "[0.5]"])
+def test_what_is_no_share_of_layers_is_refused(write, text):
+    for given, arguments in ((yaml.safe_load(text), []), (False, [f"--policy.gradient_checkpointing={text}"])):
+        path = write("ppo", policy={"gradient_checkpointing": given})
+        with pytest.raises(ConfigError, match=r"policy.gradient_checkpointing: gradient_checkpointing=.* must be true, "
+                                              r"false, or the share of layers to recompute, from 0 to 1 \["):
+            load(PPOConfig, path, arguments)
 
 
 def test_every_literal_of_every_stage_can_be_given_as_text():

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.config.generation import WeightsConfig
-from rlhf_ray.coordinator.weight_sync import AHEAD, WeightSync
+from rlhf_ray.config.generation import BUCKETS_IN_STORE, WeightsConfig
+from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import DamagedBucket, WeightsError, WorkerLost
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
@@ -106,7 +106,7 @@ def test_all_policy_ranks_join_in_gathering():
 def test_only_some_buckets_are_on_their_way_at_a_time():
     it = Publication(buckets=9)
     asyncio.run(it.sync.publish(1))
-    assert it.gathered == 9 and it.most_ahead == AHEAD
+    assert it.gathered == 9 and it.most_ahead == BUCKETS_IN_STORE
 
 
 def test_buckets_are_planned_once_with_the_configured_size_and_what_goes_together():

@@ -3,6 +3,9 @@ activations kept and made again; what was seen is written as JSON to the file na
 
 `torch.is_autocast_enabled()` answers here as it does on a GPU, where it speaks of the device that is computed on:
 DeepSpeed's engine decides by it whether a pass is made with autocast.
+
+At stage 2 a bucket of gradients holds one of the larger parameters, so there are several of them; at stage 3 nothing
+stays gathered after its use. Both are so in large models.
 """
 
 import json
@@ -12,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from torch import Tensor
 
-from rlhf_ray.config.learner import LearnerConfig, LoRAConfig, OptimizerConfig
+from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, LoRAConfig, OptimizerConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.engine import distributed
-from rlhf_ray.engine.deepspeed_engine import TrainEngine
+from rlhf_ray.engine import deepspeed_engine, distributed
+from rlhf_ray.engine.deepspeed_engine import TrainEngine, deepspeed_config
 from rlhf_ray.engine.optimizer_shards import optimizer_shards
 from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.lora import Adapters
@@ -30,21 +34,46 @@ OPTIMIZER = OptimizerConfig(learning_rate=1.0, betas=(0.0, 0.0), eps=1.0, grad_c
 """Steps of about the gradient's size: nothing is divided by a small number, and no rounding made a whole step."""
 STEPS = 2
 """Adapters begin with one of their two factors at zero, and the other has a gradient from the second step on."""
+AGAIN = {False: True, True: 0.5}
+"""Share of layers that are recomputed, with adapters and without."""
 CASES = list(product(range(4), (False, True), ("float32", "bfloat16")))
 
 
-def engine(model: str, stage: int, adapters: bool, precision: Any, again: bool) -> TrainEngine:
+def engine(model: str, stage: int, adapters: bool, precision: Any, again: float) -> TrainEngine:
     """`precision` of passes, and of a base that adapters leave as it is."""
     lora = LoRAConfig(rank=4) if adapters else None
     config = LearnerConfig(zero_stage=stage, workers=2, autocast=precision, gradient_checkpointing=again,
                            optimizer=OPTIMIZER, lora=lora)
     torch.manual_seed(5)
     inner = load_causal_lm(ModelConfig(path=model, dtype=precision if adapters else "float32"))
+    deepspeed_engine.SHARDED_BUCKET = 1 if stage == 2 else SHARDED_BUCKET
     # Two pieces of logits, each of which the backward pass makes again.
     module = PackedLanguageModel(inner, chunks=Chunks(16 * VOCAB, most_tokens=32))
     if lora:
         Adapters(inner, lora, model, autocast=precision == "bfloat16")
     return TrainEngine(module, config, total_steps=10)
+
+
+def released(config: LearnerConfig, stage: int, largest: int) -> dict[str, Any]:
+    """DeepSpeed's configuration, by which it frees parameters as soon as it can."""
+    settings = deepspeed_config(config, stage, largest)
+    if stage == 3:
+        settings["zero_optimization"] |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    return settings
+
+
+def fetched(it: TrainEngine, rank: int) -> list[str]:
+    """Kinds of modules whose parameters are gathered in an update, at stage 3."""
+    kinds, own = [], PartitionedParameterCoordinator.fetch_sub_module
+
+    def fetch(coordinator: Any, module: Any, forward: bool) -> None:
+        kinds.append(type(module).__name__)
+        own(coordinator, module, forward)
+
+    PartitionedParameterCoordinator.fetch_sub_module = fetch
+    it.step([loss(it, rank)])
+    PartitionedParameterCoordinator.fetch_sub_module = own
+    return kinds
 
 
 def loss(it: TrainEngine, rank: int) -> Tensor:
@@ -113,11 +142,12 @@ def trained(module: Any) -> list[Any]:
 def main(model: str, address: str, rank: int) -> dict[str, Any]:
     asked = torch.is_autocast_enabled
     torch.is_autocast_enabled = lambda device="cpu": asked(device)
+    deepspeed_engine.deepspeed_config = released
     distributed.join(address, rank, 2, 60.0)
     found: dict[str, Any] = {}
     updates: dict[Any, Tensor] = {}
     for stage, adapters, precision in CASES:
-        kept, again = (engine(model, stage, adapters, precision, checkpointing) for checkpointing in (False, True))
+        kept, again = (engine(model, stage, adapters, precision, share) for share in (False, AGAIN[adapters]))
         seen = passes(kept, rank)
         mine = updates[stage, adapters, precision] = update(kept, rank)
         first = updates[0, adapters, precision]
@@ -125,7 +155,7 @@ def main(model: str, address: str, rank: int) -> dict[str, Any]:
         found[f"{stage} {adapters} {precision}"] = {
             **seen, "inexact": inexact(kept), "copied": copied(kept, stage), "size": float(mine.norm()),
             "again": distance(update(again, rank), mine), "stage 0": distance(mine, first),
-            "float32": distance(mine, whole)}
+            "float32": distance(mine, whole), "fetched": fetched(again, rank)}
     return found
 
 

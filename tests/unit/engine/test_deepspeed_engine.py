@@ -7,6 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from rlhf_ray.engine.deepspeed_engine import recompute_layers
+from rlhf_ray.errors import ModelError
+from rlhf_ray.internals.transformers import is_checkpointed
+from tests.tiny_families import DECODERS, config_of
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +94,35 @@ def test_several_updates_in_a_row_that_apply_nothing_are_too_many(told):
     error = told["skipped_updates"]["error"]
     assert error.startswith("TrainingError: ")
     assert "3 consecutive updates (optimizer.max_consecutive_skipped_updates)" in error
+
+
+def recomputed(model):
+    return [i for i, layer in enumerate(model.get_decoder().layers) if is_checkpointed(layer)]
+
+
+@pytest.mark.parametrize(("share", "layers"), [
+    (0.05, []), (0.1, [7]), (0.25, [3, 7]), (0.5, [1, 3, 5, 7]), (0.6, [1, 3, 4, 6, 7]), (0.75, [1, 2, 3, 5, 6, 7]),
+    (0.95, list(range(8))), (1.0, list(range(8))), (True, list(range(8)))])
+def test_layers_to_recompute_are_spread_evenly(share, layers):
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=4, intermediate_size=4, num_hidden_layers=8, vocab_size=4,
+                                         num_attention_heads=1))
+    recompute_layers(model, share)
+    assert recomputed(model) == layers
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_every_family_recomputes_a_share_of_its_layers(family):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(family, **DECODERS[family]))
+    count = model.config.get_text_config().num_hidden_layers
+    recompute_layers(model, 0.5)
+    assert sum(map(is_checkpointed, model.modules())) == count // 2
+
+
+def test_a_share_is_refused_for_a_model_that_only_recomputes_all_layers(monkeypatch):
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=4, intermediate_size=4, num_hidden_layers=1, vocab_size=4,
+                                         num_attention_heads=1))
+    monkeypatch.setattr("rlhf_ray.internals.transformers.layers_of", lambda _: [])
+    recompute_layers(model, True)
+    with pytest.raises(ModelError, match=r"gradient_checkpointing=0.5 is a share .* LlamaForCausalLM .* to true"):
+        recompute_layers(model, 0.5)

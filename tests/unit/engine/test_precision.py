@@ -84,6 +84,14 @@ def test_the_update_is_that_of_the_other_stages(told, case):
     assert told(case)["stage 0"] <= STAGES_APART[case[2]]
 
 
+@every_case
+def test_a_sharded_layer_is_gathered_in_one_call_and_not_each_module_in_it(told, case):
+    """Two layers: forward, backward, and where its pass is recomputed, which finds it gathered."""
+    kinds = told(case)["fetched"]
+    assert kinds.count("LlamaDecoderLayer") == ((5 if case[1] else 6) if case[0] == 3 else 0)
+    assert not {"LlamaAttention", "LlamaMLP", "ModuleDict"} & set(kinds)
+
+
 @half
 def test_bfloat16_s_update_is_float32_s_but_for_rounding(told, case):
     assert 1e-4 < told(case)["float32"] <= ROUNDED, "rounded, and no more"

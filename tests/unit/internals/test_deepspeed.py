@@ -12,10 +12,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import build_shm_op
 from deepspeed.runtime import compiler
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import leaf_module_config
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import z3_leaf_module
 from deepspeed.utils.tensor_fragment import get_hp_fragment_mapping
 from torch import nn
 
@@ -85,6 +87,25 @@ def test_gathered_parameters_can_be_released(monkeypatch):
     internals.release_gathered(SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=offload)))
     assert released == [offload]
     assert "parameter_offload" in DeepSpeedZeroOptimizer_Stage3.__init__.__code__.co_names, READ_AGAIN
+
+
+def test_layers_are_gathered_as_wholes_from_the_next_pass_on(monkeypatch):
+    calls, offload = [], DeepSpeedZeRoOffload.__new__(DeepSpeedZeRoOffload)
+    for name in ("destroy", "setup_zero_stage3_hooks"):
+        monkeypatch.setattr(DeepSpeedZeRoOffload, name, lambda own, called=name: calls.append(called))
+    layer = nn.Linear(2, 2)
+    internals.gather_together(SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=offload)), [layer])
+    assert calls == ["destroy", "setup_zero_stage3_hooks"] and z3_leaf_module(layer)
+    assert "z3_leaf_module" in DeepSpeedZeRoOffload._register_deepspeed_module.__code__.co_names, READ_AGAIN
+
+
+def test_experts_are_not_marked(monkeypatch):
+    classes = leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES
+    assert any("qwen3_moe" in name for name in classes), READ_AGAIN
+    monkeypatch.setattr(leaf_module_config, "DEFAULT_LEAF_MODULE_CLASSES", list(classes))
+    assert leaf_module_config.DeepSpeedZeroLeafModuleConfig().classes == classes
+    internals.mark_no_experts()
+    assert leaf_module_config.DeepSpeedZeroLeafModuleConfig().classes == []
 
 
 def test_autocast_follows_the_engine_s_configuration():

@@ -2,11 +2,25 @@
 
 import inspect
 
+import pytest
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from rlhf_ray.internals.torch import HANDLE, OWN, copy_without_parameters, onednn_product, swap_parameters
+from rlhf_ray.internals.torch import (
+    HANDLE,
+    OWN,
+    autograd_in_operator,
+    compile_each,
+    copy_without_parameters,
+    onednn_product,
+    swap_parameters,
+    uncompiled,
+    undo_compilation,
+    whole_graphs,
+)
+
+compile_with = torch.compile
 
 
 def test_memory_of_gpus_is_described_by_the_known_arguments():
@@ -38,3 +52,38 @@ def test_swapped_layers_compute_with_each_other_s_parameters():
     swap_parameters(one, other)
     assert torch.equal(other(torch.eye(2)), before[0]) and torch.equal(one(torch.eye(2)), before[1])
     assert one(x).shape == (4, 3) and len(list(one.parameters())) == 2
+
+
+def test_an_operator_can_compute_gradients():
+    @torch.library.custom_op("rlhf_ray_tests::gradient_of_cube", mutates_args=())
+    def gradient_of_cube(x: torch.Tensor) -> torch.Tensor:
+        with autograd_in_operator():
+            leaf = x.detach().requires_grad_()
+            return torch.autograd.grad((leaf**3).sum(), leaf)[0]
+
+    with torch.no_grad():
+        assert gradient_of_cube(torch.tensor([2.0])).item() == 12
+    x = torch.ones(2, requires_grad=True)
+    assert (2 * x).requires_grad, "autograd goes on as before"
+
+
+class Breaking(nn.Module):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_what_is_compiled_can_be_told_undone_and_must_be_one_graph_where_asked(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, **_: compile_with(call, backend="eager"))
+    whole, broken = nn.Linear(2, 2), Breaking()
+    compile_each([whole, broken])
+    with whole_graphs():
+        whole(torch.ones(1, 2))
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            broken(torch.ones(1))
+    assert broken(torch.ones(1)) == 2, "elsewhere it may be several"
+    with uncompiled(whole):
+        assert whole._compiled_call_impl is None
+    assert whole._compiled_call_impl is not None
+    undo_compilation([whole])
+    assert whole._compiled_call_impl is None

@@ -174,10 +174,12 @@ def drawn(heads, sizes, tokens):
             for n, size in zip(heads, sizes, strict=True)]
 
 
-@pytest.mark.parametrize("at_a_time", [2**26, 100])
+@pytest.mark.parametrize(("at_a_time", "operator"), [(2**26, False), (100, False), (2**26, True)])
 @pytest.mark.parametrize(("kv_heads", "sizes"), [(4, (6, 6, 6)), (2, (6, 6, 5))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_attention_is_what_its_definition_says(kind, kv_heads, sizes, at_a_time, monkeypatch):
+def test_every_kind_of_attention_is_what_its_definition_says(kind, kv_heads, sizes, at_a_time, operator, monkeypatch):
+    """Also as the operator that it is in compiled layers."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: operator)
     monkeypatch.setattr(attention, "LARGEST_SCORES", at_a_time)
     monkeypatch.setitem(BLOCK_TOKENS, "cpu", 12)
     inputs, packing = drawn((4, kv_heads, kv_heads), sizes, sum(WIDE)), Packing.of(WIDE)
@@ -191,6 +193,35 @@ def test_every_kind_of_attention_is_what_its_definition_says(kind, kv_heads, siz
     weights = torch.linspace(-1, 1, ours.numel(), dtype=ours.dtype).view_as(ours)
     for one, other in zip(*(torch.autograd.grad((x * weights).sum(), learned) for x in (ours, theirs)), strict=True):
         torch.testing.assert_close(one, other, atol=1e-8, rtol=1e-8)
+
+
+def operator_inputs(**others):
+    """Arguments of the operator of compiled layers: five rows of 29 tokens."""
+    q, k, v = (x.detach()[0].transpose(0, 1).float().requires_grad_() for x in drawn((4, 2, 2), (6, 6, 5), sum(WIDE)))
+    values = {"sinks": None, "offsets": Packing.of(WIDE).offsets, "seed": None, "block_tokens": 12, "dropout": 0.0,
+              "scale": None, "window": None, "softcap": None, **others}
+    return q, k, v, *values.values()
+
+
+@pytest.mark.parametrize("others", [{}, {"sinks": torch.zeros(4, requires_grad=True), "window": 4}])
+def test_the_operator_is_what_compilers_expect(others):
+    """Its schema, its shapes without values, and its gradients in graphs."""
+    torch.library.opcheck(torch.ops.rlhf_ray.packed_attention.default, operator_inputs(**others))
+
+
+def test_the_operator_s_dropout_follows_from_its_seed_and_is_the_same_in_the_backward_pass():
+    def passed(seed):
+        inputs = operator_inputs(dropout=0.5, seed=torch.tensor([seed]))
+        out = torch.ops.rlhf_ray.packed_attention(*inputs)
+        return out.detach(), torch.autograd.grad(out.sum(), inputs[2])[0]
+
+    state = torch.get_rng_state()
+    once, again, other = passed(3), passed(3), passed(4)
+    assert torch.equal(torch.get_rng_state(), state), "the run's random numbers are its own"
+    assert all(map(torch.equal, once, again)) and not torch.equal(once[0], other[0])
+    # Outputs are sums of values by weights, whose gradients the weights are: the sum over tokens of both is the same.
+    value = operator_inputs()[2].detach()
+    torch.testing.assert_close((once[1] * value).sum(), once[0].sum(), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped heads", "repeated heads, as torch 2.11 needs them"])

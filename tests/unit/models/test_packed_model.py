@@ -7,7 +7,7 @@ import torch
 
 from rlhf_ray.algorithms.logprobs import SamplingMask
 from rlhf_ray.config.learner import LoRAConfig
-from rlhf_ray.models import packed_model
+from rlhf_ray.models import attention, packed_model
 from rlhf_ray.models.attention import register
 from rlhf_ray.models.cpu import linear
 from rlhf_ray.models.lora import Adapters
@@ -65,6 +65,25 @@ def test_chunks_change_no_answer_and_no_gradient(causal_lm, tokens, packing, chu
     pieces = answers_and_gradients(causal_lm(tied, dtype=torch.float64), tokens, packing, chunks, entropy)
     for name, expected in whole.items():
         torch.testing.assert_close(pieces[name], expected, atol=1e-12, rtol=1e-9, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def backward_steps(*outputs):
+    """The steps of a backward pass."""
+    found, left = set(), [output.grad_fn for output in outputs]
+    while left:
+        step = left.pop()
+        if step is not None and step not in found:
+            found.add(step)
+            left += [earlier for earlier, _ in step.next_functions]
+    return found
+
+
+def test_no_gradient_of_all_tokens_is_filled_with_zeros_in_the_backward_pass(causal_lm, tokens, packing, monkeypatch):
+    monkeypatch.setattr(linear, "uses_onednn", lambda: False)  # as on GPUs
+    monkeypatch.setattr(attention, "takes_short_rows", lambda *_: False)
+    steps = backward_steps(*PackedLanguageModel(causal_lm())(tokens, packing, PREDICTED, entropy=True))
+    indices = [step for step in steps if step.name() in ("SelectBackward0", "SliceBackward0")]
+    assert {step._saved_dim for step in indices} == {3}  # halves of heads, by transformers' rotary embedding
 
 
 def masks(tokens, only):

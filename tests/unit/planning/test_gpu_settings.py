@@ -81,7 +81,7 @@ class TestRecipes:
         assert config.policy.zero_stage == 3 and config.policy.gradient_checkpointing
         assert config.policy.micro_batch_tokens == 8192 and config.rewards["preference"].dtype == "bfloat16"
         assert config.policy.optimizer.learning_rate == 1e-6 and config.weights.transport == "object_store"
-        assert config.weights.bucket_mb == 512 and config.generator.chunk == 32
+        assert config.weights.bucket_mb == 256 and config.generator.chunk == 32
 
     def test_grpo_on_eight(self):
         _, config, _ = recipe("eight_gpu_7b_grpo.yaml")
@@ -157,6 +157,55 @@ class TestChoice:
         assert sum(pool.bundles * pool.gpus for pool in config.pools.values()) == 4
 
 
+class TestOwnPools:
+    """Who places the roles gets the largest micro-batches that fit, for learners alone."""
+
+    POOLS = {"generation": {"gpus": 1, "bundles": 2}, "policies": {"gpus": 1, "bundles": 5},
+             "default": {"gpus": 1, "bundles": 1, "cpus": 8}}
+
+    def placed(self, **policy):
+        return changed(GRPO, pools=self.POOLS, generator={"gpus": 1, "workers": 2, "pool": "generation", "chunk": 8},
+                       reference={"gpus": 1}, policy={"gpus": 1, "workers": 5, "pool": "policies", "zero_stage": 3,
+                                                      "autocast": "bfloat16", **policy})
+
+    @pytest.mark.parametrize("recomputed", [False, 0.5, True])
+    @pytest.mark.parametrize("nodes", ["1x8xH100", "1x8xH200"])
+    def test_are_the_largest_power_of_two_that_leaves_a_tenth(self, nodes, recomputed):
+        given = load_values(PPOConfig, self.placed(gradient_checkpointing=recomputed))
+        config = derive_gpu_settings(given, parse_nodes(nodes), shape_of)
+        assert config.cluster.derived == ["policy.micro_batch_tokens"]
+        chosen = config.policy.micro_batch_tokens
+
+        def fullest(tokens):
+            policy = given.policy.model_copy(update={"micro_batch_tokens": tokens})
+            loads = planned(given.model_copy(update={"policy": policy}), nodes).loads
+            return max(load.share for load in loads if "policy" in load.roles and load.device is not None)
+
+        assert chosen in [2**power for power in range(11, 16)]
+        assert fullest(chosen) <= (0.9 if chosen > 4096 else 1)
+        assert chosen == 32768 or fullest(2 * chosen) > (0.9 if chosen >= 4096 else 1)
+
+    def test_a_value_of_somebody_stays_and_one_of_other_machines_does_not(self):
+        own = load_values(PPOConfig, self.placed(micro_batch_tokens=3000))
+        assert derive_gpu_settings(own, parse_nodes("1x8xH100"), shape_of).policy.micro_batch_tokens == 3000
+        given = load_values(PPOConfig, self.placed(gradient_checkpointing=0.5))
+        small, large = (parse_nodes(nodes) for nodes in ("1x8xH100", "1x8xH200"))
+        first = derive_gpu_settings(given, small, shape_of)
+        again = derive_gpu_settings(first, large, shape_of)
+        assert again == derive_gpu_settings(given, large, shape_of) != first
+
+    def test_on_a_gpu_of_an_unknown_kind_among_others_they_are_the_default(self):
+        large = parse_nodes("2x4xH200")
+        nodes = [large[0], replace(large[1], gpu=None)]
+        given = load_values(PPOConfig, self.placed(gradient_checkpointing=True))
+        assert derive_gpu_settings(given, large, shape_of).policy.micro_batch_tokens > 4096
+        assert derive_gpu_settings(given, nodes, shape_of).policy.micro_batch_tokens == 4096
+
+    def test_gpus_that_are_too_few_leave_the_default(self):
+        given = load_values(PPOConfig, self.placed())
+        assert derive_gpu_settings(given, parse_nodes("1x4xH100"), shape_of) is given
+
+
 class TestSetFields:
     """What somebody set is kept, and the rest completed."""
 
@@ -185,9 +234,11 @@ class TestSetFields:
 
     def test_auto_is_settled_by_the_derived_placement(self):
         apart = derived(coordinator={"max_staleness": 1}, weights={"transport": "auto"})
-        assert apart.weights.transport == "nccl"
+        assert (apart.weights.transport, apart.weights.bucket_mb) == ("nccl", 1024)
         one = derived(model={"path": "Qwen/Qwen2.5-0.5B"}, nodes="1x1xH100", weights={"transport": "auto"})
-        assert one.weights.transport == "ipc"
+        assert (one.weights.transport, one.weights.bucket_mb) == ("ipc", 1024)
+        small = derived(model={"path": "Qwen/Qwen2.5-0.5B"}, nodes="1x1xH100")
+        assert one.cluster.object_store_mb < small.cluster.object_store_mb, "no bucket goes through it"
 
     def test_what_was_derived_before_gives_way(self):
         eight = derived(coordinator={"max_staleness": 1})

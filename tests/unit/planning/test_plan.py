@@ -12,9 +12,10 @@ from rlhf_ray.cli.plan_report import plan_as_json, plan_as_values
 from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, PolicyConfig
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig, ScorerConfig
+from rlhf_ray.planning.activations import MicroBatch, layer_bytes
 from rlhf_ray.planning.inference_memory import scorer_memory
 from rlhf_ray.planning.learner_memory import Training, learner_memory
-from rlhf_ray.planning.memory_breakdown import GIB
+from rlhf_ray.planning.memory_breakdown import BUFFERS, GIB
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.node_spec import parse_nodes
@@ -95,7 +96,8 @@ class TestShardedScorer:
         _, sharded = self.memory(gpus=1, shards=4)
         assert whole.device["weights"] == shape.weight_bytes and "buffers" not in whole.device
         assert sharded.device["weights"] == shape.weight_bytes / 4
-        assert sharded.device["buffers"] == 1e9 * shape.bytes_per_value, "stage3_max_live_parameters"
+        kept = 1e9 + shape.layer_parameters  # `stage3_max_live_parameters`, and a layer as it arrives
+        assert sharded.device["buffers"] == kept * shape.bytes_per_value
         assert sharded.device["activations"] == whole.device["activations"], "two rows for each rank"
 
     def test_weights_of_another_precision_lie_whole_in_main_memory_while_they_are_loaded(self):
@@ -169,12 +171,32 @@ class TestLearner:
         config = LearnerConfig(workers=2, zero_stage=3, micro_batch_tokens=64)
         host = learner_memory(config, Training(LARGE, 32, 1.0, 64)).host
         assert (host["weights"], host["gradients"], host["optimizer"]) == (4 * number, 2 * number, 4 * number)
-        assert number > SHARDED_BUCKET and host["buffers"] == 3 * 4 * SHARDED_BUCKET + 4 * number
+        assert number > SHARDED_BUCKET
+        assert host["buffers"] == 3 * 4 * SHARDED_BUCKET + 4 * (number + LARGE.layer_parameters)
+
+    def test_stage_2_has_two_buckets_of_which_each_holds_the_largest_parameter(self):
+        def buffers(shape, **changes):
+            config = LearnerConfig(gpus=1, workers=2, zero_stage=2, micro_batch_tokens=64, **changes)
+            return learner_memory(config, Training(shape, 32, 1.0, 64)).device["buffers"]
+
+        wide = replace(SMALL, vocabulary=2**20)
+        assert buffers(SMALL) == 2 * 4 * SHARDED_BUCKET
+        assert buffers(wide) == 2 * 4 * 2**20 * SMALL.hidden > buffers(SMALL)
+        assert buffers(wide, lora={"rank": 2}) == buffers(SMALL)
 
     def test_checkpointing_and_half_precision_keep_less(self):
         whole, again = self.parts(), self.parts(gradient_checkpointing=True)
         assert again["activations"] < whole["activations"]
         assert self.parts(autocast="bfloat16")["logits"] < whole["logits"]
+
+    def test_a_share_of_layers_that_are_recomputed_keeps_the_others_and_one_more(self):
+        deep = replace(SMALL, layers=8)
+        kept, *others = (learner_memory(LearnerConfig(gpus=1, micro_batch_tokens=64, gradient_checkpointing=share),
+                                        Training(deep, 32, 1.0, 64)).device["activations"]
+                         for share in (False, 0.25, 0.5, 0.75, True))
+        each = layer_bytes(deep, MicroBatch(64, 32, on_gpu=True, compiled=True))
+        inputs = deep.hidden * 4
+        assert others == [kept - 64 * ((recomputed - 1) * each - recomputed * inputs) for recomputed in (2, 4, 6, 8)]
 
     def test_a_batch_of_few_rows_is_no_full_micro_batch(self):
         config = LearnerConfig(micro_batch_tokens=4096, workers=2)
@@ -215,7 +237,7 @@ class TestVerdict:
     ])
     def test_the_advice_is_what_is_needed_and_no_more(self, recipe, nodes, worse, needed):
         [refusal] = planned(recipe, nodes, *worse).refused
-        advice = re.findall(r"(\w+\.\w+=\w+)", refusal.partition("To fit, set ")[2])
+        advice = re.findall(r"(\w+\.\w+=\w+(?:\.\d+)?)", refusal.partition("To fit, set ")[2])
         assert len(advice) >= needed
         assert not planned(recipe, nodes, *worse, *(f"--{change}" for change in advice)).refused
         for left_out in advice:
@@ -253,7 +275,7 @@ class TestVerdict:
     @pytest.mark.parametrize(("recipe", "nodes", "worse", "role", "field"), [
         ("one_gpu_8b_lora.yaml", "1x1xH100", "--generator.kv_cache_mb=60000", "generator", "generator.kv_cache_mb="),
         ("eight_gpu_8b_ppo.yaml", "1x8xH100", "--critic.zero_stage=1", "critic", "critic.zero_stage=3"),
-        ("multi_node_70b_ppo.yaml", "2x8xH100(label=role:generation)+4x8xH100(label=role:policy)+"
+        ("multi_node_70b_ppo.yaml", "2x8xH100(label=role:generation)+5x8xH100(label=role:policy)+"
          "2x8xH100(label=role:judges)", "--reference.shards=1", "reference", "reference.shards=2"),
     ])
     def test_the_role_whose_memory_is_the_problem_comes_first_then_what_to_set(self, recipe, nodes, worse, role, field):
@@ -274,6 +296,14 @@ class TestVerdict:
         [told] = [finding.text for finding in tight.findings if "holds 11 longest sequences" in finding.text]
         assert "lower generator.max_sequences to 10, or raise generator.kv_cache_mb" in told
         assert not tight.refused
+
+    @pytest.mark.parametrize(("share", "told"), [(0.02, "none of 24 layers; set it to false"), (0.05, None),
+                                                 (0.98, "all of 24 layers; set it to true")])
+    def test_a_share_of_layers_that_is_none_or_all_of_them_is_told(self, share, told):
+        plan = planned("one_gpu_0.5b_grpo.yaml", "1x1xH100", f"--policy.gradient_checkpointing={share}")
+        shares = [finding.text for finding in plan.findings if "gradient_checkpointing" in finding.text]
+        assert shares == ([f"policy.gradient_checkpointing={share} recomputes {told}, or to a multiple of 1/24"]
+                          if told else [])
 
     def test_full_precision_on_a_gpu_is_told(self):
         plan = planned("one_gpu_0.5b_grpo.yaml", "1x1xH100", "--policy.autocast=float32", "--model.dtype=float32")
@@ -298,6 +328,17 @@ class TestVerdict:
         direct = planned(*arguments, "--weights.transport=ipc")
         assert not direct.findings
         assert direct.memory["generator"].host_bytes < planned(*arguments).memory["generator"].host_bytes
+
+    def test_buckets_between_gpus_are_counted_on_them(self):
+        def held(*arguments):
+            plan = planned("eight_gpu_8b_ppo.yaml", "1x8xH100", *arguments)
+            return {name: plan.memory[name].device[BUFFERS] for name in ("policy", "generator")}
+
+        small, large = (held("--weights.transport=nccl", f"--weights.bucket_mb={mib}") for mib in (2048, 3072))
+        through_memory = held("--weights.transport=object_store", "--weights.bucket_mb=2048")
+        # Two are kept by the learner while the next is gathered; vLLM keeps the one before.
+        assert large["policy"] - small["policy"] == 3 * GIB and large["generator"] - small["generator"] == 2 * GIB
+        assert small["policy"] - through_memory["policy"] == 6 * GIB
 
     def test_a_sequence_longer_than_the_context_of_the_model_is_refused(self):
         def plan(context):

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import os
 from dataclasses import replace
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
-from rlhf_ray.records import GivenTokens, Prompts, SampleKey, WeightRoute, offsets_of
+from rlhf_ray.records import GivenTokens, Prompts, SampleKey, TensorEntry, WeightRoute, offsets_of
 from rlhf_ray.roles import generator as module
 from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
 from rlhf_ray.roles.engines.interface import Completion
@@ -326,6 +327,27 @@ def test_bytes_that_arrive_on_a_direct_transport_are_not_confirmed(generator, en
     stage.add([])
     with pytest.raises(WeightsError, match="a bucket of bytes arrived"):
         asyncio.run(direct.apply(stage, 1))
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_files_of_a_publication_are_kept_for_the_next_unless_a_process_of_vllm_still_maps_them(
+        generator, engine, monkeypatch, mapped):
+    asynchronous = AsynchronousEngine(replace(engine.settings, transport="object_store"))
+    vllm = AsyncMock()
+    monkeypatch.setattr(asynchronous, "_living", lambda: vllm)
+
+    async def publish(version):
+        stage = asynchronous.open_stage()
+        stage.add([(TensorEntry("w", "uint8", (10,), 10), np.full(10, version, np.uint8))])
+        inode = stage.buckets[0].file.inode
+        vllm.collective_rpc.return_value = [[], [inode]] if mapped else [[], []]
+        await asynchronous.apply(stage, version)
+        return inode
+
+    first, second = asyncio.run(publish(1)), asyncio.run(publish(2))
+    assert (first == second) == (not mapped)
+    asyncio.run(asynchronous.stop())
+    assert not asynchronous._kept
 
 
 @pytest.fixture

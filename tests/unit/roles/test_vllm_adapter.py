@@ -16,7 +16,12 @@ from rlhf_ray.planning.inference_memory import generator_memory
 from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, CACHE, LOGITS, MIB
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.roles.engines.interface import EngineSettings
-from rlhf_ray.roles.engines.vllm_adapter import engine_arguments, inspect_architectures, path_for_vllm
+from rlhf_ray.roles.engines.vllm_adapter import (
+    engine_arguments,
+    generator_environment,
+    inspect_architectures,
+    path_for_vllm,
+)
 from tests.models import make_tiny_llama
 
 CONTEXT, GIB = 256, 2**30
@@ -77,6 +82,12 @@ class TestFurtherArguments:
         asked = arguments(gpus=1, vllm={"block_size": 32, "enforce_eager": True, "kv_cache_dtype": "fp8"})
         assert (asked.block_size, asked.enforce_eager, asked.kv_cache_dtype) == (32, True, "fp8")
         assert arguments(gpus=1).enforce_eager is False
+
+    def test_how_vllm_compiles_may_be_set_and_operators_that_compute_wrongly_stay_out(self):
+        given = {"compilation_config": {"mode": 0, "custom_ops": ["all"]}}
+        assert arguments(gpus=1, vllm=given).compilation_config.mode == 0
+        latent = engine_arguments(replace(settings(vllm=given), architectures=["DeepseekV3ForCausalLM"]))
+        assert (latent.compilation_config.mode, latent.compilation_config.custom_ops) == (0, ["-rotary_embedding"])
 
     def test_texts_of_a_command_line_become_what_they_say(self):
         texts = {"max_num_batched_tokens": "4096", "enforce_eager": "false", "kv_cache_dtype": "fp8"}
@@ -187,3 +198,9 @@ def test_vllm_finds_the_weights_of_a_directory_with_any_name(tmp_path, name):
 def test_a_name_on_the_hub_is_left_as_it_is(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert path_for_vllm("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize(("gpus", "installed", "said"), [(1, False, "0"), (1, True, None), (0, False, None)])
+def test_vllm_s_sampler_does_without_flashinfer_where_that_is_not_installed(gpus, installed, said, monkeypatch):
+    monkeypatch.setattr("rlhf_ray.roles.engines.vllm_adapter.find_spec", lambda name: object() if installed else None)
+    assert generator_environment(GenerationConfig(gpus=gpus)).get("VLLM_USE_FLASHINFER_SAMPLER") == said

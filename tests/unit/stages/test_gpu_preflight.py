@@ -197,3 +197,50 @@ def test_a_model_of_no_known_shape_stays_on_cpus_with_a_warning(given, machine, 
     config = config_of(given, "--model.path=nobody/knows")
     assert with_gpu_settings(config, resume=False) == config
     assert "no settings for 2 x H100 SXM can be derived: model.path='nobody/knows'" in caplog.text
+
+
+class TestOwnPools:
+    """Micro-batches of learners that somebody placed."""
+
+    PLACED = ("--pools.default.gpus=1", "--pools.default.bundles=2", "--policy.gpus=1", "--generator.gpus=1",
+              "--policy.autocast=bfloat16", "--prompts.max_tokens=3000", "--generator.sampling.max_tokens=3000")
+
+    def test_are_the_largest_that_fit_and_are_said(self, given, machine, caplog):
+        machine("1x2xH100")
+        config = with_gpu_settings(config_of(given, *self.PLACED), resume=False)
+        assert config.cluster.derived == ["policy.micro_batch_tokens"]
+        assert config.policy.micro_batch_tokens == 16384
+        assert "policy.micro_batch_tokens=16384, which nobody set: the largest that fit 2 x H100 SXM" in caplog.text
+
+    def test_a_resume_keeps_those_of_the_run_where_they_fit(self, given, machine):
+        machine("1x2xH100")
+        former = saved(with_gpu_settings(config_of(given, *self.PLACED), resume=False))
+        machine("1x2xB200")
+        assert with_gpu_settings(config_of(given, *self.PLACED), resume=True) == former
+        machine("1x2xL40S")
+        smaller = with_gpu_settings(config_of(given, *self.PLACED), resume=True)
+        assert smaller.policy.micro_batch_tokens == 8192
+
+    def test_a_run_without_them_is_resumed_without_them(self, given, machine):
+        saved(config_of(given, *self.PLACED))
+        machine("1x2xH100")
+        assert with_gpu_settings(config_of(given, *self.PLACED), resume=True).policy.micro_batch_tokens == 6000
+
+    def test_somebody_s_own_stay(self, given, machine):
+        machine("1x2xH100")
+        config = config_of(given, *self.PLACED, "--policy.micro_batch_tokens=7000")
+        assert with_gpu_settings(config, resume=False) is config
+        saved(with_gpu_settings(config_of(given, *self.PLACED), resume=False))
+        assert with_gpu_settings(config, resume=True) is config
+
+    def test_gpus_of_an_unknown_kind_leave_the_default_which_holds_the_longest_row(self, given, machine, caplog):
+        machine("1x(cpus=4)")
+        config = with_gpu_settings(config_of(given, *self.PLACED), resume=False)
+        assert config.policy.micro_batch_tokens == 6000 and not config.cluster.derived
+        assert "policy.micro_batch_tokens=6000, which nobody set: no GPU of a known kind was found" in caplog.text
+
+    def test_a_model_of_no_known_shape_leaves_the_default(self, given, machine, caplog, monkeypatch):
+        monkeypatch.setattr(preflight, "file_from_hub", lambda _: None)
+        machine("1x2xH100")
+        config = with_gpu_settings(config_of(given, *self.PLACED, "--model.path=nobody/knows"), resume=False)
+        assert config.policy.micro_batch_tokens == 6000 and "model.path='nobody/knows'" in caplog.text

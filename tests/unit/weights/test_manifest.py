@@ -1,5 +1,6 @@
 """Buckets: the plan, the bytes, and the digest that refuses damage."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import TensorEntry
+from rlhf_ray.weights import threads
 from rlhf_ray.weights.manifest import (
     as_announced,
     checksum,
@@ -113,6 +115,24 @@ def test_tensors_of_an_untouched_bucket_come_as_they_were_and_everything_about_a
         list(verified_tensors(replace(bucket, arrays=damaged)))
     for said in ("bucket 0 of 1", "version 3", "'b'", bucket.digests[1], digest_of(bucket.entries[1], damaged[1])):
         assert said in str(caught.value)
+
+
+def test_several_threads_find_the_same_digests_and_name_the_first_damaged_tensor(monkeypatch):
+    expected = sealed()
+    monkeypatch.setattr(threads, "WORTH_IT", 1)
+    with ThreadPoolExecutor(3) as pool:
+        monkeypatch.setattr(threads, "_threads", lambda: pool)
+        bucket = sealed()
+        assert bucket.digests == expected.digests and bucket.checksum == expected.checksum
+        assert list(verified_tensors(bucket)) == list(zip(bucket.entries, bucket.arrays, strict=True))
+        damaged = [array.copy() for array in bucket.arrays]
+        damaged[1][0] ^= 1
+        damaged[2] = damaged[2][1:]
+        with pytest.raises(WeightsError, match="tensor 'b' has digest"):
+            list(verified_tensors(replace(bucket, arrays=damaged)))
+        damaged[1] = damaged[1][1:]
+        with pytest.raises(WeightsError, match="'b' has 13 bytes, not 14"):
+            list(verified_tensors(replace(bucket, arrays=damaged)))
 
 
 @pytest.mark.parametrize("change", ["version", "index", "count", "renamed", "swapped", "fewer"])
