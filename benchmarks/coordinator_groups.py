@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.coordinator_stubs import StubRoles
-from rlhf_ray.cluster.calls import Call, Deadline
-from rlhf_ray.cluster.worker_group import WorkerGroup
+from rlhf_ray.workers.calls import Call, Deadline
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 Answer = Callable[..., Awaitable[Any]]
 """Answers a call: (rank, name of the method, *arguments, **named)."""

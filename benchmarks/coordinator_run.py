@@ -25,18 +25,13 @@ from benchmarks.coordinator_groups import HostedGroup, LocalGroup, StubGroup
 from benchmarks.coordinator_stubs import CHUNK, StubRoles
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.detectors import TokenProgress
-from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
-from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.prompt_source import PromptSource
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.observability.metrics import MetricsWriter
@@ -47,6 +42,11 @@ from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.ppo import finalize_ledger, show_live
 from rlhf_ray.stages.ppo_builder import CoordinatorBuilder
 from rlhf_ray.stages.runtime import open_runtime
+from rlhf_ray.workers.calls import traffic
+from rlhf_ray.workers.detectors import TokenProgress
+from rlhf_ray.workers.dispatcher import WorkerDispatcher
+from rlhf_ray.workers.health_monitor import HealthMonitor
+from rlhf_ray.workers.role_groups import RoleGroups
 
 BATCH, STALENESS = 10_000, 4
 """Samples of a step, and η: so large that no batch waits for a generator's slowest chunk and the one behind it."""

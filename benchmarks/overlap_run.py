@@ -24,7 +24,6 @@ from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
@@ -38,6 +37,7 @@ from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.stages.ppo_roles import spawn_roles, start_roles
 from rlhf_ray.stages.runtime import open_runtime
+from rlhf_ray.workers.role_groups import RoleGroups
 
 PROMPTS = 1024
 SIDES = {

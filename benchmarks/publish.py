@@ -26,11 +26,11 @@ from benchmarks.publish_workers import Sizes, make_models, publishing_roles
 from benchmarks.workload import SEED, prompts
 from rlhf_ray.config.generation import SamplingConfig, WeightsConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.records import Rollout, SampleKey
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.workers.role_groups import RoleGroups
 
 SIZES = {
     "100mb": Sizes(hidden=512, intermediate=1408, layers=8),

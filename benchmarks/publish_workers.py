@@ -13,18 +13,18 @@ import torch
 from benchmarks.workload import MAX_CONTEXT, SEED
 from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import ray_session
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.models.loading import new_causal_lm
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.runtime import start_learners
+from rlhf_ray.workers.role_groups import RoleGroups
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 TIMEOUT_S = 240.0
 HEAD_WIDTH = 64

@@ -14,8 +14,8 @@ from chaos.nodes import Nodes
 if TYPE_CHECKING:
     import psutil
 
-    from rlhf_ray.cluster.worker_group import WorkerGroup
     from rlhf_ray.coordinator.loop import Coordinator
+    from rlhf_ray.workers.worker_group import WorkerGroup
 
 LEARNER_RESTART, RESUME = "while learners are restarted", "while a run is resumed"
 """Moments outside the training loop."""

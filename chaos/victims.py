@@ -13,9 +13,9 @@ from chaos.driver_under_test import POLL_S, DriverUnderTest
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.nodes import HEARTBEAT_TIMEOUT_S, Node
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.spans import Task
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 TOO_FAST = 4
 """Calls that may end before the delay of a fault; a fault that waits for a slower one is injected into the next. How

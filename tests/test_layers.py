@@ -20,12 +20,13 @@ LAYERS = [
     {"serving"},
     {"roles"},
     {"cluster", "replay"},
+    {"workers"},
     {"coordinator"},
     {"stages"},
     {"cli"},
 ]
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
-HOMES = {"ray": {"cluster", "cli", "observability"}, "deepspeed": {"engine"}, "vllm": {"roles", "weights"}}
+HOMES = {"ray": {"cluster", "workers", "cli", "observability"}, "deepspeed": {"engine"}, "vllm": {"roles", "weights"}}
 HEAVY = {"torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "plotly", "numpy", "pandas"}
 
 SOURCES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(ROOT.rglob("*.py"))}

@@ -13,7 +13,6 @@ import psutil
 from benchmarks.gpu_check.pair import SEED, Pair
 from benchmarks.gpu_check.pair_settings import ALGORITHM, PROMPT_TOKENS, PairSetting
 from benchmarks.gpu_check.rows import Row, judged, not_run
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
@@ -23,6 +22,7 @@ from rlhf_ray.planning.roles import roles_of
 from rlhf_ray.records import Experience, Prompts, Rollout, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 PROMPT = 8
 """Tokens."""

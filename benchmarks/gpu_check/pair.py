@@ -13,11 +13,9 @@ import torch
 from benchmarks.gpu_check.pair_settings import ALGORITHM, PairSetting, Scale
 from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import ray_session
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.synthetic_reviews import make_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
@@ -26,6 +24,8 @@ from rlhf_ray.models.loading import new_causal_lm
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.runtime import start_learners
+from rlhf_ray.workers.role_groups import RoleGroups
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 TIMEOUT_S = 240.0
 SEED, TOKENIZER, REVIEWS = 0, 1024, 2000

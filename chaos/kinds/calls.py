@@ -15,8 +15,8 @@ from chaos.kind import Kind, judged
 from chaos.kinds.workers import WorkerFault
 
 if TYPE_CHECKING:
-    from rlhf_ray.cluster.calls import Call
-    from rlhf_ray.cluster.worker_group import WorkerGroup
+    from rlhf_ray.workers.calls import Call
+    from rlhf_ray.workers.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True, kw_only=True)

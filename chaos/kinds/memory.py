@@ -28,7 +28,7 @@ from chaos.run_record import RunRecord, Start
 if TYPE_CHECKING:
     import psutil
 
-    from rlhf_ray.cluster.worker_group import WorkerGroup
+    from rlhf_ray.workers.worker_group import WorkerGroup
 
 MEMORY_GROUPS = Requirement("a control group with a memory limit", probe)
 PRIVATE_SHARED_MEMORY = Requirement("a private /dev/shm", probe_private_shared_memory)

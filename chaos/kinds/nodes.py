@@ -16,7 +16,7 @@ from chaos.requirements import NETWORK_NAMESPACES
 if TYPE_CHECKING:
     import psutil
 
-    from rlhf_ray.cluster.worker_group import WorkerGroup
+    from rlhf_ray.workers.worker_group import WorkerGroup
 
 GENERATOR: dict[str, Any] = {
     "victim": "node of a generator", "role": "generator", "phase": "generate", "state": "requests in flight",

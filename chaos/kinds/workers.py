@@ -15,7 +15,7 @@ from rlhf_ray.errors import ClusterUnavailable
 if TYPE_CHECKING:
     import psutil
 
-    from rlhf_ray.cluster.worker_group import WorkerGroup
+    from rlhf_ray.workers.worker_group import WorkerGroup
 
 MECHANISMS = {KILL: "SIGKILL", STOP: "SIGSTOP"}
 NOTICING_S = 15.0

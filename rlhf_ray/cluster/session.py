@@ -17,9 +17,8 @@ import grpc
 import psutil
 import ray
 
-from rlhf_ray.cluster.actor_class import PLAIN_PYTHON
 from rlhf_ray.cluster.head_node import head_watched, is_listening, raise_for_lost_head, require_listener
-from rlhf_ray.cluster.processes import descendants, kill
+from rlhf_ray.cluster.processes import PLAIN_PYTHON, descendants, kill
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError, ClusterUnavailable, ConfigError, RLHFError

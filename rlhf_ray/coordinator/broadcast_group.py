@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Collection, Iterable
 from typing import Any, Literal, overload
 
-from rlhf_ray.cluster.calls import Call, Deadline, Result
-from rlhf_ray.cluster.worker_group import AsyncMethod, Method
-from rlhf_ray.coordinator.dispatcher import WorkerDispatcher, finished
-from rlhf_ray.coordinator.health_monitor import Decision
 from rlhf_ray.errors import DamagedBucket, RLHFError, WorkerLost
 from rlhf_ray.roles.generator import Generator
+from rlhf_ray.workers.calls import Call, Deadline, Result
+from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
+from rlhf_ray.workers.health_monitor import Decision
+from rlhf_ray.workers.worker_group import AsyncMethod, Method
 
 
 class BroadcastGroup:

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.coordinator.dispatcher import finished
-from rlhf_ray.coordinator.health_monitor import Decision
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import GeneratorMismatch, ModelError, WorkerLost
 from rlhf_ray.models.generator_parity import SAMPLED, logprob_gap, tolerated_gap, tolerated_later, typical_gap
 from rlhf_ray.records import GivenTokens, LearnerPass, Prompts, SampleKey
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.workers.calls import Call
+from rlhf_ray.workers.dispatcher import finished
+from rlhf_ray.workers.health_monitor import Decision
+from rlhf_ray.workers.role_groups import RoleGroups
 
 PHASE = "canary"
 """Under which the generators' working time is recorded."""

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import WorkerLost
 from rlhf_ray.records import ExperienceSummary, RewardTerms, Rollout, SampleKey
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
@@ -23,6 +21,8 @@ from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
+from rlhf_ray.workers.calls import Call
+from rlhf_ray.workers.role_groups import RoleGroups
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ and generators wake their weights; after the publication generators wake their c
 
 import asyncio
 
-from rlhf_ray.cluster.worker_group import Method, WorkerGroup
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.learner import Learner
+from rlhf_ray.workers.role_groups import RoleGroups
+from rlhf_ray.workers.worker_group import Method, WorkerGroup
 
 
 class Phases:

@@ -7,13 +7,13 @@ are transferred one after the other; the next one is gathered during a transfer.
 import asyncio
 from typing import Any
 
-from rlhf_ray.cluster.calls import Call, Deadline
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import RLHFError, WorkerLost, first_line
 from rlhf_ray.records import PublicationSize, WeightRoute
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.workers.calls import Call, Deadline
+from rlhf_ray.workers.role_groups import RoleGroups
 
 DIRECT = ("nccl", "ipc")
 ALONE_S = 20.0

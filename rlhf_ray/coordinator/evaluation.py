@@ -5,17 +5,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlhf_ray.cluster.calls import Call
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Generated
-from rlhf_ray.coordinator.dispatcher import retry_on_lost_object
 from rlhf_ray.coordinator.prompt_source import PromptSource
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import EvaluationPart, SampleKey
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.generator import Generator
+from rlhf_ray.workers.calls import Call
+from rlhf_ray.workers.dispatcher import retry_on_lost_object
+from rlhf_ray.workers.role_groups import RoleGroups
 
 T = TypeVar("T")
 TEXTS = 8

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
-from rlhf_ray.coordinator.role_groups import RoleGroups
-from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.roles.generator import Generator
+from rlhf_ray.workers.dispatcher import WorkerDispatcher
+from rlhf_ray.workers.role_groups import RoleGroups
+from rlhf_ray.workers.scheduler import LeastLoadedScheduler
 
 REMOVED = "it was removed by rlhf-ray scale"
 SHUTDOWN_GRACE_S = 10.0

@@ -9,11 +9,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
-from rlhf_ray.cluster.worker_group import WorkerGroup
-from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted, WorkerError, first_line
 from rlhf_ray.files.writer_thread import RunFiles
+from rlhf_ray.workers.health_monitor import Decision, HealthMonitor
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 
 class LearnerRestart:

@@ -10,11 +10,11 @@ from typing import Any
 from rlhf_ray.config.derived import reference_in_words
 from rlhf_ray.coordinator.chunk import Chunk, Phase
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, SupersededError
 from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.workers.role_groups import RoleGroups
 
 EVERY_S = 2.0
 

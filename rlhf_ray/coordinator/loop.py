@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
@@ -15,7 +14,6 @@ from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import NOT_SAVED, Recovery, SavePace, reported
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.sample_saving import SampleSaving
 from rlhf_ray.coordinator.step_metrics import StepOutcome, step_metrics
@@ -31,6 +29,8 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_records import BufferStats, Lease
+from rlhf_ray.workers.calls import traffic
+from rlhf_ray.workers.role_groups import RoleGroups
 
 
 @dataclass

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from rlhf_ray.cluster.nodes import draining_nodes, own_node
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 LOOK_S = 2.0
 """Between two checks. Clouds give notice of half a minute (Google's spot machines) to two minutes (Amazon's)."""

@@ -15,10 +15,8 @@ from rlhf_ray.config.derived import concurrency_of
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk import Chunk, Phase
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Generated
-from rlhf_ray.coordinator.health_monitor import Decision
 from rlhf_ray.coordinator.prompt_source import PromptsAhead, PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.scoring_batcher import LINGER, ScoringBatcher
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
@@ -27,6 +25,8 @@ from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.buffer_records import CommitOutcome, Entry, Lease
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.staleness import AdmissionRule, staleness
+from rlhf_ray.workers.health_monitor import Decision
+from rlhf_ray.workers.role_groups import RoleGroups
 
 
 class Item(NamedTuple):

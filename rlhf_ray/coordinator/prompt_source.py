@@ -6,15 +6,15 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.data import PromptsConfig
-from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
-from rlhf_ray.coordinator.health_monitor import Ready
 from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.load_report import LeftOutRows
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.data_readers import HELD_OUT, PromptReader
+from rlhf_ray.workers.dispatcher import WorkerDispatcher
+from rlhf_ray.workers.health_monitor import Ready
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 AHEAD = 8
 """Chunks whose prompts are read in one call. Each role that reads a chunk's prompts receives all of them."""

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from rlhf_ray.checkpoint.state_files import check_complete, encoded_state, load_state
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.cluster.worker_group import WorkerGroup
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.errors import (
     BufferError,
@@ -35,6 +33,8 @@ from rlhf_ray.replay.buffer_records import Entry
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.learner import Learner
+from rlhf_ray.workers.role_groups import RoleGroups
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 LEDGER = "ledger.sqlite"
 """Name of the ledger's copy in a checkpoint."""

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from rlhf_ray.coordinator.prompt_source import PromptSource
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import WorkerLost, first_line
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.replay.buffer_records import Entry, Lease
 from rlhf_ray.roles.assembler import Assembler
+from rlhf_ray.workers.role_groups import RoleGroups
 
 PATIENCE_S = 5.0
 """Time for the write under way when the run ends with an error."""

@@ -12,14 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.cluster.calls import Deadline
-from rlhf_ray.cluster.worker_group import WorkerGroup
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import ConfigError, RLHFError, first_line
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import Span, chrome_trace
 from rlhf_ray.records import WorkerProfile
 from rlhf_ray.roles.profiling import Profiled
+from rlhf_ray.workers.calls import Deadline
+from rlhf_ray.workers.role_groups import RoleGroups
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 MOST_RANKS = 4
 """Workers of each role that are profiled, the first ones; the others of a role behave alike."""

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlhf_ray.cluster.calls import Call, Result
 from rlhf_ray.config.algorithm import AlgorithmConfig
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.step_metrics import mean_kl
 from rlhf_ray.records import ExperienceSummary, UpdateStats
@@ -18,6 +16,8 @@ from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.workers.calls import Call, Result
+from rlhf_ray.workers.role_groups import RoleGroups
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,18 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_ray.cluster.calls import Call, Deadline
 from rlhf_ray.config.generation import BUCKETS_IN_STORE, WeightsConfig
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.direct_sync import DIRECT, DirectSync
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.errors import DamagedBucket, NoWeightsPlan, RLHFError, WeightsError, WorkerError, first_line
 from rlhf_ray.failpoints import reached
 from rlhf_ray.records import PublicationSize, WeightsPlan
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.workers.calls import Call, Deadline
+from rlhf_ray.workers.role_groups import RoleGroups
 
 RETRY_S = 1.0
 """Between two attempts to catch up while a learner is lost."""

@@ -83,7 +83,7 @@ def learner_memory(config: LearnerConfig, model: Training) -> Memory:
         process = {RUNTIME: float(LEARNER + (ADAPTERS if config.lora else 0))}
         learning = [{**moment, **buffers, **process} for moment in _update(config, model, state)]
         # Stage 3 frees its buffers except those of gradients; at lower stages the C library keeps freed memory
-        # (cluster/actor_class.py).
+        # (workers/actor_class.py).
         between = {BUFFERS: average + _bucket_bytes(config, model.shape)} if sharded else {**buffers, GRADIENTS: 0.0}
         return Memory(host=peak_of(*learning, {**state, **copies, **between, **process}))
     moved: dict[str, float] = {}

@@ -76,7 +76,7 @@ GPU_HOST = 2.5 * GIB
 COPIES_ON_CPU = {0: 1, 1: 3, 2: 3}
 """Float32 copies of the trained weights that each of several ranks on CPUs holds in addition to its shards, by ZeRO
 stage: the bucket of gradients being reduced, gloo's buffers, DeepSpeed's flattened tensors. The C
-library keeps what is freed (cluster/actor_class.py), so they add up. Measured with 33 million weights and two ranks at
+library keeps what is freed (workers/actor_class.py), so they add up. Measured with 33 million weights and two ranks at
 stage 2; stage 1 is assumed equal. At stage 3 they are counted individually (`learner_memory`)."""
 GATHERED = 1e9
 """Weights that DeepSpeed keeps gathered at ZeRO stage 3 before it releases some (default of

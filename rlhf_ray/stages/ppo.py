@@ -11,9 +11,7 @@ from rlhf_ray.config.derived import placements_of, reward_sections
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
-from rlhf_ray.coordinator.detectors import HeartbeatDetector, TokenProgress
 from rlhf_ray.coordinator.generator_scaling import Scaling
-from rlhf_ray.coordinator.health_monitor import Detector, HealthMonitor
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
@@ -57,6 +55,8 @@ from rlhf_ray.stages.runtime import (
     run_stage,
     write_left_out,
 )
+from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
+from rlhf_ray.workers.health_monitor import Detector, HealthMonitor
 
 __all__ = ["finalize_ledger", "preflight", "run", "show_live"]
 

@@ -15,7 +15,6 @@ from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.recovery import LEDGER, Geometry, Recovery, SavePace
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.run_state import RunState, kl_controller
 from rlhf_ray.coordinator.sample_saving import SampleSaving
 from rlhf_ray.coordinator.step_profile import StepProfiler
@@ -32,6 +31,7 @@ from rlhf_ray.replay.ledger import Ledger, discard
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.run_export import export_policy
+from rlhf_ray.workers.role_groups import RoleGroups
 
 
 @dataclass(frozen=True)

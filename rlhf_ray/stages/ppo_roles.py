@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.adapter_publication import publishes_adapters, why_merged
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.combination_checks import check_pools, check_transport
@@ -15,9 +14,7 @@ from rlhf_ray.config.derived import derive, judge_rewards, placements_of, reward
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig, ScorerConfig
 from rlhf_ray.coordinator.canary import Canary
-from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.engine.distributed import fixed_segments
 from rlhf_ray.errors import ConfigError
@@ -38,6 +35,9 @@ from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages.preflight import check_data, check_row_length
 from rlhf_ray.stages.runtime import Runtime, ending_note, learner_notes, probe_note, start_learners
+from rlhf_ray.workers.health_monitor import HealthMonitor
+from rlhf_ray.workers.role_groups import RoleGroups
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 
 def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | None = None) -> RoleGroups:

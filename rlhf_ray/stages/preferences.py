@@ -11,9 +11,6 @@ from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.stages import PreferencesStageConfig
-from rlhf_ray.coordinator.detectors import HeartbeatDetector, TokenProgress
-from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
-from rlhf_ray.coordinator.health_monitor import HealthMonitor, as_started
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.contents import Contents
@@ -42,6 +39,9 @@ from rlhf_ray.stages.reward_prints import prints_shown
 from rlhf_ray.stages.reward_trial import trials_of
 from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage, write_left_out
 from rlhf_ray.stages.scorers import check_scorer, rewards_of
+from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
+from rlhf_ray.workers.dispatcher import WorkerDispatcher
+from rlhf_ray.workers.health_monitor import HealthMonitor, as_started
 
 
 def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:

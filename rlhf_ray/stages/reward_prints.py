@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.rewards import FunctionReward, RewardConfig
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.observability.background_task import background_task
 from rlhf_ray.roles.reward_scorer import RewardScorer
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 EVERY_S = 1.0
 LAST_S = 3.0

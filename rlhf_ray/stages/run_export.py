@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, card_of, card_of_average
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.coordinator.loop import Coordinator
@@ -14,6 +13,7 @@ from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.evaluation_log import EvaluationLog
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 
 async def export_learner(

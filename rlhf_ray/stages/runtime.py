@@ -16,7 +16,6 @@ from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session, require_local_directories
 from rlhf_ray.cluster.shared_files import require_shared_files
-from rlhf_ray.cluster.worker_group import Method, Role, WorkerGroup
 from rlhf_ray.config.derived import model_paths, placements_of
 from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
@@ -38,6 +37,7 @@ from rlhf_ray.observability.sinks import require_trackers
 from rlhf_ray.planning.findings import idle_gpus
 from rlhf_ray.planning.worker_placement import place
 from rlhf_ray.roles.learner import Learner
+from rlhf_ray.workers.worker_group import Method, Role, WorkerGroup
 
 T = TypeVar("T")
 SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0

@@ -9,8 +9,6 @@ from pathlib import Path
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state_files import check_complete, load_state, save_state
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.cluster.calls import Call
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.stages import ProcessRewardConfig, RewardModelConfig, SFTConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper, BestSoFar
 from rlhf_ray.coordinator.recovery import (
@@ -30,6 +28,8 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.run_export import export_learner
+from rlhf_ray.workers.calls import Call
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 SupervisedConfig = SFTConfig | RewardModelConfig | ProcessRewardConfig
 

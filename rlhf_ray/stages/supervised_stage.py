@@ -10,12 +10,9 @@ from typing import Any
 from rlhf_ray.checkpoint.model_card import card_of
 from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.cluster.session import Session
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.coordinator.detectors import HeartbeatDetector
-from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.node_drain import DrainWatch
 from rlhf_ray.coordinator.recovery import Geometry
@@ -59,6 +56,9 @@ from rlhf_ray.stages.runtime import (
     write_left_out,
 )
 from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun
+from rlhf_ray.workers.detectors import HeartbeatDetector
+from rlhf_ray.workers.health_monitor import HealthMonitor
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import yaml
 
-from rlhf_ray.cluster.calls import traffic
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
+from rlhf_ray.workers.calls import traffic
 from tests.cluster.outside import interrupted, resumed_outside
 from tests.cluster.processes import abandoned, descendants, shared_memory
 from tests.cluster.shared_ray import after, before, own_ray, shared_ray

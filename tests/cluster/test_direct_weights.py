@@ -17,7 +17,6 @@ import torch
 
 from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import ray_session
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.generation import GenerationConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig
@@ -26,8 +25,6 @@ from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.direct_sync import ALONE_S
 from rlhf_ray.coordinator.generator_scaling import Scaling
-from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import ModelError, WorkerLost
@@ -38,6 +35,9 @@ from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.runtime import start_learners
 from rlhf_ray.weights.manifest import checksum
+from rlhf_ray.workers.health_monitor import Decision, HealthMonitor
+from rlhf_ray.workers.role_groups import RoleGroups
+from rlhf_ray.workers.worker_group import WorkerGroup
 from tests.cluster.generators import KEYS, LONG, PROMPTS, SHORT, VOCAB
 from tests.models import make_tiny_llama
 

@@ -19,13 +19,13 @@ from chaos.nodes import HEALTH
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.processes import ELSEWHERE_S
 from rlhf_ray.cluster.resource_pools import Pools
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.load import load
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.errors import RunInterrupted, WorkerLost
 from rlhf_ray.observability.faults import read_faults
+from rlhf_ray.workers.worker_group import WorkerGroup
 from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PreferencesStageConfig
 from rlhf_ray.stages import preferences
+from rlhf_ray.workers.worker_group import WorkerGroup
 from tests.cluster.conftest import PROMPT_TOKENS, RESPONSE_TOKENS
 from tests.cluster.processes import descendants
 

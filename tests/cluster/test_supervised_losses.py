@@ -11,11 +11,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import WorkerError
 from rlhf_ray.observability.metrics import read_metrics
+from rlhf_ray.workers.worker_group import WorkerGroup
 from tests.cluster.processes import descendants
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

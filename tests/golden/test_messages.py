@@ -15,7 +15,6 @@ import yaml
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.checkpoint.store import CheckpointStore
-from rlhf_ray.cluster.calls import Call, Fence
 from rlhf_ray.config.data import DemonstrationsConfig
 from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.config.rewards import FunctionReward
@@ -25,6 +24,7 @@ from rlhf_ray.data.row_readers import section_rows
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.rewards.function_source import FunctionSource
+from rlhf_ray.workers.calls import Call, Fence
 from tests.unit.weights.receivers import buckets_of, make_receiver
 
 TEXTS = Path(__file__).with_name("messages.txt")

@@ -8,10 +8,10 @@ import time
 import psutil
 import pytest
 
-from rlhf_ray.cluster.calls import Deadline
-from rlhf_ray.cluster.heartbeat import PERIOD_S
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import WorkerLost
+from rlhf_ray.workers.calls import Deadline
+from rlhf_ray.workers.heartbeat import PERIOD_S
 from tests.cluster.learners.sleeper import Sleeper
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

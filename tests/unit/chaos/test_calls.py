@@ -14,8 +14,8 @@ from chaos.driver_under_test import DriverUnderTest
 from chaos.faults import Fault
 from chaos.injection_log import InjectionLog
 from chaos.kinds import KINDS
-from rlhf_ray.cluster.calls import Fence
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.workers.calls import Fence
 
 
 @dataclass(frozen=True)

@@ -177,15 +177,15 @@ ROWS: list[Row] = [
     Shown(("cluster.nodes_may_join",),
           "tests/cluster/test_pools.py::test_a_node_that_joins_is_waited_for_where_that_may_happen"),
     Shown(("cluster.call_timeout_s",),
-          "tests/unit/cluster/test_calls.py::test_a_call_past_its_deadline_names_worker_method_and_setting"),
+          "tests/unit/workers/test_calls.py::test_a_call_past_its_deadline_names_worker_method_and_setting"),
     Shown(("cluster.heartbeat_timeout_s",),
 
-          "tests/unit/coordinator/test_heartbeat.py::"
+          "tests/unit/workers/test_heartbeat.py::"
           "test_one_whose_count_stands_still_for_a_lease_is_given_up_and_the_other_is_not",
           stages=("ppo",)),
     Shown(("cluster.disk_timeout_s",),
           "tests/unit/stages/test_hung_stage.py::test_it_ends_by_itself_wherever_the_disk_hangs"),
-    Shown(("cluster.max_restarts",), "tests/unit/coordinator/test_health_monitor.py::"
+    Shown(("cluster.max_restarts",), "tests/unit/workers/test_health_monitor.py::"
           "test_a_worker_that_never_completes_a_call_ends_the_run_after_so_many_restarts", stages=("ppo",)),
     Refused(("cluster.max_restarts",), 9, "a lost learner counts for cluster.max_learner_restarts", stages=SUPERVISED),
     Shown(("cluster.heartbeat_timeout_s", "cluster.max_learner_restarts"), "tests/cluster/test_supervised_losses.py::"
@@ -214,7 +214,7 @@ ROWS: list[Row] = [
     Differs(of_roles("workers", ROLES), (1, 2), plan, given=CPUS),
     Differs(("generator.threads",), (1, 2), lambda config, _: generator_environment(config.generator)),
     Shown(of_roles("threads", (*LEARNERS, "reference", "reward", "assembler")),
-          "tests/unit/cluster/test_workers.py::test_the_environment_limits_threads_and_the_roles_own_settings_win"),
+          "tests/unit/workers/test_workers.py::test_the_environment_limits_threads_and_the_roles_own_settings_win"),
     # Logging
     Shown(("logging.tensorboard",),
           "tests/unit/observability/test_sinks.py::"

@@ -2,15 +2,15 @@
 
 import asyncio
 
-from rlhf_ray.cluster.worker_group import Startable
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 from rlhf_ray.roles.generator import Generator
+from rlhf_ray.workers.health_monitor import HealthMonitor
+from rlhf_ray.workers.worker_group import Startable
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 

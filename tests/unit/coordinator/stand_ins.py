@@ -1,4 +1,4 @@
-"""Worker groups without workers: coroutines behind the calling interface of `cluster.worker_group.WorkerGroup`.
+"""Worker groups without workers: coroutines behind the calling interface of `workers.worker_group.WorkerGroup`.
 
 They test the coordinator's order of calls; roles and engines have tests of their own. A call begins at once, waits for
 the results that it is given by reference, and answers when its role's coroutine does.
@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.coordinator_groups import Answer, LocalGroup
-from rlhf_ray.cluster.calls import Call, Deadline
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
-from rlhf_ray.coordinator.health_monitor import HealthMonitor
-from rlhf_ray.coordinator.role_groups import RoleGroups
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
+from rlhf_ray.workers.calls import Call, Deadline
+from rlhf_ray.workers.health_monitor import HealthMonitor
+from rlhf_ray.workers.role_groups import RoleGroups
 
 FOREVER_S = 1e9
 

@@ -8,9 +8,9 @@ import pytest
 from rlhf_ray.coordinator import direct_sync
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.coordinator.direct_sync import DirectSync
-from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
 from rlhf_ray.errors import DamagedBucket, WeightsError, WorkerLost
 from rlhf_ray.records import PublicationSize, WeightRoute
+from rlhf_ray.workers.health_monitor import Decision, HealthMonitor
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 

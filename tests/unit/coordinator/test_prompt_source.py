@@ -9,12 +9,12 @@ import pytest
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.dispatcher import WorkerDispatcher
-from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.data_readers import PromptReader
+from rlhf_ray.workers.dispatcher import WorkerDispatcher
+from rlhf_ray.workers.health_monitor import HealthMonitor
 from tests.models import make_tiny_tokenizer
 from tests.unit.coordinator.stand_ins import StandInGroup
 

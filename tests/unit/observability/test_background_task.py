@@ -8,8 +8,6 @@ import pytest
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator import live_status, node_drain
-from rlhf_ray.coordinator.detectors import HeartbeatDetector
-from rlhf_ray.coordinator.health_monitor import HealthMonitor
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import BackgroundTaskError
 from rlhf_ray.observability import control_files
@@ -17,6 +15,8 @@ from rlhf_ray.observability.background_task import RETRY_PAUSES_S, background_ta
 from rlhf_ray.observability.control_files import answering
 from rlhf_ray.observability.faults import FaultLog, read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.workers.detectors import HeartbeatDetector
+from rlhf_ray.workers.health_monitor import HealthMonitor
 
 
 def failing(times, done=None):

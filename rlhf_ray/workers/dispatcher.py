@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
-from rlhf_ray.cluster.calls import Call, Result
-from rlhf_ray.cluster.worker_group import AsyncMethod, Method, Role, WorkerGroup
-from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
-from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.errors import WorkerError, WorkerLost, first_line
 from rlhf_ray.observability.spans import StepClock, Task
+from rlhf_ray.workers.calls import Call, Result
+from rlhf_ray.workers.health_monitor import Decision, HealthMonitor
+from rlhf_ray.workers.scheduler import LeastLoadedScheduler
+from rlhf_ray.workers.worker_group import AsyncMethod, Method, Role, WorkerGroup
 
 T = TypeVar("T")
 PEER_GRACE_S = 5.0

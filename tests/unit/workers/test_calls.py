@@ -8,10 +8,10 @@ import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.cluster.calls import GRACE_S, Call, Deadline, traffic
 from rlhf_ray.errors import RESTARTABLE, RewardError, WorkerError
 from rlhf_ray.roles.reward_scorer import RewardScorer
-from tests.unit.cluster.local_groups import local_group
+from rlhf_ray.workers.calls import GRACE_S, Call, Deadline, traffic
+from tests.unit.workers.local_groups import local_group
 
 
 def call(result, timing, timeout_s=5.0, age_s=0.0):

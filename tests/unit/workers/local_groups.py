@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from rlhf_ray.cluster import worker_group
 from rlhf_ray.cluster.resource_pools import Seat
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.workers import worker_group
 
 
 def local_group(monkeypatch, remote=lambda *_: [], workers=1, role="reward_scorer", call_timeout_s=0.02):

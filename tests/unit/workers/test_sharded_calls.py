@@ -6,9 +6,9 @@ import asyncio
 import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
-from rlhf_ray.coordinator.dispatcher import PEER_GRACE_S
 from rlhf_ray.errors import SampleError, WorkerError, WorkerLost
 from rlhf_ray.roles.reward_scorer import RewardScorer
+from rlhf_ray.workers.dispatcher import PEER_GRACE_S
 from tests.unit.coordinator.losses import ReplacementHarness, lost
 
 FOREVER_S = 1e6

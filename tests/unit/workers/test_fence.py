@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlhf_ray.cluster.calls import Call, Deadline, Fence
 from rlhf_ray.cluster.processes import kill
 from rlhf_ray.errors import WorkerLost
+from rlhf_ray.workers.calls import Call, Deadline, Fence
 
 
 def call_to(fence, result):

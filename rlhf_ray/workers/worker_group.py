@@ -9,13 +9,13 @@ from typing import Any, Concatenate, Generic, Protocol, TypeVar, overload
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlhf_ray.cluster.actor_class import CallSpec, Process, actor_class, is_async, worker_environment
-from rlhf_ray.cluster.calls import Call, Deadline, Fence, Result
-from rlhf_ray.cluster.heartbeat import count_at, forget, key_of
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
 from rlhf_ray.cluster.resource_pools import Pools, Seat
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import RLHFError
+from rlhf_ray.workers.actor_class import CallSpec, Process, actor_class, is_async, worker_environment
+from rlhf_ray.workers.calls import Call, Deadline, Fence, Result
+from rlhf_ray.workers.heartbeat import count_at, forget, key_of
 
 KILLED_S = 2.0
 """Time for Ray to kill actors; Ray reports an actor that ends in another way as failed."""

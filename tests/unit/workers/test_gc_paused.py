@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from rlhf_ray.cluster.actor_class import gc_paused_for_start
+from rlhf_ray.workers.actor_class import gc_paused_for_start
 
 
 def test_nothing_is_collected_while_a_role_starts_and_what_it_left_is_frozen():

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.workers.scheduler import LeastLoadedScheduler
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of, silent
 
 

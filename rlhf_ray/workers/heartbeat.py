@@ -1,5 +1,5 @@
 """Heartbeats of workers: a thread in each worker process counts in the memory of Ray's control service. The driver
-looks whether the counts grow (`coordinator.detectors`): a worker serves one call at a time and answers no question
+looks whether the counts grow (`workers.detectors`): a worker serves one call at a time and answers no question
 while it works.
 """
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.coordinator import detectors
-from rlhf_ray.coordinator.detectors import HeartbeatDetector
+from rlhf_ray.workers import detectors
+from rlhf_ray.workers.detectors import HeartbeatDetector
 
 
 class Ranks:

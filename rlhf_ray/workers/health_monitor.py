@@ -2,7 +2,7 @@
 
 Detectors report: a call that fails (Ray says that the process is gone, or the deadline of the call has passed), the
 heartbeats of processes, and the tokens of generators (`detectors`). `HealthMonitor` answers each report with a
-`Decision`. Replies of a process that was given up are ignored from then on (`cluster.calls.Fence`).
+`Decision`. Replies of a process that was given up are ignored from then on (`workers.calls.Fence`).
 """
 
 import asyncio
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from rlhf_ray.cluster.actor_class import Process
-from rlhf_ray.cluster.calls import Call, Deadline
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.errors import RLHFError, WorkerError, WorkerLost, first_line
 from rlhf_ray.observability.background_task import background_task
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import duration
 from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.workers.actor_class import Process
+from rlhf_ray.workers.calls import Call, Deadline
+from rlhf_ray.workers.scheduler import LeastLoadedScheduler
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 15.0, 600.0
 """Before the first restart of a worker beyond `cluster.max_restarts`, while others of its group work, and at most; each

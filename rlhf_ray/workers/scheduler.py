@@ -7,8 +7,8 @@ import asyncio
 from bisect import bisect_left, insort
 from collections import Counter
 
-from rlhf_ray.cluster.worker_group import WorkerGroup
 from rlhf_ray.errors import RLHFError
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 IDLE_POLL_S = 0.05
 """Between two checks whether a worker that gets no more calls has finished its last."""

@@ -3,10 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from rlhf_ray.cluster.calls import Call, Result
-from rlhf_ray.cluster.worker_group import Role, WorkerGroup
-from rlhf_ray.coordinator.dispatcher import WorkerDispatcher, finished
-from rlhf_ray.coordinator.health_monitor import HealthMonitor, Ready, as_started
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
@@ -16,6 +12,10 @@ from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
+from rlhf_ray.workers.calls import Call, Result
+from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
+from rlhf_ray.workers.health_monitor import HealthMonitor, Ready, as_started
+from rlhf_ray.workers.worker_group import Role, WorkerGroup
 
 
 @dataclass(frozen=True)

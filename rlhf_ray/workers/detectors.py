@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from rlhf_ray.cluster.calls import Deadline
-from rlhf_ray.cluster.heartbeat import PERIOD_S
-from rlhf_ray.cluster.worker_group import WorkerGroup
-from rlhf_ray.coordinator.health_monitor import CHECKS, HealthMonitor
-from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.roles.generator import Generator
+from rlhf_ray.workers.calls import Deadline
+from rlhf_ray.workers.health_monitor import CHECKS, HealthMonitor
+from rlhf_ray.workers.heartbeat import PERIOD_S
+from rlhf_ray.workers.scheduler import LeastLoadedScheduler
+from rlhf_ray.workers.worker_group import WorkerGroup
 
 LOOKS = 20
 """Looks at a heartbeat within the timeout."""

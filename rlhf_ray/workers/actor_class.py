@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import ray
 
-from rlhf_ray.cluster import heartbeat
-from rlhf_ray.cluster.processes import Processes, own_processes
+from rlhf_ray.cluster.processes import PLAIN_PYTHON, Processes, own_processes
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.workers import heartbeat
 
 KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -25,12 +25,6 @@ GIVE_BACK_LARGE = {**KEEP_MEMORY, "MALLOC_MMAP_MAX_": str(1 << 16), "MALLOC_MMAP
 """The same, except that blocks of 8 MiB and more are taken from the kernel and returned to it. Under ZeRO-3 whole
 weights are allocated and freed in a different order in each pass; kept memory fragments, and reached twice what is in
 use at a time."""
-
-
-PLAIN_PYTHON = {"PYTHONSAFEPATH": "1", "PYTHONOPTIMIZE": ""}
-"""Environment of workers and of Ray's own processes. Otherwise the processes that they start by `python -c`, such as
-those of multiprocessing, search the working directory for modules before the standard library; and without assertions
-and docstrings (`PYTHONOPTIMIZE=2`) Ray's dashboard does not start, which Ray then tries again and again."""
 
 
 class CallSpec(NamedTuple):

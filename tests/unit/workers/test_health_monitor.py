@@ -10,15 +10,15 @@ import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator import detectors
-from rlhf_ray.coordinator.detectors import HeartbeatDetector, TokenProgress
-from rlhf_ray.coordinator.dispatcher import retry_on_lost_object
-from rlhf_ray.coordinator.health_monitor import Decision, HealthMonitor
-from rlhf_ray.coordinator.scheduler import LeastLoadedScheduler
 from rlhf_ray.errors import ModelError, RewardError, WorkerError, WorkerLost
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.observability.spans import StepClock, Task
 from rlhf_ray.records import PublicationSize, WeightsPlan
+from rlhf_ray.workers import detectors
+from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
+from rlhf_ray.workers.dispatcher import retry_on_lost_object
+from rlhf_ray.workers.health_monitor import Decision, HealthMonitor
+from rlhf_ray.workers.scheduler import LeastLoadedScheduler
 from tests.unit.coordinator.losses import PublishingHarness, ReplacementHarness, lost
 from tests.unit.coordinator.stand_ins import StandInGroup
 

@@ -5,10 +5,10 @@ import pickle
 
 import ray
 
-from rlhf_ray.cluster.actor_class import KEEP_MEMORY, CallSpec, actor_class, is_async, worker_environment
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
-from tests.unit.cluster.local_groups import local_group
+from rlhf_ray.workers.actor_class import KEEP_MEMORY, CallSpec, actor_class, is_async, worker_environment
+from tests.unit.workers.local_groups import local_group
 
 
 class Plain:

@@ -1,0 +1,1 @@
+"""The workers of a run: spawned, called, scheduled, watched and replaced."""
