@@ -1,2 +1,1 @@
-"""The package that imports Ray: a session with a cluster, pools of resources, groups of workers, calls with
-deadlines."""
+"""The package that imports Ray: a session with a cluster, pools of resources, submitted jobs."""
