@@ -72,7 +72,7 @@ def whole_run(place: Place) -> Iterator[Row]:
     began = time.perf_counter()
     model = make_models(place.directory, scale)["policy"]
     (place.directory / "prompts.jsonl").write_text("".join(
-        json.dumps({"prompt": opening}) + "\n" for opening in make_openings(200, SEED)))
+        json.dumps({"prompt": opening}) + "\n" for opening in make_openings(4 * scale.rows, SEED)))
     file = place.directory / "ppo.yaml"
     file.write_text(yaml.safe_dump(_configuration(place.directory, scale, model.path)))
     yield Row("a model of random weights", f"{time.perf_counter() - began:.1f} s", "made and written")
@@ -169,7 +169,7 @@ def _configuration(directory: Path, scale: Scale, model: str) -> dict[str, Any]:
     engine = ({"gpu_memory_utilization": 0.3, "sleep_level": 2, "vllm": engine_arguments()} if scale.gpu
               else {"kv_cache_mb": 64})
     return {
-        "run": {"dir": str(directory / "run"), "steps": STEPS, "seed": SEED},
+        "run": {"dir": str(directory / "run"), "steps": STEPS, "seed": SEED}, "cluster": {"dashboard": False},
         "pools": {"default": {"cpus": 2, **({"gpus": 1} if scale.gpu else {})}},
         "model": {"path": model, "dtype": scale.dtype},
         "prompts": {"path": str(directory / "prompts.jsonl"), "max_tokens": PROMPT_TOKENS},

@@ -30,6 +30,8 @@ CAPTURED = [1, 8, 64, 128, 256, 384, 512]
 UTILIZATION = 0.85
 KEPT = 0.25
 """Share of the GPU's memory that may remain occupied by an engine that has ended."""
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Environment variable that selects vLLM's older model runner by 0."""
 GIB, SEED = 2**30, 0
 STAGES = {
     "vllm.v1.worker.gpu_worker.Worker": (
@@ -128,10 +130,16 @@ def _engine(place: Place, engine: Engine) -> Iterator[Row]:
             llm = _started(place, engine, size, directory)
             seconds = time.perf_counter() - began
         note = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
-        yield Row(f"vLLM, {engine.name}: start", f"{seconds:.1f} s", f"{note}; {len(CAPTURED)} batch sizes captured")
-        for count in SEQUENCES if place.gpu and engine.decodes else (4,):
-            yield from _speed(place, engine, size, llm, count)
+        runner = "new" if llm.llm_engine.vllm_config.use_v2_model_runner else "older"
+        yield Row(f"vLLM, {engine.name}: start", f"{seconds:.1f} s",
+                  f"{note}; {len(CAPTURED)} batch sizes captured; the {runner} model runner")
+        if not place.gpu or engine.decodes or RUNNER in os.environ:
+            for count in SEQUENCES if place.gpu else (4,):
+                yield from _speed(place, engine, size, llm, count)
         yield from _sleep(place, engine, llm)
+    except Exception:
+        os.environ.setdefault(RUNNER, "0")  # the next engines have it, and have rows even if the new one fails here
+        raise
     finally:
         if llm is not None:
             shut_down(llm.llm_engine)

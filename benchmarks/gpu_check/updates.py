@@ -87,7 +87,7 @@ def settings(place: Place) -> Iterator[Message]:
     updates = [Measurement(v.name, v.seconds, partial(_update, place, v, references)) for v in variants(place.gpu)]
     machine = Measurement("this machine", 4, partial(_machine, place))
     others = [Measurement("1B: parts of a publication", 12, partial(_publication, place, Setting(size, EAGER))),
-              Measurement("attention", 8, partial(_attention, place)),
+              Measurement("attention", 4, partial(_attention, place)),
               Measurement("1B: a plain loop", 8, partial(_plain_update, place, Setting(size)))]
     yield from in_turn(place, [machine, *updates[:5], *others[:2], *updates[5:10], others[2], *updates[10:]],
                        partial(_clean, place))
@@ -102,10 +102,10 @@ def variants(gpu: bool) -> list[Variant]:
         Variant("1B: layers as they are, logits in chunks", 20, small, EAGER, IN_CHUNKS),
         Variant("1B: one chunk of logits", 7, small, EAGER),
         Variant("1B: compiled layers, one chunk", 30, small, COMPILED, profiled=True),
-        Variant("8B shapes: layers as they are", 14, large, EAGER),
+        Variant("8B shapes: layers as they are", 9, large, EAGER),
         Variant("8B shapes: compiled layers", 35, large, COMPILED, profiled=True),
-        Variant("1B: compiled layers, micro-batches of 16k", 10, _wider(small, 2), COMPILED),
-        Variant("8B shapes: compiled layers, micro-batches of 16k", 14, _wider(large, 2), COMPILED),
+        Variant("1B: compiled layers, micro-batches of 16k", 12, _wider(small, 2), COMPILED),
+        Variant("8B shapes: compiled layers, micro-batches of 16k", 20, _wider(large, 2), COMPILED),
         Variant("8B shapes: compiled layers, recomputed", 20, large, COMPILED | recomputed),
         Variant("1B: ZeRO-3, gathered module by module", 14, small, sharded, by_layer=False, compared=False),
         Variant("1B: ZeRO-3, gathered layer by layer", 12, small, sharded, compared=False),
