@@ -4,6 +4,7 @@ back. Models have random weights that no file holds."""
 import gc
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -53,13 +54,11 @@ class Engine:
     large: bool
     offloads_graphs: bool
     """Whether sleep gives back the memory of CUDA graphs, too."""
-    decodes: bool = True
 
 
 ENGINES = (
-    Engine("1B", 30, large=False, offloads_graphs=False),
-    Engine("8B", 45, large=True, offloads_graphs=True),
-    Engine("1B, graphs offloaded in sleep", 20, large=False, offloads_graphs=True, decodes=False),
+    Engine("1B", 55, large=False, offloads_graphs=False),
+    Engine("8B", 70, large=True, offloads_graphs=True),
 )
 
 
@@ -100,7 +99,8 @@ def _clean(place: Place) -> None:
     """Free what an engine leaves.
 
     Raises:
-        RuntimeError: CUDA's context is damaged, or much memory remains occupied.
+        RuntimeError: CUDA's context is damaged, much memory remains occupied, or vLLM's allocator for sleep has been
+            used, which serves one engine in a process.
     """
     import torch
 
@@ -112,6 +112,8 @@ def _clean(place: Place) -> None:
     free, total = torch.cuda.mem_get_info()
     if total - free > KEPT * total:
         raise RuntimeError(f"{(total - free) / GIB:.1f} GiB remain occupied")
+    if _allocator_used():
+        raise RuntimeError("the next engine needs a process of its own")
 
 
 def _engine(place: Place, engine: Engine) -> Iterator[Row]:
@@ -133,9 +135,8 @@ def _engine(place: Place, engine: Engine) -> Iterator[Row]:
         runner = "new" if llm.llm_engine.vllm_config.use_v2_model_runner else "older"
         yield Row(f"vLLM, {engine.name}: start", f"{seconds:.1f} s",
                   f"{note}; {len(CAPTURED)} batch sizes captured; the {runner} model runner")
-        if not place.gpu or engine.decodes or RUNNER in os.environ:
-            for count in SEQUENCES if place.gpu else (4,):
-                yield from _speed(place, engine, size, llm, count)
+        for count in SEQUENCES if place.gpu else (4,):
+            yield from _speed(place, engine, size, llm, count)
         yield from _sleep(place, engine, llm)
     except Exception:
         os.environ.setdefault(RUNNER, "0")  # the next engines have it, and have rows even if the new one fails here
@@ -259,6 +260,12 @@ def _sleeps() -> bool:
     from vllm.device_allocator.cumem import cumem_available
 
     return bool(cumem_available)
+
+
+def _allocator_used() -> bool:
+    """Whether an engine of this process could sleep."""
+    cumem = sys.modules.get("vllm.device_allocator.cumem")
+    return cumem is not None and cumem.CuMemAllocator.instance is not None
 
 
 def _free() -> int:

@@ -1,7 +1,7 @@
 """One generator and one learner in a Ray cluster of their own, with other weights of the same shape."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,23 +42,28 @@ class Pair:
     sync: WeightSync
 
 
-def make_models(directory: Path, scale: Scale) -> dict[str, ModelConfig]:
+def make_models(directory: Path, scale: Scale, roles: Sequence[str] = ("policy", "generator")
+                ) -> dict[str, ModelConfig]:
     """Random models for learner and generator, of one shape, with a tokenizer."""
     words = directory / "tokenizer"
     words.mkdir()
     train_tokenizer((review.text for review in make_reviews(REVIEWS, SEED)), TOKENIZER, words)
     found = {}
-    for seed, role in enumerate(("policy", "generator")):
+    for seed, role in enumerate(roles):
         torch.manual_seed(seed)
         new = NewModelConfig.model_validate(
             {"architecture": scale.architecture, "tokenizer": str(words), "dtype": scale.dtype})
-        model = new_causal_lm(new)
-        if scale.vocabulary > TOKENIZER:
-            model.resize_token_embeddings(scale.vocabulary, mean_resizing=False)
+        with torch.device("cuda" if scale.gpu else "cpu"):  # random numbers of so many weights take a CPU half a minute
+            model = new_causal_lm(new)
+            if scale.vocabulary > TOKENIZER:
+                model.resize_token_embeddings(scale.vocabulary, mean_resizing=False)
         model.save_pretrained(directory / role)
+        del model
         for file in words.glob("*.json"):
             copy(file, directory / role)
         found[role] = ModelConfig.model_validate({"path": str(directory / role), "dtype": scale.dtype})
+    if scale.gpu:
+        torch.cuda.empty_cache()
     return found
 
 

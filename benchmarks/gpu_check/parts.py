@@ -85,7 +85,7 @@ PARTS = {part.name: part for part in (
     _part(
         "generation", "vLLM by itself in one process, with dummy weights of models of 1 and 8 billion.",
         (*WHEELS, "vllm"),
-        alone=(120, "an engine that does not start here, decodes far slower than it reads its weights, or does not "
+        alone=(165, "an engine that does not start here, decodes far slower than it reads its weights, or does not "
                     "give its memory back in sleep", 30),
     ),
     _part(
@@ -123,9 +123,9 @@ class Plan:
 PLANS = {
     "updates": Plan("settings of updates of 1, 3 and 8 billion weights, attention, parts of a publication", 240,
                     ("updates:settings",)),
-    "engine": Plan("vLLM's start, speed and sleep; then publications to it", 180,
+    "engine": Plan("vLLM's start, speed and sleep; then publications to it", 240,
                    ("generation:alone", "engine:ipc_handles")),
-    "run": Plan("PPO of all roles on one GPU, seconds and share of the peak of each phase, ended and resumed", 150,
+    "run": Plan("PPO of all roles on one GPU, seconds and share of the peak of each phase, ended and resumed", 180,
                 ("cluster:whole_run",)),
 }
 """By name, in the order in which they are worth running on a new GPU."""
