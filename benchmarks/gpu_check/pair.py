@@ -42,30 +42,35 @@ class Pair:
     sync: WeightSync
 
 
-def make_models(directory: Path, scale: Scale) -> dict[str, ModelConfig]:
-    """Random models for learner and generator, of one shape, with a tokenizer."""
+def make_models(directory: Path, scale: Scale, *roles: str) -> dict[str, ModelConfig]:
+    """Random models of one shape for these roles, with a tokenizer. They are made on a GPU if there is one: on a CPU
+    half a billion random numbers take ten seconds."""
     words = directory / "tokenizer"
     words.mkdir()
     train_tokenizer((review.text for review in make_reviews(REVIEWS, SEED)), TOKENIZER, words)
     found = {}
-    for seed, role in enumerate(("policy", "generator")):
+    for seed, role in enumerate(roles):
         torch.manual_seed(seed)
         new = NewModelConfig.model_validate(
             {"architecture": scale.architecture, "tokenizer": str(words), "dtype": scale.dtype})
-        model = new_causal_lm(new)
+        with torch.device("cuda" if scale.gpu and torch.cuda.is_available() else "cpu"):
+            model = new_causal_lm(new)
         if scale.vocabulary > TOKENIZER:
             model.resize_token_embeddings(scale.vocabulary, mean_resizing=False)
         model.save_pretrained(directory / role)
+        del model
         for file in words.glob("*.json"):
             copy(file, directory / role)
         found[role] = ModelConfig.model_validate({"path": str(directory / role), "dtype": scale.dtype})
+    if scale.gpu:
+        torch.cuda.empty_cache()
     return found
 
 
 @asynccontextmanager
 async def pair(setting: PairSetting, directory: Path) -> AsyncIterator[Pair]:
     """Both started. Adapters have one base on both sides."""
-    models, configs = make_models(directory, setting.scale), {"default": setting.pool}
+    models, configs = make_models(directory, setting.scale, "policy", "generator"), {"default": setting.pool}
     with ray_session(ClusterConfig(dashboard=False), configs, "gpu-check"):
         pools = Pools(configs)
         await pools.open(TIMEOUT_S)
