@@ -1,10 +1,8 @@
-"""vLLM by itself, in this process and without Ray: how long it takes to start, how fast it decodes, what sleep gives
-back. Models have random weights that no file holds."""
+"""vLLM by itself, in one process and without Ray: how long it takes to start, how fast it decodes, what sleep gives
+back. Models have random weights that no file holds. vLLM's allocator for sleep allows one engine in a process."""
 
-import gc
 import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,14 +11,14 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
-from benchmarks.gpu_check.rows import Message, Row, judged, not_run
-from benchmarks.gpu_check.runner import Measurement, Place, in_turn
+from benchmarks.gpu_check.profiles import profiled
+from benchmarks.gpu_check.rows import Row, judged, not_run
+from benchmarks.gpu_check.runner import Place
 
 PROMPT, RESPONSE = 128, 256
 """Tokens."""
@@ -29,10 +27,6 @@ SEQUENCES = (256, 512)
 CAPTURED = [1, 8, 64, 128, 256, 384, 512]
 """Batch sizes with a CUDA graph: fewer than vLLM captures by itself, to save time."""
 UTILIZATION = 0.85
-KEPT = 0.25
-"""Share of the GPU's memory that may remain occupied by an engine that has ended."""
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-"""Environment variable that selects vLLM's older model runner by 0."""
 GIB, SEED = 2**30, 0
 STAGES = {
     "vllm.v1.worker.gpu_worker.Worker": (
@@ -49,29 +43,24 @@ class Engine:
     """One engine."""
 
     name: str
-    seconds: float
-    """What all its rows are expected to take."""
     large: bool
     offloads_graphs: bool
     """Whether sleep gives back the memory of CUDA graphs, too."""
 
 
-ENGINES = (
-    Engine("1B", 55, large=False, offloads_graphs=False),
-    Engine("8B", 70, large=True, offloads_graphs=True),
-)
+def large(place: Place) -> Iterator[Row]:
+    """8 billion weights."""
+    yield from _engine(place, Engine("8B", large=True, offloads_graphs=True))
 
 
-def alone(place: Place) -> Iterator[Message]:
-    """The engines, one after the other."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    if find_spec("flashinfer") is None:
-        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
-    if not place.gpu:
-        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-    engines = [Measurement(f"vLLM, {engine.name}", engine.seconds, partial(_engine, place, engine))
-               for engine in ENGINES]
-    yield from in_turn(place, [Measurement("import of vLLM", 25, _imported), *engines], partial(_clean, place))
+def small(place: Place) -> Iterator[Row]:
+    """1 billion weights, and what a decoding step's time goes to."""
+    yield from _engine(place, Engine("1B", large=False, offloads_graphs=False))
+
+
+def offloaded(place: Place) -> Iterator[Row]:
+    """Sleep of the same, with CUDA graphs that give their memory back."""
+    yield from _engine(place, Engine("1B, graphs offloaded", large=False, offloads_graphs=True), decodes=False)
 
 
 def _imported() -> Iterator[Row]:
@@ -95,68 +84,39 @@ def _register() -> None:
     ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
 
 
-def _clean(place: Place) -> None:
-    """Free what an engine leaves.
-
-    Raises:
-        RuntimeError: CUDA's context is damaged, much memory remains occupied, or vLLM's allocator for sleep has been
-            used, which serves one engine in a process.
-    """
-    import torch
-
-    gc.collect()
+def _engine(place: Place, engine: Engine, decodes: bool = True) -> Iterator[Row]:
+    """Import, start, speeds and sleep of one."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    if find_spec("flashinfer") is None:
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     if not place.gpu:
-        return
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    if total - free > KEPT * total:
-        raise RuntimeError(f"{(total - free) / GIB:.1f} GiB remain occupied")
-    if _allocator_used():
-        raise RuntimeError("the next engine needs a process of its own")
-
-
-def _engine(place: Place, engine: Engine) -> Iterator[Row]:
-    """Start, speeds and sleep of one."""
+        os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    yield from _imported()
     from benchmarks.gpu_check.random_policy import B1, B8, Size
-    from rlhf_ray.internals.vllm import shut_down
 
-    small = Size(128, 2, 2, 2, 384, vocabulary=1280)
-    size = (B8 if engine.large else B1) if place.gpu else small
-    directory = place.directory / engine.name.replace(" ", "-")
-    directory.mkdir()
-    llm = None
-    try:
-        with _timed() as parts:
-            began = time.perf_counter()
-            llm = _started(place, engine, size, directory)
-            seconds = time.perf_counter() - began
-        note = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
-        runner = "new" if llm.llm_engine.vllm_config.use_v2_model_runner else "older"
-        yield Row(f"vLLM, {engine.name}: start", f"{seconds:.1f} s",
-                  f"{note}; {len(CAPTURED)} batch sizes captured; the {runner} model runner")
+    tiny = Size(128, 2, 2, 2, 384, vocabulary=1280)
+    size = (B8 if engine.large else B1) if place.gpu else tiny
+    with _timed() as parts:
+        began = time.perf_counter()
+        llm = _started(place, engine, size)
+        seconds = time.perf_counter() - began
+    note = ", ".join(f"{name} {value:.1f}" for name, value in parts.items())
+    runner = "new" if llm.llm_engine.vllm_config.use_v2_model_runner else "older"
+    yield Row(f"vLLM, {engine.name}: start", f"{seconds:.1f} s",
+              f"{note}; {len(CAPTURED)} batch sizes captured; the {runner} model runner")
+    if decodes:
         for count in SEQUENCES if place.gpu else (4,):
-            yield from _speed(place, engine, size, llm, count)
-        yield from _sleep(place, engine, llm)
-    except Exception:
-        os.environ.setdefault(RUNNER, "0")  # the next engines have it, and have rows even if the new one fails here
-        raise
-    finally:
-        if llm is not None:
-            shut_down(llm.llm_engine)
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        del llm
-        cleanup_dist_env_and_memory()
+            yield _speed(place, engine, size, llm, count)
+        yield from _parts_of_a_step(place, engine, size, llm)
+    yield from _sleep(place, engine, llm)
 
 
-def _started(place: Place, engine: Engine, size: Any, directory: Path) -> Any:
+def _started(place: Place, engine: Engine, size: Any) -> Any:
     """A `vllm.LLM`, without torch.compile, which vLLM's pinned torch alone is sure to have as it needs it."""
     from vllm import LLM
 
-    _register()
     entries = size.entries() | {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096}
-    (directory / "config.json").write_text(json.dumps(entries))
+    (place.directory / "config.json").write_text(json.dumps(entries))
     if place.gpu:
         own: dict[str, Any] = {
             "dtype": "bfloat16", "gpu_memory_utilization": UTILIZATION, "max_num_batched_tokens": 8192,
@@ -166,7 +126,7 @@ def _started(place: Place, engine: Engine, size: Any, directory: Path) -> Any:
     else:
         own = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 * 2**20,
                "enable_chunked_prefill": False}
-    return LLM(model=str(directory), load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
+    return LLM(model=str(place.directory), load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
                max_model_len=PROMPT + RESPONSE, max_num_seqs=max(SEQUENCES) if place.gpu else 8, seed=SEED,
                enable_prefix_caching=False, logprobs_mode="processed_logprobs", disable_log_stats=True, **own)
 
@@ -195,21 +155,22 @@ def _timed() -> Iterator[dict[str, float]]:
         yield seconds  # type: ignore[misc]
 
 
-def _drawn(llm: Any, count: int, tokens: int, vocabulary: int, temperature: float = 1.0) -> tuple[list[Any], float]:
-    """Responses to random prompts, and seconds."""
+def _drawn(llm: Any, count: int, tokens: int, vocabulary: int, **changed: Any) -> tuple[list[Any], float]:
+    """Responses to random prompts, and seconds. As for a learner, each has a seed and log-probabilities."""
     from vllm import SamplingParams
 
     random = np.random.default_rng(SEED).integers(5, vocabulary, (count, PROMPT))
     prompts = [{"prompt_token_ids": row.tolist()} for row in random]
-    parameters = [SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True, seed=row, logprobs=0,
-                                 flat_logprobs=True, detokenize=False) for row in range(count)]
+    usual = {"temperature": 1.0, "logprobs": 0, "flat_logprobs": True}
+    parameters = [SamplingParams(**{**usual, "seed": row, **changed}, max_tokens=tokens, ignore_eos=True,
+                                 detokenize=False) for row in range(count)]
     began = time.perf_counter()
     outputs = llm.generate(prompts, parameters, use_tqdm=False)
     seconds = time.perf_counter() - began
     return [list(output.outputs[0].token_ids) for output in outputs], seconds
 
 
-def _speed(place: Place, engine: Engine, size: Any, llm: Any, count: int) -> Iterator[Row]:
+def _speed(place: Place, engine: Engine, size: Any, llm: Any, count: int) -> Row:
     """Tokens a second, and a decoding step over the time in which its bytes could be read."""
     from benchmarks.gpu_check.random_policy import hardware
 
@@ -219,18 +180,31 @@ def _speed(place: Place, engine: Engine, size: Any, llm: Any, count: int) -> Ite
     tokens, seconds = _drawn(llm, count, response, size.vocabulary)
     step = (seconds - first) / (response - 1)
     made = sum(map(len, tokens))
-    found, note = f"{made / seconds:,.0f} tokens/s", f"{made:,} tokens, prompts of {PROMPT} in {first:.2f} s"
+    note = f"{made:,} tokens, prompts of {PROMPT} in {first:.2f} s; a step {1e3 * step:.2f} ms"
     if (device := hardware() if place.gpu else None) is not None:
         width = size.hidden // size.heads
         layer = size.hidden * (2 * size.hidden + 2 * size.kv_heads * width + 3 * size.intermediate)
         weights = 2 * (size.layers * layer + size.vocabulary * size.hidden)
         cache = 2 * 2 * size.layers * size.kv_heads * width * count * (PROMPT + response / 2)
         floor = (weights + cache) / device.memory_bandwidth
-        note += (f"; a step {1e3 * step:.2f} ms, {step / floor:.2f} times the {1e3 * floor:.2f} ms in which "
-                 f"{weights / 1e9:.1f} GB of weights and {cache / 1e9:.1f} GB of cache can be read")
-    else:
-        note += f"; a step {1e3 * step:.2f} ms"
-    yield Row(f"vLLM, {engine.name}: {count} sequences", found, note)
+        note += (f", {step / floor:.2f} times the {1e3 * floor:.2f} ms in which {weights / 1e9:.1f} GB of weights and "
+                 f"{cache / 1e9:.1f} GB of cache can be read")
+    return Row(f"vLLM, {engine.name}: {count} sequences", f"{made / seconds:,.0f} tokens/s", note)
+
+
+def _parts_of_a_step(place: Place, engine: Engine, size: Any, llm: Any) -> Iterator[Row]:
+    """What log-probabilities and seeds add to a decoding step, and its kernels."""
+    count, steps = (SEQUENCES[0], 64) if place.gpu else (4, 8)
+    without: dict[str, dict[str, Any]] = {
+        "as for a learner": {}, "without log-probabilities": {"logprobs": None, "flat_logprobs": False},
+        "without them and without seeds": {"logprobs": None, "flat_logprobs": False, "seed": None},
+        "greedy, without them": {"logprobs": None, "flat_logprobs": False, "seed": None, "temperature": 0.0}}
+    for name, changed in without.items():
+        _drawn(llm, count, 2, size.vocabulary, **changed)
+        first, last = (_drawn(llm, count, tokens, size.vocabulary, **changed)[1] for tokens in (1, 1 + steps))
+        yield Row(f"vLLM, {engine.name}: a step of {count} sequences, {name}", f"{1e3 * (last - first) / steps:.2f} ms")
+    yield profiled(place, f"vLLM, {engine.name}: {steps} steps of {count} sequences",
+                   lambda: _drawn(llm, count, steps, size.vocabulary)[1])
 
 
 def _sleep(place: Place, engine: Engine, llm: Any) -> Iterator[Row]:
@@ -260,12 +234,6 @@ def _sleeps() -> bool:
     from vllm.device_allocator.cumem import cumem_available
 
     return bool(cumem_available)
-
-
-def _allocator_used() -> bool:
-    """Whether an engine of this process could sleep."""
-    cumem = sys.modules.get("vllm.device_allocator.cumem")
-    return cumem is not None and cumem.CuMemAllocator.instance is not None
 
 
 def _free() -> int:

@@ -85,12 +85,14 @@ PARTS = {part.name: part for part in (
     _part(
         "generation", "vLLM by itself in one process, with dummy weights of models of 1 and 8 billion.",
         (*WHEELS, "vllm"),
-        alone=(165, "an engine that does not start here, decodes far slower than it reads its weights, or does not "
-                    "give its memory back in sleep", 30),
+        large=(95, "an engine of 8 billion weights that does not start here, decodes far slower than it reads its "
+                   "weights, or does not give its memory back in sleep", 60),
+        small=(60, "the same of 1 billion, log-probabilities or seeds that slow a decoding step down", 45),
+        offloaded=(45, "CUDA graphs that slow sleep down, or keep their memory, although they are offloaded", 30),
     ),
     _part(
         "engine", "One generator with vLLM and one learner, on one GPU.", (*WHEELS, "ray", "vllm"),
-        ipc_handles=(75, "generators that read the learner's memory by handle and compute with other weights, buckets "
+        ipc_handles=(90, "generators that read the learner's memory by handle and compute with other weights, buckets "
                          "of 256 or 1,024 MiB that take long, memory that level 2 of sleep does not give back", 60),
         object_store=(130, "the same through main memory, with weights sharded by ZeRO-3 and level 1 of sleep; slow "
                            "generation over 128,256 tokens, a plan of memory that is off"),
@@ -123,9 +125,9 @@ class Plan:
 PLANS = {
     "updates": Plan("settings of updates of 1, 3 and 8 billion weights, attention, parts of a publication", 240,
                     ("updates:settings",)),
-    "engine": Plan("vLLM's start, speed and sleep; then publications to it", 240,
-                   ("generation:alone", "engine:ipc_handles")),
-    "run": Plan("PPO of all roles on one GPU, seconds and share of the peak of each phase, ended and resumed", 180,
+    "engine": Plan("vLLM's start, speed and sleep; then publications to it", 180,
+                   ("generation:large", "engine:ipc_handles", "generation:small", "generation:offloaded")),
+    "run": Plan("PPO of all roles on one GPU, seconds and share of the peak of each phase, ended and resumed", 150,
                 ("cluster:whole_run",)),
 }
 """By name, in the order in which they are worth running on a new GPU."""

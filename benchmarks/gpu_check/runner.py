@@ -116,6 +116,8 @@ class Progress:
     """When it is ended, by `time.monotonic`."""
     current: str
     """What is measured now."""
+    by_clock: bool = False
+    """Whether `end` is that of the whole command, so that it says nothing about the check."""
     ahead: tuple[str, ...] | None = None
     """Measurements behind it; None before a process has named them."""
 
@@ -132,7 +134,8 @@ def rows_of(check: Check, gpus: tuple[str, ...], log: Path, left_s: float) -> It
         yield not_run(check.name, f"it is expected to take {needed:g} s, and {max(0.0, left_s):.0f} s were left "
                                   "(--seconds)")
         return
-    progress = Progress(check, time.monotonic() + min(left_s, LEAST_S + PATIENCE * check.seconds), check.name)
+    patience = LEAST_S + PATIENCE * check.seconds
+    progress = Progress(check, time.monotonic() + min(left_s, patience), check.name, left_s < patience)
     while not (yield from _one_process(progress, gpus, log)) and progress.ahead:
         if progress.end - time.monotonic() < BEGINNING_S:
             yield from (not_run(name, "no time was left") for name in progress.ahead)
@@ -172,7 +175,11 @@ def _received(progress: Progress, receiver: Connection, gpu: bool) -> Generator[
                 end = min(progress.end, began + HANGING_S + HANGING * message.seconds)
         else:
             yield message
-    yield failed(progress.current, f"not done within {time.monotonic() - began:.0f} s; its processes were ended")
+    seconds = f"{time.monotonic() - began:.0f} s"
+    if progress.by_clock and end == progress.end:
+        yield not_run(progress.current, f"not done within {seconds}, when no time was left")
+    else:
+        yield failed(progress.current, f"not done within {seconds}; its processes were ended")
     return False
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu_check.learner import GB, GIB, HALF, apart, rate, seconds_of_one, too_small
+from benchmarks.gpu_check.profiles import profiled
 from benchmarks.gpu_check.random_policy import (
     B1,
     B3,
@@ -38,8 +39,7 @@ from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.models.attention import Kind, attend_in_grids, attend_variable_length, variable_length_kernel
 from rlhf_ray.models.packed_model import Chunks
 from rlhf_ray.models.packing import Packing
-from rlhf_ray.records import Experience, TensorEntry
-from rlhf_ray.roles.profiling import busiest
+from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights.fingerprint import fingerprint
 from rlhf_ray.weights.host_buffers import HostBuffers, bytes_needed
 from rlhf_ray.weights.manifest import as_announced, digest_of
@@ -53,8 +53,6 @@ SAMPLED = 2**15
 """Numbers of a tensor whose gradients are compared."""
 KEPT = 0.25
 """Share of the GPU's memory that may remain occupied after a measurement."""
-KERNELS = 12
-"""Lines of a profile in the table; its file has more."""
 IN_CHUNKS = Chunks(elements=2**27)
 """Logits of at most 2^27 entries at a time."""
 EAGER = {**HALF, "compile_layers": False}
@@ -196,7 +194,7 @@ def _updates(place: Place, variant: Variant, setting: Setting, references: dict[
     yield (judged(variant.name, found, right, "; ".join(notes)) if variant.compared
            else Row(variant.name, found, "; ".join(notes)))
     if variant.profiled:
-        yield _profile(place, variant.name, learner, rows, 2 + TIMES)
+        yield profiled(place, variant.name, lambda: optimizer_step(learner, rows, 2 + TIMES))
 
 
 def _llama_restored() -> Any:
@@ -259,22 +257,6 @@ def _difference(learner: RandomPolicy, references: dict[tuple[int, bool], dict[s
             sample = states[parameter]["exp_avg"].flatten()[:: 1 + parameter.numel() // SAMPLED]
             found[name] = sample.to("cpu", torch.float32, copy=True)
     return apart(found, references.setdefault(model, found))
-
-
-def _profile(place: Place, name: str, learner: RandomPolicy, rows: Experience, step: int) -> Row:
-    """What one update's time goes to, in a file."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA if place.gpu else ProfilerActivity.CPU], acc_events=True) as made:
-        seconds = optimizer_step(learner, rows, step)
-    every = busiest(made.key_averages(), 10**6)
-    total, calls = sum(kernel.own_ms for kernel in every), sum(kernel.calls for kernel in every)
-    file = (place.results or place.directory) / f"profile_{''.join(c if c.isalnum() else '_' for c in name)}.txt"
-    head = f"{name}: {total:.1f} ms in {calls:,} kernels, {1e3 * seconds:.1f} ms by the clock"
-    file.write_text("\n".join([head, *(f"{kernel.own_ms:9.2f} ms {kernel.calls:6} x {kernel.name[:160]}"
-                                       for kernel in every[: 4 * KERNELS])]) + "\n")
-    top = ", ".join(f"{kernel.own_ms:.0f} ms {kernel.name[:24]}" for kernel in every[:3])
-    return Row(f"{name}: profile", f"{total:.0f} of {1e3 * seconds:.0f} ms, {calls:,} kernels", f"{file.name}: {top}")
 
 
 def _machine(place: Place) -> Iterator[Row]:

@@ -96,9 +96,10 @@ def test_an_error_costs_none_of_the_rows_before_it(tmp_path):
     assert "said before the error" in (tmp_path / "log.txt").read_text()
 
 
-@pytest.mark.parametrize(("name", "left_s", "said"), [("killed", 100.0, "signal 9"), ("hangs", 8.0, "not done within")])
-def test_a_process_that_is_killed_or_hangs_costs_its_own_rows_only(name, left_s, said, tmp_path):
-    rows = list(rows_of(sample(name), (), tmp_path / "log.txt", left_s))
+@pytest.mark.parametrize(("name", "said"), [("killed", "signal 9"), ("hangs", "not done within")])
+def test_a_process_that_is_killed_or_hangs_costs_its_own_rows_only(name, said, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu_check.runner.LEAST_S", 2.0)
+    rows = list(rows_of(sample(name), (), tmp_path / "log.txt", 100.0))
     assert [row.what for row in rows] == ["a figure", name]
     assert rows[1].verdict == "FAILED" and said in rows[1].found
 
@@ -122,7 +123,7 @@ def test_a_process_that_cannot_be_cleaned_leaves_the_rest_to_another(tmp_path):
 def test_measurements_behind_one_that_uses_up_the_time_are_listed(tmp_path):
     rows = list(rows_of(sample("stuck"), (), tmp_path / "log.txt", 8.0))
     assert [(row.what, row.verdict) for row in rows] == [
-        ("first begins", "figure"), ("first", "FAILED"), ("second", "not run")]
+        ("first begins", "figure"), ("first", "not run"), ("second", "not run")]
 
 
 def test_on_a_gpu_a_measurement_that_hangs_costs_those_behind_it_nothing(tmp_path, monkeypatch):
@@ -138,7 +139,8 @@ def test_a_plan_consists_of_checks_that_there_are_and_takes_no_parts(capsys, mon
     for plan in PLANS.values():
         assert [f"{part.name}:{part.checks[0].name}" for part in plan.parts] == list(plan.checks)
         assert known.keys() >= set(plan.checks)
-        assert sum(known[name].least_s or known[name].seconds for name in plan.checks) <= plan.seconds
+        needed = [known[name].least_s or known[name].seconds for name in plan.checks]
+        assert sum(needed[:2]) <= plan.seconds, "at least two checks, and the others if these are fast"
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--plan", "updates", "--part", "seams"])
     with pytest.raises(SystemExit):
         command.arguments()
@@ -180,7 +182,7 @@ def test_the_run_of_the_plan_is_one_whose_roles_share_a_gpu(tmp_path):
 
 
 def test_phases_have_the_operations_of_their_passes():
-    from benchmarks.gpu_check.cluster import _phases
+    from benchmarks.gpu_check.cluster import EPOCHS, _phases
     from rlhf_ray.planning.hardware import H100
     from rlhf_ray.planning.model_shape import ModelShape
 
@@ -189,9 +191,9 @@ def test_phases_have_the_operations_of_their_passes():
             "time/logprobs": 1.0, "time/policy_update": 3.0, "time/generate": 4.0}
     rows = {row.what: row for row in _phases([{**step, "time/step": 99.0}, step], shape, H100)}
     assert rows["a step"].found == "10.00 s, 1.0 samples/s, 100 tokens/s"
-    flops = 10 * shape.row_flops(100) / H100.flops
-    assert rows["a step: logprobs"].note == rows["a step: policy_update"].note.replace("333", "1,000")
-    assert rows["a step: logprobs"].note == f"1,000 tokens/s, {flops:.1%} of the peak"
+    share = 10 * shape.row_flops(100) / H100.flops
+    assert rows["a step: logprobs"].note == f"1,000 tokens/s, {share:.1%} of the peak"
+    assert rows["a step: policy_update"].note == f"333 tokens/s, {EPOCHS * share:.1%} of the peak"
     assert rows["a step: generate"].found == "4.00 s, 40%" and rows["a step: the rest"].found == "2.00 s"
 
 
