@@ -119,7 +119,8 @@ def _micro_batch(config: LearnerConfig, model: Training) -> MicroBatch:
     share = -(-model.rows // config.workers)
     return MicroBatch(min(config.micro_batch_tokens, share * model.longest), model.longest, config.gpus > 0,
                       half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing,
-                      half_model=_is_half(config, model.shape), adapter_dropout=config.drops_out)
+                      half_model=_is_half(config, model.shape), adapter_dropout=config.drops_out,
+                      compiled=config.compiles_layers and not model.shape.active_experts)
 
 
 def _pass_without_gradients(config: LearnerConfig, model: Training) -> dict[str, float]:

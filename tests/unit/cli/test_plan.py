@@ -42,7 +42,7 @@ def test_what_cannot_fit_ends_with_2_and_overrides_count():
     answer = plan(RECIPE, "--nodes=1x1xL4", "--policy.gradient_checkpointing=false",
                   "--policy.micro_batch_tokens=16384")
     assert answer.exit_code == 2
-    assert "set policy.gradient_checkpointing=0.75." in answer.output.replace("\n", " ")
+    assert "set policy.gradient_checkpointing=0.5." in answer.output.replace("\n", " ")
     assert "the run cannot work" in answer.output
 
 

@@ -194,7 +194,7 @@ class TestLearner:
         kept, *others = (learner_memory(LearnerConfig(gpus=1, micro_batch_tokens=64, gradient_checkpointing=share),
                                         Training(deep, 32, 1.0, 64)).device["activations"]
                          for share in (False, 0.25, 0.5, 0.75, True))
-        each = layer_bytes(deep, MicroBatch(64, 32, on_gpu=True))
+        each = layer_bytes(deep, MicroBatch(64, 32, on_gpu=True, compiled=True))
         inputs = deep.hidden * 4
         assert others == [kept - 64 * ((recomputed - 1) * each - recomputed * inputs) for recomputed in (2, 4, 6, 8)]
 
