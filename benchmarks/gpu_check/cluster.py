@@ -36,6 +36,8 @@ AGAIN = 0.8
 """What the resumed run takes of the first one's time: as long a start, and fewer steps."""
 RUN_S = 600.0
 PHASES = ("generate", "reward", "reference", "logprobs", "values", "policy_update", "critic_update", "publish")
+EPOCHS = 2
+"""Of an update over the step's responses."""
 
 
 async def restart(place: Place) -> AsyncIterator[Row]:
@@ -73,7 +75,7 @@ def whole_run(place: Place) -> Iterator[Row]:
     """PPO with a critic by `rlhf-ray ppo`, whose driver is ended after some updates; then `--resume`."""
     scale, run = ON_GPU if place.gpu else ON_CPU, place.directory / "run"
     began = time.perf_counter()
-    model = make_models(place.directory, scale, ["policy"])["policy"]
+    model = make_models(place.directory, scale, "policy")["policy"]
     (place.directory / "prompts.jsonl").write_text("".join(
         json.dumps({"prompt": opening}) + "\n" for opening in make_openings(4 * scale.rows, SEED)))
     file = place.directory / "ppo.yaml"
@@ -148,8 +150,8 @@ def _phases(steps: list[dict[str, Any]], shape: ModelShape, device: Hardware | N
     yield Row("a step", f"{seconds:.2f} s, {rows / seconds:,.1f} samples/s, {tokens / seconds:,.0f} tokens/s",
               f"{rows:.0f} responses, the median of {len(usual)} steps")
     rest = seconds
-    for phase, operations in zip(PHASES, (flops, 0.0, flops, flops, flops - head, 3 * flops,
-                                          3 * (flops - head), 0.0), strict=True):
+    for phase, operations in zip(PHASES, (flops, 0.0, flops, flops, flops - head, 3 * EPOCHS * flops,
+                                          3 * EPOCHS * (flops - head), 0.0), strict=True):
         took = middle(f"time/{phase}")
         rest -= took
         note = f"{tokens / took:,.0f} tokens/s" if operations and took else ""
@@ -176,9 +178,9 @@ def _configuration(directory: Path, scale: Scale, model: str) -> dict[str, Any]:
         "model": {"path": model, "dtype": scale.dtype},
         "prompts": {"path": str(directory / "prompts.jsonl"), "max_tokens": PROMPT_TOKENS},
         "rewards": {"letters": {"type": "regex", "pattern": "^[a-zA-Z ]+$"}},
+        "algorithm": {"epochs": EPOCHS},
         "generator": role(0.4, max_sequences=scale.rows, sampling={"max_tokens": scale.response}, **engine),
         "policy": role(0.3, **learner), "critic": role(0.2, **learner),
         "reference": role(0.1), "reward": {"cpus": 0.1}, "assembler": {"cpus": 0.1},
-        "algorithm": {"epochs": 1}, "coordinator": {"prompts_per_step": scale.rows}, "checkpoint": {"every": 2},
-        "weights": {"transport": "auto"},
+        "coordinator": {"prompts_per_step": scale.rows}, "checkpoint": {"every": 2}, "weights": {"transport": "auto"},
     }

@@ -1,7 +1,7 @@
 """One generator and one learner in a Ray cluster of their own, with other weights of the same shape."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +42,9 @@ class Pair:
     sync: WeightSync
 
 
-def make_models(directory: Path, scale: Scale, roles: Sequence[str] = ("policy", "generator")
-                ) -> dict[str, ModelConfig]:
-    """Random models for learner and generator, of one shape, with a tokenizer."""
+def make_models(directory: Path, scale: Scale, *roles: str) -> dict[str, ModelConfig]:
+    """Random models of one shape for these roles, with a tokenizer. They are made on a GPU if there is one: on a CPU
+    half a billion random numbers take ten seconds."""
     words = directory / "tokenizer"
     words.mkdir()
     train_tokenizer((review.text for review in make_reviews(REVIEWS, SEED)), TOKENIZER, words)
@@ -53,10 +53,10 @@ def make_models(directory: Path, scale: Scale, roles: Sequence[str] = ("policy",
         torch.manual_seed(seed)
         new = NewModelConfig.model_validate(
             {"architecture": scale.architecture, "tokenizer": str(words), "dtype": scale.dtype})
-        with torch.device("cuda" if scale.gpu else "cpu"):  # random numbers of so many weights take a CPU half a minute
+        with torch.device("cuda" if scale.gpu and torch.cuda.is_available() else "cpu"):
             model = new_causal_lm(new)
-            if scale.vocabulary > TOKENIZER:
-                model.resize_token_embeddings(scale.vocabulary, mean_resizing=False)
+        if scale.vocabulary > TOKENIZER:
+            model.resize_token_embeddings(scale.vocabulary, mean_resizing=False)
         model.save_pretrained(directory / role)
         del model
         for file in words.glob("*.json"):
@@ -70,7 +70,7 @@ def make_models(directory: Path, scale: Scale, roles: Sequence[str] = ("policy",
 @asynccontextmanager
 async def pair(setting: PairSetting, directory: Path) -> AsyncIterator[Pair]:
     """Both started. Adapters have one base on both sides."""
-    models, configs = make_models(directory, setting.scale), {"default": setting.pool}
+    models, configs = make_models(directory, setting.scale, "policy", "generator"), {"default": setting.pool}
     with ray_session(ClusterConfig(dashboard=False), configs, "gpu-check"):
         pools = Pools(configs)
         await pools.open(TIMEOUT_S)

@@ -125,9 +125,9 @@ class Plan:
 PLANS = {
     "updates": Plan("settings of updates of 1, 3 and 8 billion weights, attention, parts of a publication", 240,
                     ("updates:settings",)),
-    "engine": Plan("vLLM's start, speed and sleep; publications to it", 240,
+    "engine": Plan("vLLM's start, speed and sleep; then publications to it", 180,
                    ("generation:large", "engine:ipc_handles", "generation:small", "generation:offloaded")),
-    "run": Plan("PPO of all roles on one GPU, seconds and share of the peak of each phase, ended and resumed", 180,
+    "run": Plan("PPO of all roles on one GPU, seconds and share of the peak of each phase, ended and resumed", 150,
                 ("cluster:whole_run",)),
 }
 """By name, in the order in which they are worth running on a new GPU."""

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROWS_TRIED = 5
-"""Rows, at least, of the pass by which layers are compiled. Sizes that are equal by chance would be one symbol; so the
-longest row and one more than the number of rows are odd, which no size of a head is."""
+"""Rows, at least, of the pass by which layers are compiled. Sizes that are equal by chance would be one symbol; so its
+longest row is odd, and neither its number of rows nor the next number is a multiple of 4, as sizes of heads are."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class TrainEngine:
         """
         model, most = self.module.model, self.config.micro_batch_tokens
         longest = max(2, min(context_of(model.config) or most, most // ROWS_TRIED)) - 1 | 1
-        rows = min(most // longest // 2 * 2, longest - 1)
-        lengths = np.arange(longest, longest - max(1, rows), -1)
+        rows = min((most // longest - 1) // 4 * 4 + 1, longest)
+        lengths = np.arange(longest, longest - rows, -1)
         packing = Packing.of(lengths[1:] if fewer and rows > 2 else lengths, self.device)
         trained = [p for layer in decoder_layers(model) for p in layer.parameters() if p.requires_grad]
         self._set_mode(gradients)

@@ -24,7 +24,7 @@ from tests.tiny_families import DECODERS, config_of, randomised
 
 pytestmark = pytest.mark.slow
 
-TRIED = [9, 8, 7, 6]
+TRIED = [9, 8, 7, 6, 5]
 BATCHES = [[5, 1, 9, 3], [7, 2, 6], [12, 12], [20, 3, 4, 5, 6, 30], [31], [4] * 6, [2] * 40, [30] * 20, [3, 9],
            [8, 7, 6, 5]]
 """Among them one row alone, rows of one length, rows longer than windows, and more tokens than a block has."""

@@ -64,7 +64,7 @@ class Ranks:
     def make(self, ranks, cls, arguments, chunk_elements=None):
         """Let the ranks build a learner; see `LearnerBench.make`."""
         self._group = self._groups[ranks]
-        self._values("make", cls, arguments, chunk_elements)
+        self.compiled = self._values("make", cls, arguments, chunk_elements)[0]
         return self
 
     def do(self, method, *args):

@@ -32,13 +32,14 @@ class LearnerBench:
         self._address = address
         distributed.join(address, self._rank, self._world, timeout_s)
 
-    def make(self, cls: str, arguments: Mapping[str, Any], chunk_elements: int | None = None) -> None:
-        """Build and start a learner in place of the previous one, whose logits exist for so many entries at a time."""
+    def make(self, cls: str, arguments: Mapping[str, Any], chunk_elements: int | None = None) -> str:
+        """Build and start a learner in place of the previous one, whose logits exist for so many entries at a time.
+        Returns which of its layers are compiled, in words."""
         self._learner = CLASSES[cls](rank=self._rank, world=self._world, **arguments)
         if chunk_elements:
             build = self._learner.build
             self._learner.build = lambda: in_chunks(build(), chunk_elements)
-        self._learner.start(self._address, 300.0)
+        return str(self._learner.start(self._address, 300.0)["compiled"])
 
     def spoil(self, rank: int) -> None:
         """From now on, on this rank alone, losses stay what they are and their gradients are not finite."""

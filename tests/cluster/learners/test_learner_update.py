@@ -137,6 +137,7 @@ def test_an_update_with_compiled_layers_is_plain_torch_s(ranks, files, experienc
     arguments = policy_arguments(files, zero, SMALL, checkpointing)
     compiled = arguments["config"].model_copy(update={"compile_layers": True})
     learners = ranks.make(1, "PolicyLearner", {**arguments, "config": compiled})
+    assert learners.compiled == "2 layers are compiled, each as a whole"
     before = learners.weights()
     learners.do("update", 0, 0.0, *experiences)
     assert_same_update(plain_policy(algorithm()), before, learners.weights())
@@ -299,6 +300,7 @@ def test_after_save_and_load_in_new_processes_the_next_update_is_the_same_bit_fo
     arguments = (policy_arguments if cls == "PolicyLearner" else critic_arguments)(files, zero, SMALL)
     arguments["config"] = arguments["config"].model_copy(update={"compile_layers": compiled})
     learners = ranks.make(2, cls, arguments)
+    assert ("as a whole" in learners.compiled) is compiled
     first, numbers = learners.weights(), (0.0,) if cls == "PolicyLearner" else ()
     learners.do("update", 0, *numbers, *experiences)
     learners.save(tmp_path)

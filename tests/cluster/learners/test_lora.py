@@ -197,6 +197,7 @@ def test_after_save_and_load_in_new_processes_the_next_update_is_the_same_bit_fo
     arguments = policy_arguments(files.tied, zero, SMALL, lora=LoRAConfig(rank=4, alpha=16, dropout=0.3))
     arguments["config"] = arguments["config"].model_copy(update={"compile_layers": compiled})
     learners = ranks.make(2, "PolicyLearner", arguments)
+    assert ("as a whole" in learners.compiled) is compiled
     learners.do("update", 0, 0.0, *experiences)
     learners.save(tmp_path)
     assert_no_base_in(tmp_path)

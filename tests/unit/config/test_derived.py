@@ -12,6 +12,7 @@ from rlhf_ray.config.derived import (
     reference_in_words,
 )
 from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.load import STAGES, as_yaml, load, resolve
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig
@@ -140,3 +141,13 @@ def test_held_out_responses_are_sampled_as_in_training_but_for_what_is_given(wri
     assert "max_tokens: 16" in (tmp_path / "saved.yaml").read_text().split("evaluation:")[1].split("early_stop:")[0]
     assert load(STAGES["ppo"], tmp_path / "saved.yaml", []) == config
     assert load(STAGES["ppo"], path, ["--evaluation.prompts=e.jsonl"]).evaluation.sampling is None
+
+
+@pytest.mark.parametrize(("fields", "compiled"), [
+    ({"gpus": 0}, False), ({"gpus": 1}, True), ({"gpus": 0.5, "zero_stage": 2}, True),
+    ({"gpus": 1, "zero_stage": 3}, False),
+    ({"gpus": 0, "compile_layers": True}, True), ({"gpus": 1, "compile_layers": False}, False)])
+def test_layers_are_compiled_on_gpus_up_to_stage_2_unless_somebody_says_otherwise(fields, compiled):
+    assert LearnerConfig(**fields).compiles_layers is compiled
+    with pytest.raises(ConfigError, match="compile_layers=true compiles layers with the parameters they have"):
+        LearnerConfig(gpus=1, zero_stage=3, compile_layers=True)
