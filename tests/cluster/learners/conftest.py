@@ -52,7 +52,7 @@ def floor(shared_ray):
 
 def spawn(place, ranks, name):
     return place.spawn(name, LearnerBench, PlacementConfig(workers=ranks, cpus=0.1),
-                       lambda rank: {"rank": rank, "world": ranks}, shutdown_method="leave")
+                       lambda rank: {"rank": rank, "world": ranks}, shutdown=LearnerBench.leave)
 
 
 class Ranks:
@@ -64,28 +64,28 @@ class Ranks:
     def make(self, ranks, cls, arguments, chunk_elements=None):
         """Let the ranks build a learner; see `LearnerBench.make`."""
         self._group = self._groups[ranks]
-        self.compiled = self._values("make", cls, arguments, chunk_elements)[0]
+        self.compiled = self._values(LearnerBench.make, cls, arguments, chunk_elements)[0]
         return self
 
     def do(self, method, *args):
         """The learners' answers, by rank."""
-        return self._values("do", method, *args)
+        return self._values(LearnerBench.do, method, *args)
 
     def save(self, directory):
         """Write a checkpoint's part of each rank."""
-        self._values("save", str(directory))
+        self._values(LearnerBench.save, str(directory))
 
     def spoil(self, rank):
         """See `LearnerBench.spoil`."""
-        self._values("spoil", rank)
+        self._values(LearnerBench.spoil, rank)
 
     def leave_out(self, step):
         """See `LearnerBench.leave_out`."""
-        self._values("leave_out", step)
+        self._values(LearnerBench.leave_out, step)
 
     def weights(self, which="weights"):
         """Rank 0's view of the weights; all ranks must agree."""
-        found = self._values(which)
+        found = self._values(getattr(LearnerBench, which))
         for other in found[1:]:
             assert all(np.array_equal(other[name], found[0][name]) for name in other)
         return found[0]

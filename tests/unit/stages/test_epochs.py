@@ -49,7 +49,7 @@ def test_a_supervised_stage_counts_its_rows(model, tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(10)))
     config = SFTConfig(run={"epochs": 3}, model=model, training={"batch_size": 4},
                        data={"path": str(tmp_path / "d.jsonl"), "held_out": 0.2})
-    made = with_steps(config, lambda: count_rows(config, DataReader, "demonstrations", ()), config.training.batch_size)
+    made = with_steps(config, lambda: count_rows(config, DataReader.demonstrations, ()), config.training.batch_size)
     assert made.run.steps == 6, "eight rows are not held out"
 
 
