@@ -5,8 +5,7 @@ the most valuable measurements first, several in one process, ends by its own cl
 All rows are printed again at the end, also when SIGTERM ends it; profiles are files of the directory. GPU_CHECK_COMMIT
 names the commit where the copy has no git.
 
-A verdict is ok, WRONG, FAILED (an error), a figure (without
-a bound), or not run, with the reason.
+A verdict is ok, WRONG, FAILED (an error), a figure (without a bound), or not run, with the reason.
 
 Exit codes: 0 nothing is wrong, 1 something is, 2 there is no GPU, or a part was named whose packages are missing.
 """
@@ -95,7 +94,7 @@ def main() -> None:
     parts = plan.parts if plan else chosen(asked.part)
     if (asked.part or plan) and (lacking := {part.name: part.missing() for part in parts if part.missing()}):
         needs = "; ".join(f"--part {name} needs {', '.join(missing)}" for name, missing in lacking.items())
-        print(f"gpu_check: {needs}: not installed here. launch/gpu_wheels makes a folder of the wheels for learner; "
+        print(f"gpu_check: {needs}: not installed here. launch/gpu_wheels collects them for an image without a network; "
               "make install EXTRA=gpu installs all", file=sys.stderr)
         sys.exit(2)
     results = Results(asked.out or results_directory(gpus), machine := describe_machine(gpus))
