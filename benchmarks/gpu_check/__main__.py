@@ -94,8 +94,8 @@ def main() -> None:
     parts = plan.parts if plan else chosen(asked.part)
     if (asked.part or plan) and (lacking := {part.name: part.missing() for part in parts if part.missing()}):
         needs = "; ".join(f"--part {name} needs {', '.join(missing)}" for name, missing in lacking.items())
-        print(f"gpu_check: {needs}: not installed here. launch/gpu_wheels collects them for an image without a network; "
-              "make install EXTRA=gpu installs all", file=sys.stderr)
+        print(f"gpu_check: {needs}: not installed here. launch/gpu_wheels collects them for an "
+              "image without a network; make install EXTRA=gpu installs all", file=sys.stderr)
         sys.exit(2)
     results = Results(asked.out or results_directory(gpus), machine := describe_machine(gpus))
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
