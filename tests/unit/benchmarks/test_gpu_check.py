@@ -287,7 +287,7 @@ def test_a_plan_is_rehearsed_on_the_cpu(plan, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()][1:]
     assert {f"{row['part']}:{row['check']}" for row in rows} == set(PLANS[plan].checks)
     assert len(rows) > 5 and sum(row["verdict"] == "not run" for row in rows) < len(rows) / 2
-    assert answer.stdout.count(rows[0]["what"]) == 2, "as it is measured, and at the end"
+    assert answer.stdout.count(f"{rows[0]['what']}: {rows[0]['found']}") == 2, "as it is measured, and at the end"
 
 
 def test_differences_are_relative_to_all_that_is_expected():
