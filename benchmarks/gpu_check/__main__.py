@@ -2,8 +2,8 @@
 
 Without --part, all parts run whose packages are installed. --plan is for a GPU that can be had for minutes: it makes
 the most valuable measurements first, several in one process, ends by its own clock, and lists what it did not come to.
-All rows are printed again at the end, also when SIGTERM, Ctrl-C or a closed terminal ends it; profiles are files of the directory. GPU_CHECK_COMMIT
-names the commit where the copy has no git.
+All rows are printed again at the end, also when SIGTERM, Ctrl-C or a closed terminal ends it; profiles are files of the
+directory. GPU_CHECK_COMMIT names the commit where the copy has no git.
 
 A verdict is ok, WRONG, FAILED (an error), a figure (without
 a bound), or not run, with the reason.
