@@ -152,8 +152,8 @@ class LearnerConfig(PlacementConfig):
     @model_validator(mode="before")
     @classmethod
     def _auto_is_not_set(cls, given: Any) -> Any:
-        """With `micro_batch_tokens: auto` the field counts as not set."""
-        if isinstance(given, dict) and given.get("micro_batch_tokens") == "auto":
+        """With `micro_batch_tokens: auto`, or null, the field counts as not set."""
+        if isinstance(given, dict) and given.get("micro_batch_tokens", 0) in ("auto", None):
             return {name: value for name, value in given.items() if name != "micro_batch_tokens"}
         return given
 

@@ -154,7 +154,7 @@ class TrainEngine:
         """
         model = self.module.model
         most = self.config.micro_batch_tokens
-        longest = max(2, min(context_of(model.config) or most, most // ROWS_TRIED)) - 1 | 1
+        longest = max(3, min(context_of(model.config) or most, most // ROWS_TRIED)) - 1 | 1
         rows = min((most // longest - 1) // 4 * 4 + 1, longest)
         lengths = np.arange(longest, longest - rows, -1)
         packing = Packing.of(lengths[1:] if fewer and rows > 2 else lengths, self.device)
