@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jsonschema
@@ -407,6 +408,43 @@ def test_a_damaged_part_is_named_and_the_others_are_unpacked(kit, tree, tmp_path
     code, out, _ = parts("unpack", kit, tmp_path / "target")
     assert code == 0 and "part-02 is unpacked" in out and "part-01" not in out
     assert same_files(tree, tmp_path / "target")
+
+
+@pytest.mark.parametrize("manifest", [None, '{"python": "3', ""])
+def test_a_manifest_that_cannot_be_read_is_named(kit, tmp_path, manifest):
+    arrived = shutil.copytree(kit, tmp_path / "kit")
+    (arrived / "manifest.json").unlink()
+    if manifest is not None:
+        (arrived / "manifest.json").write_text(manifest)
+    code, out, errors = parts("unpack", arrived, tmp_path / "target")
+    assert code == 1 and out == "" and not (tmp_path / "target").exists()
+    assert errors.startswith(f"gpu_parts: {arrived}/manifest.json cannot be read (") and "Traceback" not in errors
+
+
+def test_a_target_that_cannot_be_written_is_named(kit, tmp_path):
+    (tmp_path / "file").touch()
+    code, _, errors = parts("unpack", kit, tmp_path / "file" / "target")
+    assert code == 1 and errors.startswith("gpu_parts: [Errno 20] Not a directory: ") and "Traceback" not in errors
+
+
+def test_a_killed_unpacking_leaves_no_process_and_goes_on(tmp_path):
+    (tmp_path / "tree").mkdir()
+    with (tmp_path / "tree" / "zeros").open("wb") as file:
+        file.truncate(192 * 2**20)
+    parts("pack", tmp_path / "tree", tmp_path / "kit")
+    target = tmp_path / "target"
+    process = subprocess.Popen([sys.executable, LAUNCH / "gpu_parts", "unpack", tmp_path / "kit", target],
+                               stdout=subprocess.DEVNULL)
+    while not (target / ".parts" / "kit").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert process.poll() is None, "killed too late"
+    process.kill()
+    process.wait()
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [command for command in commands if str(target).encode() in command]
+    assert parts("unpack", tmp_path / "kit", target)[0] == 0
+    assert same_files(tmp_path / "tree", target)
 
 
 def test_an_import_that_fails_is_named_with_its_error(tmp_path):

@@ -2,11 +2,10 @@
 
 Without --part, all parts run whose packages are installed. --plan is for a GPU that can be had for minutes: it makes
 the most valuable measurements first, several in one process, ends by its own clock, and lists what it did not come to.
-All rows are printed again at the end, also when SIGTERM ends it; profiles are files of the directory. GPU_CHECK_COMMIT
-names the commit where the copy has no git.
+All rows are printed again at the end, also when SIGTERM, Ctrl-C or a closed terminal ends it; profiles are files of the
+directory. GPU_CHECK_COMMIT names the commit where the copy has no git.
 
-A verdict is ok, WRONG, FAILED (an error), a figure (without
-a bound), or not run, with the reason.
+A verdict is ok, WRONG, FAILED (an error), a figure (without a bound), or not run, with the reason.
 
 Exit codes: 0 nothing is wrong, 1 something is, 2 there is no GPU, or a part was named whose packages are missing.
 """
@@ -45,6 +44,8 @@ def arguments() -> argparse.Namespace:
     asked = parser.parse_args()
     if asked.plan and asked.part:
         parser.error("--plan names the checks to run; leave out --part")
+    if asked.seconds is not None and not asked.seconds > 0:
+        parser.error(f"--seconds {asked.seconds:g} leaves no time to measure; name more than 0")
     return asked
 
 
@@ -76,9 +77,9 @@ def line(row: Row, seconds: float) -> str:
     return f"  {row.verdict:<8}{seconds:6.1f} s  {row.what}: {row.found or '-'}{note}"
 
 
-def ended(results: Results, *_: Any) -> None:
-    """On SIGTERM: the table so far; then the processes are ended."""
-    print(f"\n{results.table()}\nended by SIGTERM", flush=True)
+def ended(results: Results, number: int, *_: Any) -> None:
+    """On a signal: the table so far; then the processes are ended."""
+    print(f"\n{results.table()}\nended by {signal.Signals(number).name}", flush=True)
     raise SystemExit(1)
 
 
@@ -95,14 +96,20 @@ def main() -> None:
     parts = plan.parts if plan else chosen(asked.part)
     if (asked.part or plan) and (lacking := {part.name: part.missing() for part in parts if part.missing()}):
         needs = "; ".join(f"--part {name} needs {', '.join(missing)}" for name, missing in lacking.items())
-        print(f"gpu_check: {needs}: not installed here. launch/gpu_wheels makes a folder of the wheels for learner; "
-              "make install EXTRA=gpu installs all", file=sys.stderr)
+        print(f"gpu_check: {needs}: not installed here. launch/gpu_wheels collects them for an "
+              "image without a network; make install EXTRA=gpu installs all", file=sys.stderr)
         sys.exit(2)
-    results = Results(asked.out or results_directory(gpus), machine := describe_machine(gpus))
+    directory, machine = asked.out or results_directory(gpus), describe_machine(gpus)
+    try:
+        results = Results(directory, machine)
+    except OSError as error:
+        sys.exit(f"gpu_check: --out {directory}: rows cannot be saved there ({error}); name another folder")
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     for part in (part for part in PARTS.values() if not asked.part and not plan and part not in parts):
         print(f"not run: {part.name}, which needs {', '.join(part.missing())}")
-    signal.signal(signal.SIGTERM, partial(ended, results))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, partial(ended, results))
     seconds = asked.seconds or (plan.seconds if plan and gpus else math.inf)
     right = run(parts, tuple(gpu.name for gpu in gpus), results, seconds - (time.monotonic() - began))
     if plan:

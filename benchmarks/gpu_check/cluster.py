@@ -103,10 +103,13 @@ def whole_run(place: Place) -> Iterator[Row]:
 def _command(name: str, file: Path, run: Path, environment: dict[str, str], *more: str) -> Generator[Row, None, int]:
     """Rows of the steps of `rlhf-ray ppo` as they are made; returns its exit code."""
     command = [sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more]
-    shown, began, end = len(_steps(run)), time.time(), time.monotonic() + RUN_S
+    shown = len(_steps(run))
+    began = time.time()
+    end = time.monotonic() + RUN_S
     process = subprocess.Popen(command, env={**os.environ, **environment})
     try:
-        code, first = None, True
+        code = None
+        first = True
         while code is None and time.monotonic() < end:
             time.sleep(0.2)
             code = process.poll()

@@ -1,4 +1,4 @@
-"""One generator with vLLM and one learner, on one GPU: each check starts both anew."""
+"""One generator with vLLM and one learner, on one GPU: each check starts its own."""
 
 import time
 from collections.abc import AsyncIterator

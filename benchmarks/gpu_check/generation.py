@@ -20,7 +20,9 @@ from benchmarks.gpu_check.profiles import profiled
 from benchmarks.gpu_check.rows import Row, judged, not_run
 from benchmarks.gpu_check.runner import Place
 
-PROMPT, RESPONSE = 128, 256
+PROMPT = 128
+"""Tokens."""
+RESPONSE = 256
 """Tokens."""
 SEQUENCES = (256, 512)
 """How many are decoded at a time."""

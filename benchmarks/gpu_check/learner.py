@@ -184,7 +184,8 @@ def _publication(learner: RandomPolicy) -> Row:
         for index in range(plan.whole.buckets):
             learner.weight_bucket(1, index)
 
-    first, seconds = seconds_of_one(all_buckets), seconds_of_one(all_buckets)
+    first = seconds_of_one(all_buckets)
+    seconds = seconds_of_one(all_buckets)
     nbytes = plan.whole.nbytes
     return Row("buckets of a publication", f"{nbytes / seconds / GB:.2f} GB/s",
                f"{nbytes / 1e6:,.0f} MB gathered, cast, copied to main memory and sealed in {seconds:.2f} s, and in "

@@ -17,7 +17,7 @@ class Check:
     catches: str
     """What is wrong where one of its rows is."""
     seconds: float
-    """What it is expected to take on an H200: measured, except for `ways`, `cpu_adam`, the engine and the cluster."""
+    """What it is expected to take on an H200: measured in `seams`, `learner` (but `cpu_adam`) and `updates`."""
     least_s: float | None = None
     """What must be left to begin it, if it makes several measurements and leaves out those for which no time is left;
     None for `seconds`."""

@@ -17,7 +17,8 @@ def profiled(place: Place, name: str, call: Callable[[], float]) -> Row:
     with profile(activities=[ProfilerActivity.CUDA if place.gpu else ProfilerActivity.CPU], acc_events=True) as made:
         seconds = call()
     every = busiest(made.key_averages(), 10**6)
-    total, calls = sum(kernel.own_ms for kernel in every), sum(kernel.calls for kernel in every)
+    total = sum(kernel.own_ms for kernel in every)
+    calls = sum(kernel.calls for kernel in every)
     file = (place.results or place.directory) / f"profile_{''.join(c if c.isalnum() else '_' for c in name)}.txt"
     head = f"{name}: {total:.1f} ms in {calls:,} kernels, {1e3 * seconds:.1f} ms by the clock"
     file.write_text("\n".join([head, *(f"{kernel.own_ms:9.2f} ms {kernel.calls:6} x {kernel.name[:160]}"

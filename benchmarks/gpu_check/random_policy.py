@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check.runner import Place
 from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.generation import BUCKET_FROM_GPU_MB
 from rlhf_ray.config.learner import OptimizerConfig, PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.engine.distributed import free_address
@@ -27,8 +28,8 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 SEED, TIMEOUT_S = 0, 120.0
 ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False)
 """One optimizer step over all rows."""
-BUCKET = 2**28
-"""Bytes of a publication's bucket, the default of `weights.bucket_mb` on GPUs."""
+BUCKET = BUCKET_FROM_GPU_MB << 20
+"""Bytes of a publication's bucket."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ class Setting:
         """The learner, alone in its process group."""
         learner = RandomPolicy(self.config(place.gpu), self.model(place), rank=0, world=1, seed=SEED, total_steps=100,
                                algorithm=ALGORITHM, temperature=1.0, longest=self.size.length)
-        learner.chunks, learner.liger = self.chunks or learner.chunks, self.liger
+        learner.chunks = self.chunks or learner.chunks
+        learner.liger = self.liger
         learner.start(free_address("127.0.0.1"), TIMEOUT_S)
         return learner
 

@@ -159,7 +159,8 @@ def _one_process(progress: Progress, gpus: tuple[str, ...], log: Path) -> Genera
 
 def _received(progress: Progress, receiver: Connection, gpu: bool) -> Generator[Row, None, bool]:
     """Rows until the other end is closed; returns False if a deadline came first."""
-    began, end = time.monotonic(), progress.end
+    began = time.monotonic()
+    end = progress.end
     while receiver.poll(max(0.0, end - time.monotonic())):
         try:
             message = receiver.recv()
@@ -169,7 +170,8 @@ def _received(progress: Progress, receiver: Connection, gpu: bool) -> Generator[
             progress.ahead = message.names
         elif isinstance(message, Begun):
             assert progress.ahead is not None
-            progress.current, progress.ahead = message.name, progress.ahead[progress.ahead.index(message.name) + 1 :]
+            progress.current = message.name
+            progress.ahead = progress.ahead[progress.ahead.index(message.name) + 1 :]
             began = time.monotonic()
             if gpu:
                 end = min(progress.end, began + HANGING_S + HANGING * message.seconds)

@@ -94,8 +94,10 @@ def settings(place: Place) -> Iterator[Message]:
 def variants(gpu: bool) -> list[Variant]:
     """Updates, most valuable first. In a rehearsal all models are one, so each setting occurs once."""
     small, large, middle = (B1, _shortened(B8), B3) if gpu else (TINY, TINY, TINY)
-    half, recomputed = {"gradient_checkpointing": 0.5}, {"gradient_checkpointing": True}
-    sharded, adapters = {**HALF, "zero_stage": 3}, {**recomputed, "lora": LoRAConfig()}
+    half = {"gradient_checkpointing": 0.5}
+    recomputed = {"gradient_checkpointing": True}
+    sharded = {**HALF, "zero_stage": 3}
+    adapters = {**recomputed, "lora": LoRAConfig()}
     every = [
         Variant("1B: layers as they are, logits in chunks", 20, small, EAGER, IN_CHUNKS),
         Variant("1B: one chunk of logits", 7, small, EAGER),
@@ -148,7 +150,8 @@ def _clean(place: Place) -> None:
         return
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    held, total = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[1]
+    held = torch.cuda.memory_allocated()
+    _, total = torch.cuda.mem_get_info()
     print(f"{held / GIB:.2f} GiB are allocated", flush=True)
     if held > KEPT * total:
         raise RuntimeError(f"{held / GIB:.1f} GiB remain allocated")
@@ -171,14 +174,17 @@ def _update(place: Place, variant: Variant, references: dict[tuple[int, bool], d
 def _updates(place: Place, variant: Variant, setting: Setting, references: dict[tuple[int, bool], dict[str, Tensor]]
              ) -> Iterator[Row]:
     began = time.perf_counter()
-    learner, rows = setting.start(place), experience(setting.size)
-    start, graphs = time.perf_counter() - began, _graphs()
+    learner = setting.start(place)
+    start = time.perf_counter() - began
+    of_start = _graphs()
+    rows = experience(setting.size)
     first = seconds_of_one(lambda: optimizer_step(learner, rows, 1))
     notes = [f"started in {start:.1f} s, first update {first:.1f} s"]
+    graphs = _graphs()
     if learner.engine.compiled:
         notes.append(learner.engine.compiled.note)
-        notes.append(f"{graphs} graphs at the start, {_graphs() - graphs} in the first update")
-    right, graphs = True, _graphs()
+        notes.append(f"{of_start} graphs at the start, {graphs - of_start} in the first update")
+    right = True
     if variant.compared:
         off = _difference(learner, references, (setting.size.hidden, "lora" in setting.fields))
         right = off <= APART
@@ -241,7 +247,8 @@ def _memory(place: Place, setting: Setting) -> list[str]:
     if not place.gpu:
         return []
     free, total = torch.cuda.mem_get_info()
-    context, planned = total - free - torch.cuda.memory_reserved(), setting.plan(place).device_bytes
+    context = total - free - torch.cuda.memory_reserved()
+    planned = setting.plan(place).device_bytes
     held = torch.cuda.max_memory_allocated() + context
     return [f"{held / GIB:.1f} GiB, planned {planned / GIB:.1f} ({held / planned - 1:+.0%})"]
 
@@ -279,8 +286,14 @@ def _to_pinned(tensor: Tensor) -> float:
 
 
 def _publication(place: Place, setting: Setting) -> Iterator[Row]:
-    """A whole publication in two sizes of buckets, and each of its parts on a bucket of 256 MiB."""
+    """Whole publications, and their parts."""
     learner = setting.start(place)
+    yield from _whole_publications(learner)
+    yield from _parts_of_a_publication(place, learner)
+
+
+def _whole_publications(learner: RandomPolicy) -> Iterator[Row]:
+    """In buckets of two sizes."""
     for mib in (64, 256):
         plan = learner.plan_weights(mib * 2**20, [])
 
@@ -288,10 +301,15 @@ def _publication(place: Place, setting: Setting) -> Iterator[Row]:
             for index in range(buckets):
                 learner.weight_bucket(1, index)
 
-        first, seconds = seconds_of_one(all_buckets), min(seconds_of_one(all_buckets) for _ in range(2))
+        first = seconds_of_one(all_buckets)
+        seconds = min(seconds_of_one(all_buckets) for _ in range(2))
         nbytes = plan.whole.nbytes
         yield Row(f"publication in buckets of {mib} MiB", f"{nbytes / seconds / GB:.2f} GB/s",
                   f"{nbytes / 1e6:,.0f} MB in {seconds:.2f} s, {first:.2f} s the first time; the learner's side")
+
+
+def _parts_of_a_publication(place: Place, learner: RandomPolicy) -> Iterator[Row]:
+    """Each on the bytes of all tensors, as one bucket."""
     model = learner.publication.model
     entries = [TensorEntry(name, dtype, shape, int(np.prod(shape)) * getattr(torch, dtype).itemsize)
                for name, shape, dtype in model.specs()]

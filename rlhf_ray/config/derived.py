@@ -237,17 +237,16 @@ def bucket_mb(config: PPOConfig) -> int:
     The object store holds three buckets at a time beside the experience. A local cluster's store may be too small for
     that; Ray then spills to disk.
     """
-    weights, cluster = config.weights, config.cluster
-    if weights.bucket_mb is not None:
-        return weights.bucket_mb
+    if config.weights.bucket_mb is not None:
+        return config.weights.bucket_mb
     if not (config.policy.gpus and config.generator.gpus):
         return BUCKET_ON_CPU_MB
     if transport_of(config) != "object_store":
         return BUCKET_BETWEEN_GPUS_MB
-    experience = buffer_capacity_mb(config.buffer, cluster)
+    experience = buffer_capacity_mb(config.buffer, config.cluster)
     if experience is None:
         return BUCKET_FROM_GPU_MB
-    left = (cluster.object_store_mb - experience) // BUCKETS_IN_STORE
+    left = (config.cluster.object_store_mb - experience) // BUCKETS_IN_STORE
     return max(BUCKET_ON_CPU_MB, min(BUCKET_FROM_GPU_MB, left))
 
 

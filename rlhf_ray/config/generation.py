@@ -11,9 +11,12 @@ from rlhf_ray.config.section import Section
 CACHE_ON_CPU_MB = 64
 """MiB of KV cache if `generator.kv_cache_mb` is empty on a CPU: enough for small models. vLLM's own default would take
 most of the node's memory."""
-BUCKET_ON_CPU_MB, BUCKET_FROM_GPU_MB, BUCKET_BETWEEN_GPUS_MB = 64, 256, 1024
-"""MiB of a publication's bucket if `weights.bucket_mb` is empty: on CPUs, from GPUs through the object store, and from
-GPU to GPU."""
+BUCKET_ON_CPU_MB = 64
+"""MiB of a publication's bucket if `weights.bucket_mb` is empty, on CPUs."""
+BUCKET_FROM_GPU_MB = 256
+"""The same from GPUs through the object store."""
+BUCKET_BETWEEN_GPUS_MB = 1024
+"""The same from GPU to GPU."""
 BUCKETS_IN_STORE = 3
 """Buckets of a publication that the object store holds at a time: one is loaded, one waits, one is gathered."""
 PREFILL_ON_CPU, PREFILL_ON_GPU = 2048, 8192

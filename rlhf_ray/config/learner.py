@@ -12,10 +12,8 @@ SHARDED_BUCKET = 2**24
 """Gradients per reduce bucket at ZeRO stage 3, and at least at stage 2. DeepSpeed's default of 500 million takes 2 GB
 of a rank several times: as collected, as laid out by rank, and in gloo. The hidden size squared, which transformers
 chooses (this value is that of an 8B Llama), is still large enough for fast messages."""
-
-
 MICRO_BATCH_TOKENS = 4096
-"""Tokens of a micro-batch where neither somebody nor the memory of GPUs sets them."""
+"""Tokens of a micro-batch that nobody set and that are not derived from the memory of GPUs."""
 
 
 class OptimizerConfig(Section):
@@ -154,8 +152,8 @@ class LearnerConfig(PlacementConfig):
     @model_validator(mode="before")
     @classmethod
     def _auto_is_not_set(cls, given: Any) -> Any:
-        """With `micro_batch_tokens: auto` the field counts as not set."""
-        if isinstance(given, dict) and given.get("micro_batch_tokens") == "auto":
+        """With `micro_batch_tokens: auto`, or null, the field counts as not set."""
+        if isinstance(given, dict) and given.get("micro_batch_tokens", 0) in ("auto", None):
             return {name: value for name, value in given.items() if name != "micro_batch_tokens"}
         return given
 

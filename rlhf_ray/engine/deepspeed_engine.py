@@ -87,7 +87,8 @@ class TrainEngine:
         self._training: bool | None = None
         stage = self._stage = _useful_stage(config, self.world)
         largest = max(p.numel() for p in self._trained.values())
-        optimizer, settings = adamw(module, config), deepspeed_config(config, stage, largest)
+        optimizer = adamw(module, config)
+        settings = deepspeed_config(config, stage, largest)
         if stage == 3:
             mark_no_experts()
             shard_parameters(module, settings)
@@ -102,7 +103,7 @@ class TrainEngine:
                 leave_gradients_unreduced(self.engine)
         self.device = self.engine.device
         self.compiled: CompiledLayers | None = None
-        """What is compiled."""
+        """What is compiled of the layers; None if nothing was to be."""
         if config.compiles_layers:
             self.compiled = compile_layers(module.model, self._try_all, required=config.compile_layers is True)
 
@@ -151,8 +152,9 @@ class TrainEngine:
         Args:
             fewer: leave out the longest row, if there are others of different lengths.
         """
-        model, most = self.module.model, self.config.micro_batch_tokens
-        longest = max(2, min(context_of(model.config) or most, most // ROWS_TRIED)) - 1 | 1
+        model = self.module.model
+        most = self.config.micro_batch_tokens
+        longest = max(3, min(context_of(model.config) or most, most // ROWS_TRIED)) - 1 | 1
         rows = min((most // longest - 1) // 4 * 4 + 1, longest)
         lengths = np.arange(longest, longest - rows, -1)
         packing = Packing.of(lengths[1:] if fewer and rows > 2 else lengths, self.device)

@@ -21,7 +21,6 @@ from rlhf_ray.models.cpu.linear import use_onednn, use_torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 REASON = 300
 """Most letters of a compiler's message that are shown; its first line alone rarely says what happened."""
 

@@ -120,7 +120,8 @@ def _recomputation(roles: Sequence[Role]) -> Iterator[Finding]:
         place = role.placement
         if not isinstance(place, LearnerConfig) or not 0 < place.gradient_checkpointing < 1:
             continue
-        share, layers = place.gradient_checkpointing, role.models[0].layers
+        share = place.gradient_checkpointing
+        layers = role.models[0].layers
         recomputed = place.recomputed(layers)
         if recomputed in (0, layers):
             result, value = ("none", "false") if recomputed == 0 else ("all", "true")

@@ -301,7 +301,7 @@ def _with_micro_batches(config: C, former: Mapping[str, Any] | None) -> C:
     nodes = _machines(config)
     if kept and _can_give(found := with_derived(config, kept), nodes):
         return found
-    say, machines = logging.getLogger(__name__).warning, machines_of(nodes)
+    machines = machines_of(nodes)
     why = "no GPU of a known kind was found" if machines is None else ""
     found = config
     if machines is not None:
@@ -311,7 +311,8 @@ def _with_micro_batches(config: C, former: Mapping[str, Any] | None) -> C:
         except ModelError as error:
             why = str(error)
     if why:
-        say(f"{', '.join(f'{path}={value_at(found, path)}' for path in paths)}, which nobody set: {why}")
+        values = ", ".join(f"{path}={value_at(found, path)}" for path in paths)
+        logging.getLogger(__name__).warning(f"{values}, which nobody set: {why}")
     return found
 
 

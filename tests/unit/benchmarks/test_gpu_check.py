@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -151,8 +152,38 @@ def test_when_it_is_ended_the_rows_so_far_are_printed(tmp_path, capsys):
     results = Results(tmp_path, {"device": "none"})
     results.add(CHECKS[0], judged("speed", "7 s", True, "at most 8"), 1.0)
     with pytest.raises(SystemExit):
-        command.ended(results)
-    assert "ok      speed: 7 s\n" in capsys.readouterr().out
+        command.ended(results, signal.SIGTERM)
+    assert "ok      speed: 7 s\nended by SIGTERM\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "ignored"), [("SIGINT", ""), ("SIGHUP", ""), ("SIGTERM", "trap '' HUP; ")])
+def test_ctrl_c_and_a_closed_terminal_end_it_as_sigterm_does(tmp_path, number, ignored):
+    words = f"{ignored}exec {ROOT}/launch/gpu_check --cpu --part seams --out {tmp_path}"
+    process = subprocess.Popen(["bash", "-c", words], env={**os.environ, "PYTHON": sys.executable}, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for line in process.stdout:
+        if "which catches" in line:
+            break
+    if ignored:
+        process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.Signals[number])
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and rest.endswith(f"ended by {number}\n"), rest
+
+
+@pytest.mark.parametrize("seconds", ["0", "-5", "nan"])
+def test_no_seconds_are_refused(capsys, monkeypatch, seconds):
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--cpu", "--seconds", seconds])
+    with pytest.raises(SystemExit):
+        command.arguments()
+    assert f"--seconds {seconds} leaves no time" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--cpu", "--part", "seams", "--out", str(tmp_path / "file")])
+    with pytest.raises(SystemExit, match=r"file: rows cannot be saved there .* name another folder"):
+        command.main()
 
 
 def test_the_commit_can_be_named_where_there_is_no_git(monkeypatch):

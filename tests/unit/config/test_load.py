@@ -54,9 +54,10 @@ def test_overrides_of_every_kind_of_value(write):
     assert config.algorithm.kl.kind == "adaptive"
 
 
-def test_automatic_micro_batches_count_as_not_set(write):
-    path = write("ppo", policy={"micro_batch_tokens": 8192}, critic={"micro_batch_tokens": "auto"})
-    config = load(PPOConfig, path, ["--policy.micro_batch_tokens=auto"])
+@pytest.mark.parametrize("given", ["auto", None])
+def test_automatic_micro_batches_count_as_not_set(write, given):
+    path = write("ppo", policy={"micro_batch_tokens": 8192}, critic={"micro_batch_tokens": given})
+    config = load(PPOConfig, path, [f"--policy.micro_batch_tokens={given or 'null'}"])
     for role in ("policy", "critic"):
         assert getattr(config, role).micro_batch_tokens == 4096
         assert not is_set(config, f"{role}.micro_batch_tokens")

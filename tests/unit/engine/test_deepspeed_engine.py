@@ -4,12 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.engine import deepspeed_engine
 from rlhf_ray.engine.deepspeed_engine import recompute_layers
 from rlhf_ray.errors import ModelError
 from rlhf_ray.internals.transformers import is_checkpointed
@@ -126,3 +130,21 @@ def test_a_share_is_refused_for_a_model_that_only_recomputes_all_layers(monkeypa
     recompute_layers(model, True)
     with pytest.raises(ModelError, match=r"gradient_checkpointing=0.5 is a share .* LlamaForCausalLM .* to true"):
         recompute_layers(model, 0.5)
+
+
+@pytest.mark.parametrize("most", [8, 11, 14, 15, 100])
+def test_the_first_passes_of_compiled_layers_have_more_than_one_token_in_a_micro_batch(monkeypatch, most):
+    """A graph of one token fits no other number."""
+    engine, found = object.__new__(deepspeed_engine.TrainEngine), []
+    engine.config = LearnerConfig(micro_batch_tokens=most)
+    engine.device = "cpu"
+    config = SimpleNamespace(max_position_embeddings=64, get_text_config=lambda: SimpleNamespace(vocab_size=9))
+    engine.engine = SimpleNamespace(module=SimpleNamespace(model=SimpleNamespace(config=config)))
+    for name in ("_set_mode", "_cast_cache"):
+        monkeypatch.setattr(engine, name, lambda *_: nullcontext(), raising=False)
+    monkeypatch.setattr(deepspeed_engine, "autocast", lambda _: nullcontext())
+    monkeypatch.setattr(deepspeed_engine, "decoder_layers", lambda _: [])
+    monkeypatch.setattr(deepspeed_engine, "hidden_states", lambda _, tokens, packing: found.append(packing.tokens))
+    for fewer in (False, True):
+        engine.try_layers(gradients=False, fewer=fewer)
+    assert 1 < found[1] <= found[0] <= most

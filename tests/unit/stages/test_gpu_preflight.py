@@ -213,13 +213,14 @@ class TestOwnPools:
         assert "policy.micro_batch_tokens=16384, which nobody set: the largest that fit 2 x H100 SXM" in caplog.text
 
     def test_a_resume_keeps_those_of_the_run_where_they_fit(self, given, machine):
-        machine("1x2xH100")
+        machine("1x2xH200")
         former = saved(with_gpu_settings(config_of(given, *self.PLACED), resume=False))
+        assert former.policy.micro_batch_tokens == 32768
         machine("1x2xB200")
         assert with_gpu_settings(config_of(given, *self.PLACED), resume=True) == former
-        machine("1x2xL4")
+        machine("1x2xL40S")
         smaller = with_gpu_settings(config_of(given, *self.PLACED), resume=True)
-        assert smaller.policy.micro_batch_tokens == 6000
+        assert smaller.policy.micro_batch_tokens == 8192
 
     def test_a_run_without_them_is_resumed_without_them(self, given, machine):
         saved(config_of(given, *self.PLACED))
