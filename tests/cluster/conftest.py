@@ -122,8 +122,8 @@ def look_at_the_end(patch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
     async def run_and_look(self: Coordinator) -> None:
         await run(self)
-        for method in ("version", "tokens_made"):
-            found[method] = await self.roles.generators.values(method)
+        for method in (Generator.version, Generator.tokens_made):
+            found[method.__name__] = await self.roles.generators.values(method)
         found["generate"] = await self.roles.generators.values(Generator.generate, prompts, keys, 1)
 
     patch.setattr(Coordinator, "run", run_and_look)
