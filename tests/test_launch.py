@@ -1,6 +1,7 @@
 """What lies in launch/: scripts that a linter and a dry run accept, a KubeRay job that its schema and our configuration
 accept. Nothing here starts Ray or speaks to another machine."""
 
+import ctypes.util
 import hashlib
 import importlib.metadata
 import json
@@ -453,7 +454,11 @@ def test_an_import_that_fails_is_named_with_its_error(tmp_path):
     parts("pack", tmp_path / "tree", tmp_path / "kit", "--import", "json", "--import", "carried")
     code, out, _ = parts("unpack", tmp_path / "kit", tmp_path / "target")
     assert code == 1 and "ok     import json" in out and "FAILED import carried" in out
-    assert "No module named 'not_in_the_image'" in out and "some imports FAILED" in out
+    assert "No module named 'not_in_the_image'" in out and "some imports FAILED" in out and "Use it" not in out
+    assert "this machine has no NVIDIA driver" in out or ctypes.util.find_library("cuda")
+    bare = subprocess.run([sys.executable, "-S", LAUNCH / "gpu_parts", "unpack", tmp_path / "kit", tmp_path / "target"],
+                          capture_output=True, text=True, check=False)
+    assert "the kit does not bring torch, numpy" in bare.stdout, "without site-packages there is none of them"
 
 
 def test_parts_are_refused_by_another_python_and_by_a_folder_that_holds_something(kit, tmp_path):

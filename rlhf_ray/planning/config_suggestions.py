@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlhf_ray.config.derived import longest_row
-from rlhf_ray.config.generation import CACHE_ON_CPU_MB, GenerationConfig
+from rlhf_ray.config.generation import BUCKET_BETWEEN_GPUS_MB, CACHE_ON_CPU_MB, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.config.stages import ScorerConfig, StageConfig
+from rlhf_ray.config.stages import PPOConfig, ScorerConfig, StageConfig
 from rlhf_ray.planning.device_memory import Load
 
 Change = tuple[str, str, Any]
@@ -37,7 +37,10 @@ def suggest_change(config: StageConfig, load: Load, fullness: Fullness) -> str:
     section = getattr(config, role, None)
     more = (f"{role}.tensor_parallel" if isinstance(section, GenerationConfig) else
             f"{role}.workers, {role}.shards" if isinstance(section, ScorerConfig) else f"{role}.workers")
-    return (f"No change of the memory-saving fields makes it fit: use more GPUs ({more} and pools), larger "
+    freed = ""
+    if isinstance(section, LearnerConfig) and section.compile_layers:
+        freed = f"leave out {role}.compile_layers, which rules out zero_stage=3, "
+    return (f"No change of the memory-saving fields makes it fit: {freed}use more GPUs ({more} and pools), larger "
             "GPUs, or a smaller model")
 
 
@@ -56,8 +59,12 @@ def changes(config: StageConfig, load: Load) -> Iterator[Change]:
     for name, section in learners.items():
         for budget in _halvings(section.micro_batch_tokens, longest_row(config)):
             yield name, "micro_batch_tokens", budget
+    if isinstance(config, PPOConfig) and (config.weights.bucket_mb or 0) > BUCKET_BETWEEN_GPUS_MB:
+        yield "weights", "bucket_mb", BUCKET_BETWEEN_GPUS_MB
     for name, section in learners.items():
         if section.workers > 1 and section.zero_stage < 3:
+            if section.compile_layers:
+                yield name, "compile_layers", False
             yield name, "zero_stage", 3
     for name, section in learners.items():
         if section.gpus and not section.offload_optimizer and section.workers > 1:

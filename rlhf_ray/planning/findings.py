@@ -136,5 +136,6 @@ def _precision(roles: Sequence[Role]) -> Iterator[Finding]:
             yield Finding("tight", f"{role.name}.autocast=float32 computes at about a fifteenth of the GPU's peak; set "
                                    "bfloat16 (weights and optimizer stay in float32)")
         elif place.gpus and not isinstance(place, LearnerConfig) and any(s.bytes_per_value == 4 for s in role.models):
+            field = "rewards.NAME.dtype" if role.name == "reward" else "model.dtype"
             yield Finding("tight", f"{role.name} holds its model in float32 on a GPU, which takes twice the memory and "
-                                   "computes far slower; set the dtype of its model to bfloat16")
+                                   f"computes far slower; set {field} to bfloat16")

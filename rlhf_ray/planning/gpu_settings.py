@@ -72,7 +72,7 @@ REASONS = {
     "max_sequences": "as many of the longest as the KV cache holds, up to 256",
     "chunk": "whole groups, up to 32 samples, and work for every generator",
     "sleep_level": "generators and learners take turns on a GPU that cannot hold both",
-    "offload_optimizer": "AdamW's state fits no GPU",
+    "offload_optimizer": "AdamW's state has no room on the GPUs in this layout",
     "offload_between_phases": "generators and learners take turns on a GPU that cannot hold both",
 }
 """Why a derived value is what it is, by the last part of the field's name."""

@@ -46,6 +46,21 @@ def test_what_cannot_fit_ends_with_2_and_overrides_count():
     assert "the run cannot work" in answer.output
 
 
+def test_buckets_that_are_too_large_and_compiled_layers_that_rule_zero_3_out_are_named(tmp_path):
+    file = tmp_path / "ppo.yaml"
+    file.write_text("model: {path: Qwen/Qwen3-8B}\nprompts: {path: p.jsonl, max_tokens: 1024}\n"
+                    "rewards: {right: {type: number}}\ngenerator: {sampling: {max_tokens: 1024}}\n")
+    assert plan(str(file), "--nodes=1x8xH100").exit_code == 0
+    compiled = plan(str(file), "--nodes=1x8xH100", "--policy.compile_layers=true")
+    assert "leave out policy.compile_layers, which rules out zero_stage=3" in " ".join(compiled.output.split())
+    large = plan(str(file), "--nodes=1x8xH100", "--pools.default.bundles=8", "--pools.default.gpus=1",
+                 "--generator.gpus=1", "--generator.workers=4", "--policy.gpus=1", "--policy.workers=4",
+                 "--critic.gpus=0", "--algorithm.estimator=reinforce", "--policy.zero_stage=3",
+                 "--policy.gradient_checkpointing=true", "--policy.autocast=bfloat16", "--model.dtype=bfloat16", "--weights.transport=nccl",
+                 "--weights.bucket_mb=30000")
+    assert "weights.bucket_mb=1024" in " ".join(large.output.split())
+
+
 def test_who_plans_for_gpus_on_a_machine_without_is_told_how(monkeypatch):
     monkeypatch.setattr("rlhf_ray.planning.local_machine.gpus_here", list)
     assert "this machine has no GPU; plan for one that has with, say, --nodes" in plan(RECIPE).output
