@@ -56,8 +56,8 @@ def test_buckets_that_are_too_large_and_compiled_layers_that_rule_zero_3_out_are
     large = plan(str(file), "--nodes=1x8xH100", "--pools.default.bundles=8", "--pools.default.gpus=1",
                  "--generator.gpus=1", "--generator.workers=4", "--policy.gpus=1", "--policy.workers=4",
                  "--critic.gpus=0", "--algorithm.estimator=reinforce", "--policy.zero_stage=3",
-                 "--policy.gradient_checkpointing=true", "--policy.autocast=bfloat16", "--model.dtype=bfloat16", "--weights.transport=nccl",
-                 "--weights.bucket_mb=30000")
+                 "--policy.gradient_checkpointing=true", "--policy.autocast=bfloat16",
+                 "--model.dtype=bfloat16", "--weights.transport=nccl", "--weights.bucket_mb=30000")
     assert "weights.bucket_mb=1024" in " ".join(large.output.split())
 
 
