@@ -24,7 +24,7 @@ from rlhf_ray.data.row_readers import section_rows
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.rewards.function_source import FunctionSource
-from rlhf_ray.workers.calls import Call, Fence
+from rlhf_ray.workers.calls import Call, Deadline, Fence
 from tests.unit.weights.receivers import buckets_of, make_receiver
 
 TEXTS = Path(__file__).with_name("messages.txt")
@@ -111,7 +111,8 @@ def late_call(fence, timeout_s):
     async def run():
         loop = asyncio.get_running_loop()
         silent = loop.create_future()
-        await Call("generator", 2, "generate", (silent,), silent, timeout_s, loop.time(), fence).done()
+        deadline = Deadline(timeout_s, "cluster.call_timeout_s")
+        await Call("generator", 2, "generate", (silent,), silent, deadline, loop.time(), fence).done()
 
     run_in_virtual_time(run())
 
