@@ -183,8 +183,9 @@ def resolve(config: C) -> C:
         given = {name: getattr(sampling, name) for name in sampling.model_fields_set}
         config = with_settled(config, {
             "evaluation.sampling": config.generator.sampling.model_copy(update=given)})
-    config = with_settled(config, {path: longest_row(config) for path in unset_micro_batches(config)
-                                   if value_at(config, path) < longest_row(config)})
+    if unset := unset_micro_batches(config):
+        longest = longest_row(config)
+        config = with_settled(config, {path: longest for path in unset if value_at(config, path) < longest})
     check_combinations(config)
     if used := {placement.pool for placement in placements_of(config).values()}:
         pools = {name: pool for name, pool in config.pools.items() if name in used}

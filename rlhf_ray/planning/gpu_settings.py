@@ -155,8 +155,9 @@ def _with_micro_batches(config: C, nodes: Sequence[Node], shapes: Shapes) -> C:
     """The configuration with the largest micro-batches of learners on GPUs that memory suffices for, where nobody set
     them: powers of two, and at least the longest row. `MICRO_BATCH_TOKENS` and fewer may leave no memory to spare, and
     are the most on GPUs of an unknown kind."""
-    least = longest_row(config) if unset_micro_batches(config) else 0
-    tokens = {path: max(LARGEST_MICRO_BATCH, least) for path in unset_micro_batches(config)}
+    unset = unset_micro_batches(config)
+    least = longest_row(config) if unset else 0
+    tokens = {path: max(LARGEST_MICRO_BATCH, least) for path in unset}
     while tokens:
         found = with_derived(config, tokens)
         roles = roles_of(found, shapes)

@@ -27,18 +27,17 @@ from rlhf_ray.records import (
     WeightOffer,
     WeightRoute,
     WeightsPlan,
-    WorkerProfile,
 )
 from rlhf_ray.roles.learner_state import LearnerState, SaveProgress, Writers
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, score_columns, share_of
-from rlhf_ray.roles.profiling import TorchProfile
+from rlhf_ray.roles.profiling import ProfiledByTorch
 from rlhf_ray.roles.publication import Publication, PublishedModel, PublishedTensors
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class Learner:
+class Learner(ProfiledByTorch):
     """One rank of a trained model. Subclasses define which module is built and how it is updated.
 
     Its parts: `state` in checkpoints, the `published` model, and the `publication` that sends it to the generators.
@@ -73,7 +72,6 @@ class Learner:
         self.adapters: Adapters | None = None
         self._router_balance: RouterBalance | None = None
         self.publication = Publication(rank, self.lockstep)
-        self._profile = TorchProfile()
         self.last_update: UpdateStats | None = None
         """The last update since this process started or loaded a checkpoint."""
 
@@ -267,18 +265,6 @@ class Learner:
     def export_adapter(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
         """See `PublishedModel.export_adapter`."""
         self.published.export_adapter(directory, card, term)
-
-    def begin_profile(self) -> None:
-        """See `TorchProfile.begin`."""
-        self._profile.begin()
-
-    def end_profile(self, trace: str) -> WorkerProfile | None:
-        """See `TorchProfile.end`."""
-        return self._profile.end(trace)
-
-    def drop_profile(self) -> None:
-        """See `TorchProfile.drop`."""
-        self._profile.drop()
 
     def leave(self) -> None:
         """Disconnect from the generators and leave the process group."""

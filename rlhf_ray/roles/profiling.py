@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections import defaultdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -72,6 +73,26 @@ class TorchProfile:
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
+
+
+class ProfiledByTorch:
+    """A role that torch profiles while it serves its calls (`Profiled`)."""
+
+    @cached_property
+    def _profile(self) -> TorchProfile:
+        return TorchProfile()
+
+    def begin_profile(self) -> None:
+        """See `TorchProfile.begin`."""
+        self._profile.begin()
+
+    def end_profile(self, trace: str) -> WorkerProfile | None:
+        """See `TorchProfile.end`."""
+        return self._profile.end(trace)
+
+    def drop_profile(self) -> None:
+        """See `TorchProfile.drop`."""
+        self._profile.drop()
 
 
 def busiest(averages: Any, count: int = OPERATORS) -> list[OperatorTime]:

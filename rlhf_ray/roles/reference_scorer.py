@@ -11,12 +11,12 @@ from rlhf_ray.models.loading import load_causal_lm
 from rlhf_ray.models.packed_model import CHUNKS, Chunks, PackedLanguageModel
 from rlhf_ray.models.parity import ParityProbe, RowLimits
 from rlhf_ray.models.shard import WHOLE, Shard
-from rlhf_ray.records import Rollout, TokenScores, WorkerProfile
+from rlhf_ray.records import Rollout, TokenScores
 from rlhf_ray.roles.micro_batch import concatenated, score_columns, share_of
-from rlhf_ray.roles.profiling import TorchProfile
+from rlhf_ray.roles.profiling import ProfiledByTorch
 
 
-class ReferenceScorer:
+class ReferenceScorer(ProfiledByTorch):
     """A pure function of rollouts: repeated calls return the same numbers."""
 
     def __init__(self, model: ModelConfig, micro_batch_tokens: int, temperature: float,
@@ -29,7 +29,6 @@ class ReferenceScorer:
         self._config, self._shard = model, shard
         self._budget, self._longest = micro_batch_tokens, longest or micro_batch_tokens
         self._temperature = temperature
-        self._profile = TorchProfile()
 
     def start(self, address: str = "", timeout_s: float = 0.0) -> dict[str, float]:
         """Load the model and compare its packed passes with transformers' own; returns the comparison.
@@ -63,15 +62,3 @@ class ReferenceScorer:
         if shard.is_whole:
             return scores
         return TokenScores.concat(distributed.gather_objects(share_of(scores, shard.rank, shard.world)))
-
-    def begin_profile(self) -> None:
-        """See `TorchProfile.begin`."""
-        self._profile.begin()
-
-    def end_profile(self, trace: str) -> WorkerProfile | None:
-        """See `TorchProfile.end`."""
-        return self._profile.end(trace)
-
-    def drop_profile(self) -> None:
-        """See `TorchProfile.drop`."""
-        self._profile.drop()

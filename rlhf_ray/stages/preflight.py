@@ -264,11 +264,11 @@ def with_gpu_settings(config: C, resume: bool) -> C:
         if "pools" not in former:  # of a run that was placed by its own pools, or on CPUs
             if "pools" in config.cluster.derived:
                 return checked(without_placement(config))
-            return _with_micro_batches(config, former) if is_set(config, "pools") else config
+            return _with_kept_or_derived_micro_batches(config, former) if is_set(config, "pools") else config
         config = with_derived(without_placement(config), former)
     names = machine_fields(config)
     if is_set(config, "pools"):
-        return _with_micro_batches(checked(without_placement(config)) if former else config, None)
+        return _with_kept_or_derived_micro_batches(checked(without_placement(config)) if former else config, None)
     nodes = _machines(config)
     if "pools" in names:
         if _can_give(config, nodes):
@@ -291,7 +291,7 @@ def with_gpu_settings(config: C, resume: bool) -> C:
     return config
 
 
-def _with_micro_batches(config: C, former: Mapping[str, Any] | None) -> C:
+def _with_kept_or_derived_micro_batches(config: C, former: Mapping[str, Any] | None) -> C:
     """The configuration with micro-batches of learners in place of those that nobody set: those of the resumed run, if
     the machines can give them, or the largest that fit. A resumed run that has none keeps the default."""
     paths = unset_micro_batches(config)
