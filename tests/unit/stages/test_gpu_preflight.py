@@ -169,6 +169,7 @@ class TestCluster:
             check_plan(config, parse_nodes("1x(cpus=8)"), "there")
 
     def test_idle_gpus_are_told_at_the_start(self, given, joined, caplog):
+        caplog.set_level("WARNING")  # another test's library may have turned on what asyncio says of its loop
         joined(0, 8)
         config = config_of(given, "--cluster.address=auto", "--pools.default.cpus=4")
         asyncio.run(runtime.warn_of_idle_gpus(config, runtime.placements_of(config)))
