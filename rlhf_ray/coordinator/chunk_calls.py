@@ -51,7 +51,8 @@ class ChunkCalls:
     def __init__(self, roles: RoleGroups, derived: Derived) -> None:
         self._roles, self._derived = roles, derived
         self.generators = roles.dispatcher(roles.generators)
-        self._reference = roles.dispatcher(roles.reference) if roles.reference is not None else None
+        reference = roles.of(ReferenceScorer)
+        self._reference = roles.dispatcher(reference) if reference is not None else None
         self._reward, self._assembler = roles.dispatcher(roles.reward), roles.dispatcher(roles.assembler)
         self._learners_free = asyncio.Event()
         self._learners_free.set()

@@ -1,11 +1,15 @@
 """The learner of the critic: values of states, clipped value updates."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from rlhf_ray.algorithms.losses import value_loss, value_stats
 from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.stages import CriticConfig
+from rlhf_ray.config.stages import CriticConfig, PPOConfig
 from rlhf_ray.models.loading import has_scalar_head, load_scalar_model, remove_dropout
 from rlhf_ray.models.packed_model import PackedScalarModel, values_before_tokens
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
@@ -23,6 +27,15 @@ class CriticLearner(PPOLearner):
                  algorithm: AlgorithmConfig, longest: int | None = None) -> None:
         super().__init__(config, model, rank, world, seed, total_steps, longest)
         self.algorithm, self.head_dropout = algorithm, config.head_dropout
+
+    @staticmethod
+    def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
+        """Arguments of a rank in a run."""
+        return {
+            **PPOLearner.common_arguments(config, config.critic, rank, config.run.steps),
+            "model": derived.critic_model,
+            "longest": derived.longest_sample,
+        }
 
     def build(self) -> PackedScalarModel:
         """A scalar model: the reward model or the value model that `critic` names, with its own head, or the weights

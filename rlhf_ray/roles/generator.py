@@ -17,9 +17,12 @@ from typing import Any, Literal, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_ray.config.adapter_publication import publishes_adapters
+from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.answers import stop_tokens
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.tokenizer import check_vocabulary
@@ -27,6 +30,7 @@ from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer, parameter_shapes
 from rlhf_ray.models.lora import adapter_shapes
+from rlhf_ray.models.model_families import model_family
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.records import (
     GivenTokens,
@@ -85,6 +89,22 @@ class Generator:
         self._stop_tokens: list[int] = []
         self._vocabulary = self._bytes = 0
         self._groups: list[list[str]] = []
+
+    @staticmethod
+    def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
+        """Arguments of a rank in a run."""
+        adapters = config.policy.lora is not None and publishes_adapters(config, model_family(config.model))
+        return {
+            "model": config.model,
+            "generation": config.generator,
+            "seed": config.run.seed,
+            "max_context": derived.longest_sample,
+            "name": f"generator/{rank}",
+            "in_flight": config.weights.in_flight,
+            "transport": config.weights.transport,
+            "record_masks": True,
+            "lora": config.policy.lora if adapters else None,
+        }
 
     async def start(self) -> None:
         """Load tokenizer and model.

@@ -1,7 +1,7 @@
 """The learner of the policy: old log-probabilities, clipped policy updates, weight averages."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,15 +18,19 @@ from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, masked_mean
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state_files import save_state
+from rlhf_ray.config.adapter_publication import publishes_adapters
 from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
+from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.batching import inference_plan
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.engine.ema import WeightAverage, average_files
 from rlhf_ray.models.loading import load_causal_lm, remove_dropout
+from rlhf_ray.models.model_families import model_family
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, GivenTokens, LearnerPass, Rollout, TokenScores, UpdateStats
@@ -62,6 +66,23 @@ class PolicyLearner(PPOLearner):
         """Whether `algorithm.target_kl` ended the current update."""
         self.average: WeightAverage | None = None
         self.ptx: PretrainingMix | None = None
+
+    @staticmethod
+    def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
+        """Arguments of a rank in a run. The policy makes no optimizer steps while the critic warms up."""
+        longest = derived.longest_sample
+        if config.ptx:
+            longest = max(longest, config.ptx.max_tokens)
+        steps = max(1, config.run.steps - config.algorithm.critic_warmup_steps)
+        adapters = config.policy.lora is not None and publishes_adapters(config, model_family(config.model))
+        return {
+            **PPOLearner.common_arguments(config, config.policy, rank, steps),
+            "model": config.model,
+            "longest": longest,
+            "temperature": config.generator.sampling.temperature,
+            "old_logprobs": derived.old_logprobs,
+            "publishes_adapters": adapters,
+        }
 
     def start(self, address: str, timeout_s: float) -> dict[str, Any]:
         """As `Learner.start`; the average of the weights starts at the initial weights."""

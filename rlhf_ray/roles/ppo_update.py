@@ -8,12 +8,15 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_ray.algorithms.masking import denominator, masked_whiten
 from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Batch, Experience, UpdateStats
 from rlhf_ray.roles.learner import Learner
@@ -42,6 +45,23 @@ class PPOLearner(Learner):
     """One rank of a model that is updated on experience: the policy or the critic."""
 
     algorithm: AlgorithmConfig
+
+    @staticmethod
+    def common_arguments(config: PPOConfig, learner: LearnerConfig, rank: int, steps: int) -> dict[str, Any]:
+        """Arguments that policy and critic have in common, for a rank in a run.
+
+        Args:
+            learner: the section of the model.
+            steps: updates of the model in the whole run.
+        """
+        return {
+            "config": learner,
+            "rank": rank,
+            "world": learner.workers,
+            "seed": config.run.seed,
+            "total_steps": steps * config.algorithm.epochs * config.algorithm.mini_batches,
+            "algorithm": config.algorithm,
+        }
 
     def count(self, part: Batch) -> float:
         """Number of response tokens or samples, depending on the loss's aggregation; rows are parts of a sample."""

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_ray.cluster.session import Session
-from rlhf_ray.config.derived import placements_of, reward_sections
+from rlhf_ray.config.derived import reward_sections
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
@@ -170,7 +170,7 @@ def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinat
     """A function that sets a run's live metrics on Ray's Prometheus endpoint, if they are enabled."""
     if not config.logging.ray_metrics:
         return lambda _: None
-    live, gauges = LiveGauges(pools_of(placements_of(config))), Gauges(directory.path.name)
+    live, gauges = LiveGauges(pools_of(config)), Gauges(directory.path.name)
     return lambda coordinator: gauges.set_live(live.read(coordinator))
 
 

@@ -83,9 +83,7 @@ async def role_groups_of(learner, generator, policy, transport, health=None):
             "algorithm": AlgorithmConfig(), "temperature": 1.0}, accelerator_environment(0), TIMEOUT_S)
         try:
             await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
-            yield RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
-                             policy=learners,
-                             critic=None, health=health or HealthMonitor())
+            yield RoleGroups({"generator": generators, "policy": learners}, health=health or HealthMonitor())
             await learners.values(PolicyLearner.leave)
         finally:
             for group in (generators, learners):

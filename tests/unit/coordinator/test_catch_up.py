@@ -55,7 +55,7 @@ class WithRestartedLearners(PublishingHarness):
         """`late`: for how long a generator's buckets are on their way to it after they are gathered, in seconds."""
         super().__init__(**generators)
         self.policy, self._late = Learners(), late
-        object.__setattr__(self.roles, "policy", self.policy)
+        self.roles.by_section["policy"] = self.policy
         self.publication, self.received, self.mixed = {}, {}, []
         behave = self.group.behave
 

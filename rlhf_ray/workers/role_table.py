@@ -1,0 +1,112 @@
+"""The role table: one row for each role of a PPO run.
+
+A row binds the section of the configuration, beside which the role's `RoleFacts` are written, to the role's class and
+to the methods that others call. The stage spawns the workers of each row whose section is used, and the coordinator
+calls the frozen scorers from their rows.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol
+
+from rlhf_ray.config.derived import Derived, placements_of
+from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig
+from rlhf_ray.engine.distributed import fixed_segments
+from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
+from rlhf_ray.roles.assembler import Assembler
+from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.generator import Generator, generator_environment
+from rlhf_ray.roles.learner import Learner
+from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.reference_scorer import ReferenceScorer
+from rlhf_ray.roles.reward_scorer import RewardScorer
+from rlhf_ray.workers.worker_group import Method, Role
+
+
+class Configured(Protocol):
+    """A role of a PPO run: its class says which arguments it has there."""
+
+    @staticmethod
+    def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
+        """Arguments of the constructor for a rank."""
+
+
+@dataclass(frozen=True)
+class Scoring(Generic[Role]):
+    """What a frozen scorer computes for chunks that were generated."""
+
+    method: Method[Role, Any]
+    """Called with the columns that it reads, by name; its result depends on them alone."""
+    column: str
+    """Name of the result: a column of the chunks that were scored together."""
+    reads: tuple[str, ...] = ("rollouts",)
+    """The columns that it reads, each a list with an item for each chunk: rollouts, prompts."""
+    in_evaluations: bool = False
+    """Whether held-out responses are scored too."""
+
+
+@dataclass(frozen=True)
+class RoleRow(Generic[Role]):
+    """A role: where it is configured, what it is, and what others call.
+
+    Example:
+        >>> RoleRow("archive", Archive, Scoring(Archive.store, column="archived"))
+    """
+
+    section: str
+    """Section of the configuration with the role's placement, and its `RoleFacts` beside it."""
+    cls: type[Role]
+    """The class in `roles`; in `ROLE_TABLE` a `Configured` one."""
+    scoring: Scoring[Role] | None = None
+    """Of a frozen scorer."""
+    shutdown: Method[Role, Any] | None = None
+    """The method for a clean shutdown."""
+    environment: Callable[[Any], Mapping[str, str]] | None = None
+    """Computes further variables of the workers' environment from the configuration."""
+    temporary_files: bool = False
+    """Whether the stage removes the workers' temporary files, which they leave when they are killed."""
+    wanted: Callable[[Derived], bool] | None = None
+    """Chooses between rows of one section; None for the only one."""
+
+
+def _vllm_settings(config: PPOConfig | PreferencesStageConfig) -> Mapping[str, str]:
+    return generator_environment(config.generator)
+
+
+def _segments_for_handles(config: PPOConfig) -> Mapping[str, str]:
+    return fixed_segments() if config.weights.transport == "ipc" else {}
+
+
+GENERATOR = RoleRow("generator", Generator, shutdown=Generator.stop, environment=_vllm_settings, temporary_files=True)
+ROLE_TABLE: tuple[RoleRow[Any], ...] = (
+    GENERATOR,
+    RoleRow("reference", ReferenceScorer, Scoring(ReferenceScorer.logprobs, "reference", in_evaluations=True)),
+    RoleRow("reward", RewardScorer, Scoring(
+        RewardScorer.score_each, "rewards", reads=("rollouts", "prompts"), in_evaluations=True,
+    ), shutdown=RewardScorer.stop),
+    RoleRow("assembler", Assembler),
+    RoleRow("policy", PolicyLearner, shutdown=Learner.leave, environment=_segments_for_handles,
+            wanted=lambda derived: not derived.shares_backbone),
+    RoleRow("policy", ActorCriticLearner, shutdown=Learner.leave, environment=_segments_for_handles,
+            wanted=lambda derived: derived.shares_backbone),
+    RoleRow("critic", CriticLearner, shutdown=Learner.leave),
+)
+"""The roles of a PPO run, in the order in which a step calls them."""
+
+
+def rows_of(config: PPOConfig, derived: Derived) -> list[RoleRow[Any]]:
+    """The rows of the roles that a run starts."""
+    sections = placements_of(config)
+    return [row for row in ROLE_TABLE if row.section in sections and (row.wanted is None or row.wanted(derived))]
+
+
+def section_of(cls: type[Any]) -> str:
+    """The section of a role, by its class.
+
+    Raises:
+        LookupError: the class has no row.
+    """
+    for row in ROLE_TABLE:
+        if issubclass(row.cls, cls):
+            return row.section
+    raise LookupError(f"{cls.__name__} has no row in ROLE_TABLE")
