@@ -336,7 +336,7 @@ def roles(place: Place) -> Iterator[Row]:
     reference = ReferenceScorer(model, size.micro_batch, 1.0, size.length)
     reference.start()
     rollout = rollout_of(rows)
-    one, other = policy.logprobs(rollout).values, reference.logprobs(rollout).values
+    one, other = policy.logprobs(rollout).values, reference.logprobs([rollout]).values
     off = float(np.abs(one - other)[rows.response_mask].mean())
     yield judged("log-probabilities of policy and reference", f"{off:.1e} nats apart", off <= GAP,
                  f"the mean over response tokens; at most {GAP:g}")

@@ -92,7 +92,7 @@ class ReferenceRole(Role):
 
     def work(self, activity: str, length: int, rows: int) -> Work:
         made = rollout(rows, length)
-        return lambda: self._scorer.logprobs(made)
+        return lambda: self._scorer.logprobs([made])
 
 
 class RewardRole(Role):

@@ -1,7 +1,7 @@
 """The reference scorer: log-probabilities of rollouts under a frozen model, usually the one that the policy started
 from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class ReferenceScorer(ProfiledByTorch):
             f"ReferenceScorer of {self._config.path!r}")
 
     @torch.no_grad()
-    def logprobs(self, *rollouts: Rollout) -> TokenScores:
+    def logprobs(self, rollouts: Sequence[Rollout]) -> TokenScores:
         """Log-probabilities of the response tokens at the sampling temperature, zero elsewhere. The rows of all
         rollouts are concatenated and share forward passes, and the ranks of a sharded model divide them."""
         rows, shard = concatenated(rollouts), self._shard

@@ -302,7 +302,7 @@ def test_a_learner_that_hangs_while_it_gathers_is_told_as_soon_as_it_is_given_up
 
     it.policy = StandInGroup("policy", learner, workers=2)
     it.policy.incarnation = lambda rank: 1
-    object.__setattr__(it.roles, "policy", it.policy)
+    it.roles.by_section["policy"] = it.policy
 
     async def run():
         with pytest.raises(WorkerLost, match="policy/1 stale in weight_bucket"):
