@@ -6,7 +6,7 @@ The one place of the project where engines are made up: what is measured with th
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import exp
 from random import Random
@@ -84,8 +84,10 @@ class StubRoles:
         mask = self._rollout.response_mask
         return replace(self._rollout, keys=keys, versions=np.where(mask, version, -1).astype(np.int32))
 
-    async def logprobs(self, rank: int, *rollouts: Rollout) -> TokenScores:
-        """A number a token, of the policy or the reference; a forward pass for each rollout."""
+    async def logprobs(self, rank: int, *passed: Rollout, rollouts: Sequence[Rollout] = ()) -> TokenScores:
+        """A number a token, of the policy or the reference; a forward pass for each rollout. The reference gets its
+        rollouts by name."""
+        rollouts = passed or rollouts
         await self._wait(SCORE_S * len(rollouts))
         return self._per_token if len(rollouts) == 1 else TokenScores.concat([self._per_token] * len(rollouts))
 

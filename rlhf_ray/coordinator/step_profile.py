@@ -65,7 +65,7 @@ class StepProfiler:
         if not self._asked and step != self._at_step:
             return
         roles = self._roles
-        scorers = [group for row, group in roles.scorers() if issubclass(row.cls, ProfiledByTorch)]
+        scorers = [roles.by_section[row.section] for row in roles.scorers() if issubclass(row.cls, ProfiledByTorch)]
         groups: list[WorkerGroup[Profiled]] = [*scorers, *roles.learners()]
         up = sorted(roles.dispatcher(roles.generators).scheduler.up)
         ranks: list[tuple[WorkerGroup[Profiled], int]] = [(roles.generators, rank) for rank in up[:MOST_RANKS]]

@@ -15,7 +15,7 @@ from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.workers.calls import Call, Result
 from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.workers.health_monitor import HealthMonitor, Ready, as_started
-from rlhf_ray.workers.role_table import ROLE_TABLE, RoleRow, section_of
+from rlhf_ray.workers.role_table import ROLE_TABLE, ScorerRow, section_of
 from rlhf_ray.workers.worker_group import Role, WorkerGroup
 
 
@@ -72,10 +72,9 @@ class RoleGroups:
         """The workers of a class that has a row in the role table; None if the run has no such role."""
         return self.by_section.get(section_of(cls))
 
-    def scorers(self) -> list[tuple[RoleRow[Any], WorkerGroup[Any]]]:
-        """The frozen scorers of this run, with their rows of the role table."""
-        return [(row, self.by_section[row.section]) for row in ROLE_TABLE
-                if row.scoring is not None and row.section in self.by_section]
+    def scorers(self) -> list[ScorerRow[Any]]:
+        """The rows of the frozen scorers that the run has."""
+        return [row for row in ROLE_TABLE if isinstance(row, ScorerRow) and row.section in self.by_section]
 
     @property
     def clock(self) -> StepClock:

@@ -7,10 +7,12 @@ calls the frozen scorers from their rows.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Protocol
 
 from rlhf_ray.config.derived import Derived, placements_of
-from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig
+from rlhf_ray.config.run import RoleFacts
+from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, role_facts
 from rlhf_ray.engine.distributed import fixed_segments
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
@@ -32,33 +34,17 @@ class Configured(Protocol):
 
 
 @dataclass(frozen=True)
-class Scoring(Generic[Role]):
-    """What a frozen scorer computes for chunks that were generated."""
-
-    method: Method[Role, Any]
-    """Called with the columns that it reads, by name; its result depends on them alone."""
-    column: str
-    """Name of the result: a column of the chunks that were scored together."""
-    reads: tuple[str, ...] = ("rollouts",)
-    """The columns that it reads, each a list with an item for each chunk: rollouts, prompts."""
-    in_evaluations: bool = False
-    """Whether held-out responses are scored too."""
-
-
-@dataclass(frozen=True)
 class RoleRow(Generic[Role]):
-    """A role: where it is configured, what it is, and what others call.
+    """A role: where it is configured, and what it is.
 
     Example:
-        >>> RoleRow("archive", Archive, Scoring(Archive.store, column="archived"))
+        >>> RoleRow("critic", CriticLearner, shutdown=Learner.leave)
     """
 
     section: str
     """Section of the configuration with the role's placement, and its `RoleFacts` beside it."""
     cls: type[Role]
     """The class in `roles`; in `ROLE_TABLE` a `Configured` one."""
-    scoring: Scoring[Role] | None = None
-    """Of a frozen scorer."""
     shutdown: Method[Role, Any] | None = None
     """The method for a clean shutdown."""
     environment: Callable[[Any], Mapping[str, str]] | None = None
@@ -67,6 +53,29 @@ class RoleRow(Generic[Role]):
     """Whether the stage removes the workers' temporary files, which they leave when they are killed."""
     wanted: Callable[[Derived], bool] | None = None
     """Chooses between rows of one section; None for the only one."""
+
+    @cached_property
+    def facts(self) -> RoleFacts:
+        """What is written beside the role's section in a PPO run."""
+        return role_facts(PPOConfig)[self.section]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerRow(RoleRow[Role]):
+    """A role that is called as soon as chunks are generated, and whose result depends on the call alone.
+
+    Example:
+        >>> ScorerRow("reference", ReferenceScorer, method=ReferenceScorer.logprobs, column="reference")
+    """
+
+    method: Method[Role, Any]
+    """Takes the columns that it reads, by name."""
+    reads: tuple[str, ...] = ("rollouts",)
+    """Names of the columns that it reads, of `rollouts` and `prompts`; each is a list with an item for each chunk."""
+    column: str
+    """Name of its result: a column of the chunks that are scored together."""
+    held_out: bool = False
+    """Whether an evaluation needs the column, too."""
 
 
 def _vllm_settings(config: PPOConfig | PreferencesStageConfig) -> Mapping[str, str]:
@@ -80,10 +89,9 @@ def _segments_for_handles(config: PPOConfig) -> Mapping[str, str]:
 GENERATOR = RoleRow("generator", Generator, shutdown=Generator.stop, environment=_vllm_settings, temporary_files=True)
 ROLE_TABLE: tuple[RoleRow[Any], ...] = (
     GENERATOR,
-    RoleRow("reference", ReferenceScorer, Scoring(ReferenceScorer.logprobs, "reference", in_evaluations=True)),
-    RoleRow("reward", RewardScorer, Scoring(
-        RewardScorer.score_each, "rewards", reads=("rollouts", "prompts"), in_evaluations=True,
-    ), shutdown=RewardScorer.stop),
+    ScorerRow("reference", ReferenceScorer, method=ReferenceScorer.logprobs, column="reference", held_out=True),
+    ScorerRow("reward", RewardScorer, method=RewardScorer.score_each, reads=("rollouts", "prompts"), column="rewards",
+              held_out=True, shutdown=RewardScorer.stop),
     RoleRow("assembler", Assembler),
     RoleRow("policy", PolicyLearner, shutdown=Learner.leave, environment=_segments_for_handles,
             wanted=lambda derived: not derived.shares_backbone),
@@ -92,6 +100,9 @@ ROLE_TABLE: tuple[RoleRow[Any], ...] = (
     RoleRow("critic", CriticLearner, shutdown=Learner.leave),
 )
 """The roles of a PPO run, in the order in which a step calls them."""
+ASSEMBLED = ("rewards", "reference", "old_logprobs", "values")
+"""The columns that experience is made of, by which `Assembler.assemble` takes them. `old_logprobs` and `values` are the
+learners'."""
 
 
 def rows_of(config: PPOConfig, derived: Derived) -> list[RoleRow[Any]]:

@@ -12,18 +12,19 @@ from rlhf_ray.config.load import STAGES
 from rlhf_ray.config.run import STATIONS, PlacementConfig
 from rlhf_ray.config.stages import PPOConfig, role_facts
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
+from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.workers.role_table import ROLE_TABLE, rows_of, section_of
+from rlhf_ray.workers.role_table import ASSEMBLED, ROLE_TABLE, ScorerRow, rows_of, section_of
 
 FACTS = role_facts(PPOConfig)
-ROWS = [pytest.param(row, id=row.cls.__name__) for row in ROLE_TABLE]
+SCORERS = [row for row in ROLE_TABLE if isinstance(row, ScorerRow)]
 GENERATED = {"rollouts", "prompts"}
 """Columns of a chunk that was generated."""
 SETTINGS = {
     "usual": {},
     "no reference": {"algorithm": {"kl": {"coef": 0.0, "kind": "fixed"}}},
     "one backbone": {"critic": {"backbone": "policy"}},
-    "no critic": {"algorithm": {"estimator": "reinforce++"}},
+    "no critic": {"algorithm": {"estimator": "reinforce"}},
 }
 
 
@@ -58,19 +59,23 @@ def test_no_two_roles_have_the_same_worker_or_phase():
     assert len(set(workers)) == len(workers) and len(set(phases)) == len(phases)
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ROLE_TABLE, ids=lambda row: row.cls.__name__)
 def test_the_methods_of_a_row_are_its_class_s(row):
-    for method in filter(None, (row.shutdown, row.scoring and row.scoring.method)):
+    for method in filter(None, (row.shutdown, getattr(row, "method", None))):
         assert getattr(row.cls, method.__name__) is method
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.section) for row in ROLE_TABLE if row.scoring])
+@pytest.mark.parametrize("row", SCORERS, ids=lambda row: row.section)
 def test_a_scorer_reads_what_was_generated_and_fills_a_column_of_its_own(row):
-    assert set(row.scoring.reads) <= GENERATED
-    parameters = list(inspect.signature(row.scoring.method).parameters)
-    assert parameters[1:] == list(row.scoring.reads)
-    columns = [other.scoring.column for other in ROLE_TABLE if other.scoring]
-    assert columns.count(row.scoring.column) == 1 and row.scoring.column not in GENERATED
+    assert set(row.reads) <= GENERATED
+    assert list(inspect.signature(row.method).parameters)[1:] == list(row.reads)
+    assert [other.column for other in SCORERS].count(row.column) == 1 and row.column not in GENERATED
+
+
+def test_all_that_the_assembler_reads_is_filled():
+    terms, rollouts, *columns = list(inspect.signature(Assembler.assemble).parameters)[1:]
+    assert (terms, rollouts, sorted(columns)) == ("terms", "rollouts", sorted(ASSEMBLED))
+    assert set(ASSEMBLED) - {row.column for row in SCORERS} == {"old_logprobs", "values"}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
