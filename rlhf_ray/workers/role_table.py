@@ -22,10 +22,10 @@ from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
-from rlhf_ray.workers.worker_group import Method, Role
+from rlhf_ray.workers.worker_group import Method, Role, Startable
 
 
-class Configured(Protocol):
+class ConfiguredRole(Startable, Protocol):
     """A role of a PPO run: its class says which arguments it has there."""
 
     @staticmethod
@@ -44,7 +44,7 @@ class RoleRow(Generic[Role]):
     section: str
     """Section of the configuration with the role's placement, and its `RoleFacts` beside it."""
     cls: type[Role]
-    """The class in `roles`; in `ROLE_TABLE` a `Configured` one."""
+    """The class in `roles`."""
     shutdown: Method[Role, Any] | None = None
     """The method for a clean shutdown."""
     environment: Callable[[Any], Mapping[str, str]] | None = None
@@ -87,7 +87,7 @@ def _segments_for_handles(config: PPOConfig) -> Mapping[str, str]:
 
 
 GENERATOR = RoleRow("generator", Generator, shutdown=Generator.stop, environment=_vllm_settings, temporary_files=True)
-ROLE_TABLE: tuple[RoleRow[Any], ...] = (
+_ROWS = (  # without a type, so that each row's methods are checked against its class
     GENERATOR,
     ScorerRow("reference", ReferenceScorer, method=ReferenceScorer.logprobs, column="reference", held_out=True),
     ScorerRow("reward", RewardScorer, method=RewardScorer.score_each, reads=("rollouts", "prompts"), column="rewards",
@@ -99,13 +99,14 @@ ROLE_TABLE: tuple[RoleRow[Any], ...] = (
             wanted=lambda derived: derived.shares_backbone),
     RoleRow("critic", CriticLearner, shutdown=Learner.leave),
 )
+ROLE_TABLE: tuple[RoleRow[ConfiguredRole], ...] = _ROWS
 """The roles of a PPO run, in the order in which a step calls them."""
 ASSEMBLED = ("rewards", "reference", "old_logprobs", "values")
 """The columns that experience is made of, by which `Assembler.assemble` takes them. `old_logprobs` and `values` are the
 learners'."""
 
 
-def rows_of(config: PPOConfig, derived: Derived) -> list[RoleRow[Any]]:
+def rows_of(config: PPOConfig, derived: Derived) -> list[RoleRow[ConfiguredRole]]:
     """The rows of the roles that a run starts."""
     sections = placements_of(config)
     return [row for row in ROLE_TABLE if row.section in sections and (row.wanted is None or row.wanted(derived))]
