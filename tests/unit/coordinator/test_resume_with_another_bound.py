@@ -86,7 +86,7 @@ def stretches(ppo_config, summary):
             stretch = Stretch(config, summary, directory.name, seed + number, saved, stop_after, pace, capacity)
             trained += stretch.go()
             saved = stretch.snapshot
-        assert stretch.state.step == STEPS and stretch.state.chunks == {} and stretch.state.returned == []
+        assert stretch.state.step == STEPS and stretch.buffer.under_way() == [] and stretch.state.returned == []
         with closing(Ledger(stretch.ledger.path)) as ledger:
             ledger.mark_committed()
         with closing(open_for_reading(stretch.ledger.path)) as db:
