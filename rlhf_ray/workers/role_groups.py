@@ -15,7 +15,7 @@ from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.workers.calls import Call, Result
 from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.workers.health_monitor import HealthMonitor, Ready, as_started
-from rlhf_ray.workers.role_table import ROLE_TABLE, ScorerRow, section_of
+from rlhf_ray.workers.role_table import ScorerRow, scorer_rows, section_of
 from rlhf_ray.workers.worker_group import Role, WorkerGroup
 
 
@@ -74,7 +74,7 @@ class RoleGroups:
 
     def scorers(self) -> list[ScorerRow[Any]]:
         """The rows of the frozen scorers that the run has."""
-        return [row for row in ROLE_TABLE if isinstance(row, ScorerRow) and row.section in self.by_section]
+        return [row for row in scorer_rows() if row.section in self.by_section]
 
     @property
     def clock(self) -> StepClock:

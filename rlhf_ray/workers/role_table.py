@@ -112,6 +112,11 @@ def rows_of(config: PPOConfig, derived: Derived) -> list[RoleRow[ConfiguredRole]
     return [row for row in ROLE_TABLE if row.section in sections and (row.wanted is None or row.wanted(derived))]
 
 
+def scorer_rows() -> list[ScorerRow[Any]]:
+    """The rows of all frozen scorers."""
+    return [row for row in ROLE_TABLE if isinstance(row, ScorerRow)]
+
+
 def section_of(cls: type[Any]) -> str:
     """The section of a role, by its class.
 

@@ -14,10 +14,10 @@ from rlhf_ray.config.stages import PPOConfig, role_facts
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.workers.role_table import ASSEMBLED, ROLE_TABLE, ScorerRow, rows_of, section_of
+from rlhf_ray.workers.role_table import ASSEMBLED, ROLE_TABLE, rows_of, scorer_rows, section_of
 
 FACTS = role_facts(PPOConfig)
-SCORERS = [row for row in ROLE_TABLE if isinstance(row, ScorerRow)]
+SCORERS = scorer_rows()
 GENERATED = {"rollouts", "prompts"}
 """Columns of a chunk that was generated."""
 SETTINGS = {
