@@ -38,7 +38,8 @@ from rlhf_ray.roles.micro_batch import (
     share_of,
 )
 from rlhf_ray.roles.profiling import ProfiledByTorch
-from rlhf_ray.roles.publication import Publication, PublishedModel, PublishedTensors
+from rlhf_ray.weights.gathered_tensors import GatheredModel, GatheredTensors
+from rlhf_ray.weights.publication import Publication
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +48,8 @@ if TYPE_CHECKING:
 class Learner(ProfiledByTorch):
     """One rank of a trained model. Subclasses define which module is built, what its loss is, and how it is updated.
 
-    Its parts: `state` in checkpoints, the `published` model, and the `publication` that sends it to the generators.
+    Its parts: `state` in checkpoints, the `whole_model` as it is exported, and the `publication` that sends it to the
+    generators.
 
     Example: one optimizer step of a subclass with a method `loss`::
 
@@ -123,8 +125,7 @@ class Learner(ProfiledByTorch):
         compared = probe.check(f"{type(self).__name__} of {getattr(self.model_config, 'path', 'a new model')!r}")
         self.engine.release_gathered()
         self.state = LearnerState(self.engine, self.adapters, self.rank)
-        self.published = PublishedModel(self.engine, self.adapters, self._published_as, self.rank, self.lockstep)
-        self.publication.model = self.published_tensors()
+        self.whole_model = GatheredModel(self.engine, self.adapters, self._published_as, self.rank, self.lockstep)
         return {**sizes, **compared, "compiled": self.engine.compiled.note if self.engine.compiled else ""}
 
     def open_saved(self, directory: Path) -> SavedWeights:
@@ -141,7 +142,7 @@ class Learner(ProfiledByTorch):
         module = self._build_adapted()
         check_adapter_description(self.adapters, directory)
         saved = SavedWeights(module, directory)
-        self.published = PublishedModel(saved, self.adapters, self._published_as, self.rank, lockstep=False)
+        self.whole_model = GatheredModel(saved, self.adapters, self._published_as, self.rank, lockstep=False)
         return saved
 
     def _build_adapted(self) -> "nn.Module":
@@ -153,9 +154,9 @@ class Learner(ProfiledByTorch):
             self.adapters = Adapters(module.model, self.config.lora, base, self.config.autocast == "bfloat16")
         return module
 
-    def published_tensors(self) -> PublishedTensors:
+    def published_tensors(self) -> GatheredTensors:
         """What publications send to the generators: the model."""
-        return self.published
+        return self.whole_model
 
     def build(self) -> "nn.Module":
         """The packed module to train."""
@@ -239,15 +240,17 @@ class Learner(ProfiledByTorch):
 
     def plan_weights(self, bucket_bytes: int, fused_groups: list[list[str]]) -> WeightsPlan:
         """See `Publication.plan`."""
-        return self.publication.plan(bucket_bytes, fused_groups)
+        return self.publication.plan(self.published_tensors(), bucket_bytes, fused_groups)
 
     def weight_bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
         """See `Publication.bucket`."""
         return self.publication.bucket(version, index, whole)
 
     def broadcast_route(self, host: str, world: int) -> WeightRoute:
-        """See `Publication.broadcast_route`."""
-        return self.publication.broadcast_route(host, world)
+        """How a broadcast from this process to `world` - 1 others is joined; `host` is this node's address."""
+        from rlhf_ray.weights.direct_sender import broadcast_route
+
+        return broadcast_route(self.engine.device, host, world)
 
     def connect_weights(self, route: WeightRoute) -> None:
         """See `Publication.connect`."""
@@ -270,12 +273,12 @@ class Learner(ProfiledByTorch):
         return self.publication.unchanged()
 
     def export(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
-        """See `PublishedModel.export`."""
-        self.published.export(directory, card, term)
+        """See `GatheredModel.export`."""
+        self.whole_model.export(directory, card, term)
 
     def export_adapter(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
-        """See `PublishedModel.export_adapter`."""
-        self.published.export_adapter(directory, card, term)
+        """See `GatheredModel.export_adapter`."""
+        self.whole_model.export_adapter(directory, card, term)
 
     def leave(self) -> None:
         """Disconnect from the generators and leave the process group."""

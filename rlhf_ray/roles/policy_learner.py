@@ -33,7 +33,7 @@ from rlhf_ray.roles.learner_state import Writers
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, PartLoss, score_columns
 from rlhf_ray.roles.ppo_update import PPOLearner, Update, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
-from rlhf_ray.roles.publication import PublishedAdapters, PublishedTensors
+from rlhf_ray.weights.gathered_tensors import GatheredAdapters, GatheredTensors
 
 GAPS = "logprob_gap_shares"
 """Statistic of the update: share of tokens in each bin of `gap_histogram`."""
@@ -70,10 +70,10 @@ class PolicyLearner(PPOLearner):
                 self.engine.try_layers(gradients=False)
         return started
 
-    def published_tensors(self) -> PublishedTensors:
+    def published_tensors(self) -> GatheredTensors:
         """The adapters alone, if generators compute with them; else the model."""
         if self._publishes_adapters and self.adapters:
-            return PublishedAdapters(self.engine, self.adapters, self.model_config.dtype, self.rank, self.lockstep)
+            return GatheredAdapters(self.engine, self.adapters, self.model_config.dtype, self.rank, self.lockstep)
         return super().published_tensors()
 
     def take_pretraining_text(self, config: PtxConfig, text: Sequences, sizes: Sequence[int] | None = None,
@@ -230,7 +230,7 @@ class PolicyLearner(PPOLearner):
         average = self.average
         if average is None:
             raise ValueError("there is no average to export: set policy.ema_decay")
-        self.published.export(directory, card, term, lambda names, wanted: average.gather(
+        self.whole_model.export(directory, card, term, lambda names, wanted: average.gather(
             names, wanted, self.engine.gather))
 
     def copies(self) -> Writers:
