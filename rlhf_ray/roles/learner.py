@@ -110,6 +110,7 @@ class Learner(ProfiledByTorch):
         Raises:
             ModelError: the model cannot be loaded, or packed passes do not compute it.
         """
+        # The module and its engine.
         distributed.join(address, self.rank, self.world, timeout_s)
         module = self._build_adapted()
         torch.manual_seed(self.seed + self.rank)  # ranks use different dropout
@@ -118,12 +119,16 @@ class Learner(ProfiledByTorch):
         sizes = {"parameters": sum(p.numel() for p in module.parameters()),
                  "trained": sum(p.numel() for p in module.parameters() if p.requires_grad)}
         self.engine = TrainEngine(module, self.config, self.total_steps)
+
+        # Its passes beside transformers' own.
         probe = ParityProbe(
             module, RowLimits.of(module.model.config, self.longest, self.config.micro_batch_tokens), self.engine.device,
             gradients=True, call=self.engine.forward_without_engine,
             largest=distributed.largest_of_ranks if self.lockstep else None)
         compared = probe.check(f"{type(self).__name__} of {getattr(self.model_config, 'path', 'a new model')!r}")
         self.engine.release_gathered()
+
+        # What saves, exports and publishes it.
         self.state = LearnerState(self.engine, self.adapters, self.rank)
         self.whole_model = GatheredModel(self.engine, self.adapters, self._published_as, self.rank, self.lockstep)
         return {**sizes, **compared, "compiled": self.engine.compiled.note if self.engine.compiled else ""}
@@ -166,9 +171,7 @@ class Learner(ProfiledByTorch):
         """Number of tokens, samples, pairs or steps that the loss of some rows is a mean over."""
         raise NotImplementedError
 
-    def shares(
-        self, mini_batch: Any, loss: Callable[[Any], PartLoss], meter: AverageMeter
-    ) -> Iterator[Tensor]:
+    def shares(self, mini_batch: Any, loss: Callable[[Any], PartLoss], meter: AverageMeter) -> Iterator[Tensor]:
         """This rank's parts of the loss of a mini-batch that every rank holds whole, one for each micro-batch.
 
         The sum over all ranks and micro-batches is the loss. It does not depend on the number of ranks or on

@@ -1,7 +1,7 @@
 """The learner of the policy: old log-probabilities, clipped policy updates, weight averages."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,16 @@ GAPS = "logprob_gap_shares"
 
 
 class PolicyLearner(PPOLearner):
-    """One rank of the policy."""
+    """One rank of the policy.
+
+    Example, of one step of PPO with one rank, without Ray::
+
+        learner = PolicyLearner(config.policy, config.model, rank=0, world=1, seed=0, total_steps=100,
+                                algorithm=config.algorithm, temperature=1.0)
+        learner.start(free_address("127.0.0.1"), timeout_s=60.0)
+        old_logprobs = learner.logprobs(rollout)
+        stats = learner.update(0, 0.05, experience)  # assembled with them
+    """
 
     config: PolicyConfig
 
@@ -235,9 +244,12 @@ class PolicyLearner(PPOLearner):
 
     def copies(self) -> Writers:
         """The average of the weights and the position in the pretraining text."""
-        average = {f"average_{self.rank}.pt": partial(torch.save, self.average.copy())} if self.average else {}
-        text = {"ptx_0.json": partial(save_state, state=self.ptx.state_dict())} if self.ptx and self.rank == 0 else {}
-        return {**average, **text}
+        files: dict[str, Callable[[Path], object]] = {}
+        if self.average:
+            files[f"average_{self.rank}.pt"] = partial(torch.save, self.average.copy())
+        if self.ptx and self.rank == 0:
+            files["ptx_0.json"] = partial(save_state, state=self.ptx.state_dict())
+        return files
 
     def load(self, directory: str) -> None:
         """As `Learner.load`; errors also as in `WeightAverage.load` and `PretrainingMix.load`."""
