@@ -43,7 +43,7 @@ from rlhf_ray.records import Experience
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.ppo_update import training_batch
+from rlhf_ray.roles.ppo_update import Update, training_batch
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 
 MFU, GOAL = 0.25, 0.40
@@ -168,7 +168,8 @@ def _readings(place: Place, learner: RandomPolicy, rows: Experience) -> Row:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            shares = sum(1 for _ in learner.shares(training_batch([rows], whiten=False), AverageMeter()))
+            batch = training_batch([rows], whiten=False)
+            shares = sum(1 for _ in learner.shares(batch, lambda part: learner.loss(part, Update()), AverageMeter()))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     places = [f"{Path(one.filename).name}:{one.lineno}" for one in found if "called a synchroniz" in str(one.message)]

@@ -99,7 +99,7 @@ def _write(config: TrainedConfig, checkpoint: Checkpoint, learner_directory: Pat
         write_value_head(saved.whole(VALUE_HEAD), files["value_head"])
     if isinstance(config, PPOConfig) and config.policy.ema_decay is not None:
         files["model_ema"], average = place / "model_ema", saved.average()
-        learner.published.export(str(files["model_ema"]), card_of_average(card, config.policy.ema_decay), None,
+        learner.whole_model.export(str(files["model_ema"]), card_of_average(card, config.policy.ema_decay), None,
                                  lambda names, wanted: saved.gather_average(average, names, wanted))
     return files
 

@@ -24,7 +24,7 @@ from rlhf_ray.roles.generator import Generator, build_engine, transfer_info
 from rlhf_ray.roles.local_generator import LocalGenerator, local_generation_config
 from rlhf_ray.roles.prompt_input import PromptInput
 from rlhf_ray.weights.manifest import fused_groups
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 from tests.models import make_tiny_llama
 from tests.unit.roles.conftest import VOCABULARY
 
@@ -225,9 +225,9 @@ def published(policy_model):
 
     shapes = parameter_shapes(pretrained_config(policy_model), False)
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    publisher = Publisher([(name, shape, "float32") for name, shape in shapes.items()], list(shapes), 20_000,
-                          lambda names: {name: tensors[name] for name in names})
-    return lambda version: [publisher.bucket(version, i, True) for i in range(publisher.plan.whole.buckets)]
+    sealed = SealedBuckets([(name, shape, "float32") for name, shape in shapes.items()], list(shapes), 20_000,
+                           lambda names: {name: tensors[name] for name in names})
+    return lambda version: [sealed.bucket(version, i, True) for i in range(sealed.plan.whole.buckets)]
 
 
 async def publish(generator, buckets, version, number=1, **options):
