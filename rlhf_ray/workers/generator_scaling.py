@@ -14,8 +14,8 @@ from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.workers.dispatcher import WorkerDispatcher
+from rlhf_ray.workers.health_monitor import GroupScheduler
 from rlhf_ray.workers.role_groups import RoleGroups
-from rlhf_ray.workers.scheduler import LeastLoadedScheduler
 
 REMOVED = "it was removed by rlhf-ray scale"
 SHUTDOWN_GRACE_S = 10.0
@@ -123,7 +123,7 @@ class Scaling:
         again = sum(done)
         self._say(f"{_named(ranks)} removed" + (f"; {again} samples are generated again by others" if again else ""))
 
-    async def _retire(self, scheduler: LeastLoadedScheduler, rank: int) -> int:
+    async def _retire(self, scheduler: GroupScheduler, rank: int) -> int:
         """End a generator that gets no more work; returns how many of its samples others must generate."""
         await scheduler.idle(rank, self._config.heartbeat_timeout_s)
         await self._weights.over()  # the next one begins without it
