@@ -232,7 +232,7 @@ def test_a_table_that_is_overtaken_by_a_later_one_changes_nothing(two):
     async def run():
         tasks = await begun(group, 1)
         successor.answer_all()
-        return await asyncio.gather(*tasks)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 10)
 
     assert asyncio.run(run()) == [("a2", 1)] and group.ranks == [0]
 
@@ -345,7 +345,7 @@ def test_the_calls_of_a_caller_that_was_given_up_end_at_once_and_others_go_on():
         await asyncio.sleep(0.01)
         await worker.timed_call(spec("refuse_callers_before", later))
         with pytest.raises(WorkerLost, match="runner/4 calls wait from its process 1"):
-            await tasks[0]
+            await asyncio.wait_for(tasks[0], 10)
         ended = list(worker.ended)
         for task in tasks[1:]:
             task.cancel()
