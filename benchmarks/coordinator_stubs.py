@@ -29,6 +29,7 @@ from rlhf_ray.records import (
     WeightsPlan,
     offsets_of,
 )
+from rlhf_ray.roles.generator import GeneratorActivity
 from rlhf_ray.roles.learner_state import SaveProgress
 
 CHUNK = 16
@@ -155,9 +156,9 @@ class StubRoles:
         self._versions[rank] = version
         return WeightsConfirmed(version, 0.0)
 
-    async def tokens_made(self, rank: int) -> float:
+    async def activity(self, rank: int) -> GeneratorActivity:
         """A sign of life."""
-        return self._clock()
+        return GeneratorActivity(1, 0.0, int(1000 * self._clock()))
 
     async def begin_save(self, rank: int, directory: str) -> None:
         """Nothing of a learner is kept."""

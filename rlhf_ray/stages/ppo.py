@@ -11,12 +11,9 @@ from rlhf_ray.config.derived import reward_sections
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
-from rlhf_ray.coordinator.generator_scaling import Scaling
-from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.node_drain import DrainWatch
 from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import WeightSync
@@ -56,7 +53,10 @@ from rlhf_ray.stages.runtime import (
     write_left_out,
 )
 from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
+from rlhf_ray.workers.generator_scaling import Scaling
 from rlhf_ray.workers.health_monitor import Detector, HealthMonitor
+from rlhf_ray.workers.learner_restart import LearnerRestart
+from rlhf_ray.workers.node_drain import DrainWatch
 
 __all__ = ["finalize_ledger", "preflight", "run", "show_live"]
 
@@ -129,7 +129,7 @@ async def _run(
         attempts = RunAttempts(config.logging, directory, learner_restart, builder.build)
         scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
                           partial(save_generator_count, directory, configured), progress.note, files)
-        drains = DrainWatch(stop, progress.warn, roles.learners(),
+        drains = DrainWatch(stop.ask, progress.warn, roles.learners(),
                             [group for group in roles.groups() if not roles.trains(group.role)])
 
         async with (live_status(lambda: attempts.coordinator, directory, show_live(config, directory), log.failed),

@@ -38,7 +38,8 @@ from rlhf_ray.planning.findings import idle_gpus
 from rlhf_ray.planning.worker_placement import place
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.workers.role_table import RoleRow
-from rlhf_ray.workers.worker_group import Method, Role, WorkerGroup
+from rlhf_ray.workers.worker_group import WorkerGroup
+from rlhf_ray.workers.worker_handle import Method, Role
 
 T = TypeVar("T")
 SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0

@@ -13,8 +13,6 @@ from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.coordinator.learner_restart import LearnerRestart
-from rlhf_ray.coordinator.node_drain import DrainWatch
 from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.stepwise_format import StepTokens
@@ -58,6 +56,8 @@ from rlhf_ray.stages.runtime import (
 from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun
 from rlhf_ray.workers.detectors import HeartbeatDetector
 from rlhf_ray.workers.health_monitor import HealthMonitor
+from rlhf_ray.workers.learner_restart import LearnerRestart
+from rlhf_ray.workers.node_drain import DrainWatch
 from rlhf_ray.workers.role_table import RoleRow
 from rlhf_ray.workers.worker_group import WorkerGroup
 
@@ -133,7 +133,7 @@ async def _run(
                         await run.export()
                         return run
 
-                    drains = DrainWatch(stop, progress.warn, [learners])
+                    drains = DrainWatch(stop.ask, progress.warn, [learners])
                     async with (background_task("the watch for drained nodes", drains.run, log.failed),
                                 health.at_work([detector])):
                         run = await repeat_attempts(attempt, directory, config.logging, restart, start, resume)

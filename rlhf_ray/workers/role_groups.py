@@ -16,7 +16,8 @@ from rlhf_ray.workers.calls import Call, Result
 from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.workers.health_monitor import HealthMonitor, Ready, as_started
 from rlhf_ray.workers.role_table import ScorerRow, scorer_rows, section_of
-from rlhf_ray.workers.worker_group import Role, WorkerGroup
+from rlhf_ray.workers.worker_group import WorkerGroup
+from rlhf_ray.workers.worker_handle import Role
 
 
 @dataclass(frozen=True)

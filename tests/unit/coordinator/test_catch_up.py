@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.generator_scaling import Scaling
 from rlhf_ray.errors import NoWeightsPlan, WeightsError, WorkerError
 from rlhf_ray.records import PublicationSize, WeightsPlan
+from rlhf_ray.workers.generator_scaling import Scaling
 from tests.unit.coordinator.losses import PublishingHarness, lost
 from tests.unit.coordinator.stand_ins import StandInGroup
 
