@@ -41,6 +41,9 @@ TEXTS = ("evaluation.json", "preferences.jsonl", "left_out.jsonl", "config.yaml"
          "model*/*.json", "model*/*.md", "adapter*/*.json")
 """Files that are compared line by line."""
 
+FIXED = {"RAY_worker_niceness": "0", "PYTHONHASHSEED": "0"}
+"""Variables of each run. peft writes the names of an adapter's layers in the order of a set."""
+
 ONLY_THIS_TREE = """
 import os, sys
 import rlhf_ray
@@ -224,7 +227,7 @@ def make(
         try:
             code: int | str = subprocess.run(
                 [sys.executable, "-c", program, command, str(config), f"--run.dir={directory}"], cwd=tree,
-                env={**outside, "PYTHONPATH": str(tree), "RAY_worker_niceness": "0", **(environment or {})},
+                env={**outside, "PYTHONPATH": str(tree), **FIXED, **(environment or {})},
                 stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False).returncode
         except subprocess.TimeoutExpired:
             code = f"nothing after {TIMEOUT_S} s"
