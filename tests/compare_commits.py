@@ -251,7 +251,7 @@ def difference(base: Mapping[str, Any], head: Mapping[str, Any]) -> str:
         if place not in base:
             return f"{place}: only HEAD has it"
         if not same(base[place], head[place]):
-            return f"{place}: {shown(base[place])} became {shown(head[place])}"
+            return f"{place}{told(base[place], head[place])}"
     return "equal"
 
 
@@ -262,11 +262,15 @@ def same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
 
 
-def shown(value: Any) -> str:
-    """A value in a line; of an array its type and first numbers."""
-    if hasattr(value, "dtype"):
-        return f"{value.dtype}{list(value.shape)} {value.reshape(-1)[:3].tolist()}..."
-    return repr(value)[:80]
+def told(one: Any, other: Any) -> str:
+    """How two values differ, in a line; of arrays the first numbers that do."""
+    if not hasattr(one, "dtype"):
+        return f": {one!r:.80} became {other!r:.80}"
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return f": {one.dtype}{list(one.shape)} became {other.dtype}{list(other.shape)}"
+    pairs = enumerate(zip(one.reshape(-1), other.reshape(-1), strict=True))
+    place, (before, after) = next(pair for pair in pairs if not same(*pair[1]))
+    return f"[{place}]: {before} became {after}"
 
 
 def size_of(value: Any) -> int:

@@ -13,8 +13,8 @@ ONE = np.array([1.0, 2.0], np.float32)
 
 @pytest.mark.parametrize(("base", "head", "told"), [
     ({"w": ONE}, {"w": ONE.copy()}, "equal"),
-    ({"w": ONE}, {"w": np.nextafter(ONE, np.float32(3))}, "w: float32[2] [1.0, 2.0]... became float32[2] [1.0000001"),
-    ({"w": ONE}, {"w": ONE.astype(np.float64)}, "w: float32[2] [1.0, 2.0]... became float64[2]"),
+    ({"w": ONE}, {"w": np.nextafter(ONE, np.float32(3))}, "w[0]: 1.0 became 1.0000001"),
+    ({"w": ONE}, {"w": ONE.astype(np.float64)}, "w: float32[2] became float64[2]"),
     ({"m": math.nan}, {"m": math.nan}, "equal"),
     ({"m": 0.0}, {"m": -0.0}, "m: 0.0 became -0.0"),
     ({"m": 1.0, "n": 2.0}, {"m": 1.0}, "n: only BASE has it"),
