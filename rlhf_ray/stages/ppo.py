@@ -8,7 +8,6 @@ from typing import Any
 
 from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.derived import Derived, derive, placements_of, reward_sections
-from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.generator_scaling import Scaling
@@ -62,12 +61,12 @@ __all__ = ["finalize_ledger", "preflight", "run", "show_live"]
 
 
 def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
-    """Run the stage to its end; returns what it wrote to summary.json.
+    """Run the stage to its end with a resolved configuration; returns what it wrote to summary.json.
 
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
-    config = with_gpu_settings(resolve(config), resume)
+    config = with_gpu_settings(config, resume)
     configured = config.generator.workers
     preflight(config)
     config = with_steps(config, lambda: count_prompts(config), config.coordinator.prompts_per_step)
