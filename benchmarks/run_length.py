@@ -145,7 +145,7 @@ class Run:
         await files.records.wait(self._row)
         tmp = await files.checkpoints.run(self.store.begin, step)
         copy = self.ledger.save(tmp / LEDGER)
-        snapshot = encoded_state({"run": self.state.state_dict()})
+        snapshot = encoded_state({"run": self.state.state_dict(())})
         await files.records.wait(copy)
         await files.checkpoints.run((tmp / STATE).write_bytes, snapshot)
         await files.checkpoints.run(self.store.commit, tmp, step)

@@ -7,12 +7,13 @@ from typing import Any, TypeVar
 
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Generated
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.rollout_source import RolloutSource, chunks_at_a_time
 from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import EvaluationPart, SampleKey
+from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.roles.assembler import Assembler
-from rlhf_ray.roles.generator import Generator
 from rlhf_ray.workers.calls import Call
 from rlhf_ray.workers.dispatcher import retry_on_lost_object
 from rlhf_ray.workers.role_groups import RoleGroups
@@ -46,7 +47,9 @@ class Evaluator:
         """`config` has a section `evaluation`."""
         assert config.evaluation is not None
         self._config, self._evaluation = config, config.evaluation
-        self._roles, self._calls, self._prompts, self._warn = roles, calls, prompts, warn
+        self._roles, self._calls, self._warn = roles, calls, warn
+        self._rollouts = RolloutSource(roles.dispatcher(roles.generators), prompts, self._evaluation.seed,
+                                       self._evaluation.sampling)
         self.rows = prompts.rows
         self._slots = self._present_slots()
         # First samples first, so that the texts that are kept are for different prompts.
@@ -76,8 +79,7 @@ class Evaluator:
 
     def _present_slots(self) -> asyncio.Semaphore:
         """A slot for each chunk that the present generators can process concurrently."""
-        generator, workers = self._config.generator, len(self._roles.generators)
-        return asyncio.Semaphore(workers * (generator.samples_in_flight // generator.chunk))
+        return asyncio.Semaphore(chunks_at_a_time(self._config.generator, len(self._roles.generators)))
 
     async def _measured(self, chunks: list[list[SampleKey]]) -> tuple[list[Call[EvaluationPart]], int]:
         """Every chunk, measured, and the number of prompts that are in none of them any more. A chunk with a prompt
@@ -116,17 +118,14 @@ class Evaluator:
 
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call[EvaluationPart] | UnscoredSamples:
         """One chunk, measured (what was measured stays in the object store), or which of its samples have no score."""
-        roles, calls, evaluation = self._roles, self._calls, self._evaluation
 
         async def measured() -> Call[EvaluationPart]:
-            prompts = await self._prompts.of(keys)
-            rollout = await calls.generators.call(
-                Generator.generate, prompts, keys, evaluation.seed, evaluation.sampling,
-                phase="generate", work=len(keys))
-            scored = await calls.score([Generated(rollout, prompts)])
-            return await roles.dispatcher(roles.assembler).call(
-                Assembler.measure, keep_texts, *scored.rollouts, scored.reward, scored.reference,
-                prompts if keep_texts else None, phase="evaluate")
+            chunk = Chunk.outside(keys)
+            await self._rollouts.generate(chunk)
+            columns = await self._calls.score([chunk])
+            return await self._roles.dispatcher(self._roles.assembler).call(
+                Assembler.measure, keep_texts, chunk.rollout, columns["rewards"], columns["reference"],
+                chunk.prompts if keep_texts else None, phase="evaluate")
 
         async with self._slots:  # deadlines run from the call on, so a long queue must wait here
             try:

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rlhf_ray.coordinator.chunk import Chunk, Phase
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, SupersededError
 from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import StepClock
+from rlhf_ray.replay.chunk import Chunk, Phase
 from rlhf_ray.workers.role_groups import RoleGroups
 
 EVERY_S = 2.0
@@ -118,14 +118,14 @@ def _by_worker(clock: StepClock) -> list[dict[str, Any]]:
 def _by_phase(coordinator: Coordinator) -> list[dict[str, Any]]:
     """One line per phase of chunks: how many, the oldest of them, and for how many seconds."""
     by_phase: dict[Phase, list[Chunk]] = defaultdict(list)
-    for chunk in coordinator.state.chunks.values():
+    for chunk in coordinator.buffer.under_way():
         if chunk.phase is not Phase.ADMITTED:
             by_phase[chunk.phase].append(chunk)
     now, lines = coordinator.roles.clock.now(), []
     for phase, chunks in by_phase.items():
         oldest = min(chunks, key=lambda chunk: chunk.since)
-        lines.append({"doing": phase, "chunks": len(chunks), "samples": sum(c.place.samples for c in chunks),
-                      "oldest": oldest.order, "version": oldest.place.version,
+        lines.append({"doing": phase, "chunks": len(chunks), "samples": sum(chunk.samples for chunk in chunks),
+                      "oldest": oldest.place.order, "version": oldest.version,
                       "seconds": round(now - oldest.since, 3)})
     return lines
 

@@ -28,7 +28,7 @@ from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_records import BufferStats, Lease
+from rlhf_ray.replay.chunk import BufferStats, Lease, Place
 from rlhf_ray.workers.calls import traffic
 from rlhf_ray.workers.role_groups import RoleGroups
 
@@ -63,8 +63,8 @@ class Coordinator:
     """Step of the checkpoint that the run continued from or last saved, which may still be written."""
     _row: asyncio.Task[None] | None = None
     """The newest row of metrics, until it is written."""
-    _kept: frozenset[int] | None = None
-    """Entries of the buffer, by admission number, that were ready before the last publication; None before a step."""
+    _kept: frozenset[Place] | None = None
+    """Places of the experience that was ready before the last publication; None before a step."""
     _pause_s: float | None = None
     """How long training paused for a checkpoint since the last row of metrics."""
     _save_due: bool = False
@@ -198,7 +198,7 @@ class Coordinator:
                 learned, summaries = await self._learning.learn(lease)
                 reached("update_consumed")
                 too_old = self.buffer.evict(self.state.step)
-                self._kept = frozenset(entry.order for entry in self.buffer.ready_entries())
+                self._kept = frozenset(chunk.place for chunk in self.buffer.ready())
                 published = await self.weights.publish(self.state.step)
         reached("publication_over")
         self.state.published = self.state.step
@@ -299,9 +299,9 @@ class Coordinator:
 
     def open_keys(self) -> list[SampleKey]:
         """Samples that were admitted and not trained: under way, to be generated again, or ready."""
-        under_way, ready = self.state.chunks.values(), self.buffer.ready_entries()
-        return [key for keys in (*(chunk.keys for chunk in under_way), self.state.returned,
-                                 *(entry.keys for entry in ready)) for key in keys]
+        under_way = [key for chunk in self.buffer.under_way() for key in chunk.keys]
+        ready = [key for chunk in self.buffer.ready() for key in chunk.keys]
+        return under_way + self.state.returned + ready
 
     @property
     def stopped_early(self) -> str | None:

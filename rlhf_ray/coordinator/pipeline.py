@@ -9,31 +9,23 @@ finished.
 
 import asyncio
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
 
 from rlhf_ray.config.derived import concurrency_of
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.chunk import Chunk, Phase
-from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Generated
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.prompt_source import PromptsAhead, PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
+from rlhf_ray.coordinator.rollout_source import RolloutSource
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.scoring_batcher import LINGER, ScoringBatcher
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
-from rlhf_ray.records import ExperienceSummary, SampleKey
+from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_records import CommitOutcome, Entry, Lease
+from rlhf_ray.replay.chunk import Chunk, CommitOutcome, Lease, Phase, Place
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.staleness import AdmissionRule, staleness
 from rlhf_ray.workers.health_monitor import Decision
 from rlhf_ray.workers.role_groups import RoleGroups
-
-
-class Item(NamedTuple):
-    """A generated chunk in a scoring batch."""
-
-    chunk: Chunk
-    generated: Generated
 
 
 class Pipeline:
@@ -45,6 +37,7 @@ class Pipeline:
         self.config, self._roles, self._calls, self.state = config, roles, calls, state
         self.buffer, self.ledger, self.quarantine = buffer, ledger, quarantine
         self._prompts = PromptsAhead(prompts, state.cursor)
+        self._rollouts = RolloutSource(roles.dispatcher(roles.generators), self._prompts, config.run.seed)
         self.chat = prompts.chat
         """Whether the policy answers conversations."""
         self._batcher = ScoringBatcher(self._score_and_assemble)
@@ -56,10 +49,6 @@ class Pipeline:
         """Of chunks, oldest first."""
         self._finished = asyncio.Event()
         """A chunk has come to the end of its way."""
-        self._generating = 0
-        """Samples of the chunks that are being generated, or wait for a generator."""
-        self._incomplete: list[Chunk] = []
-        """Chunks that lost prompts to the quarantine and wait for others."""
 
     async def next_batch(self) -> Lease:
         """Wait until a whole batch is ready, and admit new work meanwhile. The first failure of a chunk is raised."""
@@ -81,36 +70,36 @@ class Pipeline:
         """Start the chunks that were under way when the run was saved. The generators hold the restored policy. If
         max_staleness is smaller than in the saved run, chunks beyond it lose their places, and their samples are
         admitted again later."""
-        keys: list[SampleKey] = []
-        for place in self.buffer.trim(self.config.coordinator.samples_per_step):
-            if isinstance(place, Entry):
-                keys += self._give_up(place, f"of version {place.min_version}, when the run resumed at version "
-                                      f"{self.state.step} with max_staleness={self.config.coordinator.max_staleness}")
-            else:
-                keys += self.state.chunks.pop(place.order).keys
-        self._admit_again(keys)
-        for chunk in sorted(self.state.chunks.values(), key=lambda chunk: chunk.order):
+        returned: list[SampleKey] = []
+        for chunk in self.buffer.trim(self.config.coordinator.samples_per_step):
+            if chunk.phase is Phase.READY:
+                self.ledger.give_up(chunk.keys, f"of version {chunk.min_version}, when the run resumed at version "
+                                    f"{self.state.step} with max_staleness={self.config.coordinator.max_staleness}")
+            returned += chunk.keys
+        self._admit_again(returned)
+        for chunk in self.buffer.under_way():
             if chunk.complete:
                 self._start(chunk)
-            else:
-                self._incomplete.append(chunk)
 
-    def readmit(self, evicted: list[Entry]) -> None:
-        """Admit the samples of evicted entries again: no prompt is lost because its experience is too old."""
-        self._admit_again([key for entry in evicted for key in self._give_up(
-            entry, f"{staleness(entry.min_version, self.state.step)} versions old after the update of the policy")])
+    def readmit(self, evicted: list[Chunk]) -> None:
+        """Admit the samples of evicted chunks again: no prompt is lost because its experience is too old."""
+        for chunk in evicted:
+            age = staleness(chunk.min_version, self.state.step)
+            self.ledger.give_up(chunk.keys, f"{age} versions old after the update of the policy")
+        self._admit_again([key for chunk in evicted for key in chunk.keys])
 
-    async def give_up_since(self, kept: Collection[int], reason: str) -> None:
-        """Give up all chunks under way, and ready experience but for the entries `kept` (by admission number). `resume`
-        starts the chunks again; samples of experience that was given up are admitted again."""
-        begun = [] if not (self._tasks or self._failures) else [
-            chunk for chunk in self.state.chunks.values() if chunk not in self._incomplete]
+    async def give_up_since(self, kept: Collection[Place], reason: str) -> None:
+        """Give up all chunks under way, and ready experience but for that of the places `kept`. `resume` starts the
+        chunks again; samples of experience that was given up are admitted again."""
+        begun = [chunk for chunk in self.buffer.under_way() if chunk.phase is not Phase.ADMITTED]
         await self.close()
         for chunk in begun:
             self.ledger.give_up(chunk.keys, reason)
-        dropped = [entry for entry in self.buffer.ready_entries() if entry.order not in kept]
+        dropped = [chunk for chunk in self.buffer.ready() if chunk.place not in kept]
         self.buffer.drop(dropped)
-        self._admit_again([key for entry in dropped for key in self._give_up(entry, reason)])
+        for chunk in dropped:
+            self.ledger.give_up(chunk.keys, reason)
+        self._admit_again([key for chunk in dropped for key in chunk.keys])
 
     async def close(self) -> None:
         """Cancel all chunks under way."""
@@ -118,10 +107,10 @@ class Pipeline:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._finished, self._generating = asyncio.Event(), 0
+        self._finished = asyncio.Event()
         self._failures.clear()
-        self._incomplete.clear()
-        for chunk in self.state.chunks.values():
+        for chunk in self.buffer.under_way():
+            chunk.forget()
             self._enter(chunk, Phase.ADMITTED)
 
     # Admission
@@ -140,27 +129,29 @@ class Pipeline:
         buffer = self.buffer
         if self._generators != len(self._roles.generators):  # some were added or removed
             self._rule = self._rule_of(len(self._roles.generators))
-        allowance = self._rule.allowance(self.state.published, buffer.accepted, buffer.running, self._generating)
+        allowance = self._rule.allowance(self.state.published, buffer.accepted, buffer.running,
+                                         generating=buffer.samples_in(Phase.GENERATE))
         left = self.config.run.steps * self.config.coordinator.samples_per_step - buffer.accepted - buffer.running
         allowance = min(allowance, left)
         while allowance > 0:
             size = self._next_chunk()
             if size > allowance:
                 return
-            place = buffer.reserve(size, self.state.published, again=bool(self.state.returned))
-            if place is None:
+            chunk = buffer.reserve(size, self.state.published, again=bool(self.state.returned))
+            if chunk is None:
                 return
-            chunk = Chunk(place, self._next_keys(size))
-            self.state.chunks[chunk.order] = chunk
+            chunk.keys = self._next_keys(size)
             self._start(chunk)
             allowance -= size
 
     def _complete(self) -> None:
         """Fill chunks that lost prompts with the next ones, in the order of admission."""
-        incomplete, self._incomplete = self._incomplete, []
-        for chunk in sorted(incomplete, key=lambda chunk: chunk.order):
-            chunk.keys = chunk.keys + self._next_keys(chunk.place.samples - len(chunk.keys))
-            self._start(chunk)
+        if not self.buffer.samples_in(Phase.ADMITTED):
+            return
+        for chunk in self.buffer.under_way():
+            if chunk.phase is Phase.ADMITTED and not chunk.complete:
+                chunk.keys = chunk.keys + self._next_keys(chunk.samples - len(chunk.keys))
+                self._start(chunk)
 
     def _rule_of(self, generators: int) -> AdmissionRule:
         self._generators = generators
@@ -188,17 +179,13 @@ class Pipeline:
         """Put samples that lost their place before all prompts that were not drawn yet."""
         self.state.returned[:0] = keys
 
-    def _give_up(self, entry: Entry, reason: str) -> tuple[SampleKey, ...]:
-        """Give up the experience of a dropped entry; returns its samples."""
-        self.ledger.give_up(entry.keys, reason)
-        return entry.keys
-
     # The way of one chunk
 
     def _start(self, chunk: Chunk) -> None:
-        self._generating += len(chunk.keys)
+        """Begin the way of a chunk, which has all its keys."""
+        self._enter(chunk, Phase.GENERATE)
         self.ledger.start_attempt(chunk.keys, self.state.published)
-        task = asyncio.create_task(self._produce(chunk), name=f"chunk {chunk.order}")
+        task = asyncio.create_task(self._produce(chunk), name=f"chunk {chunk.place}")
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -212,69 +199,68 @@ class Pipeline:
         """Generate, score and assemble a chunk, and commit its experience.
 
         If an object was lost with a node, the chunk is generated again. If its experience is too old, it loses its
-        place, and its samples are admitted again. If prompts of it, or of others in its scoring batch, were
-        quarantined, it keeps its place, and is produced again with other prompts.
+        place, and its samples are admitted again. If prompts of it were quarantined, the others go on with the tokens
+        that they have, and the places of those that left wait for other prompts. If prompts of another chunk in its
+        scoring batch were, it is scored again.
         """
         losses = 0
+        linger_s = 0.0
+        stay: list[int] = []  # numbers of the samples that stay in the rollout when others have left
         while True:
             try:
-                began = self._roles.clock.now()
-                generated = await self._generate(chunk)
-                self._enter(chunk, Phase.SCORE)
-                linger = self._linger * (self._roles.clock.now() - began)
-                ref, summary = await self._batcher.submit(Item(chunk, generated), linger)
+                if chunk.rollout is None:
+                    linger_s = await self._generate(chunk)
+                elif stay:
+                    chunk.rollout = await self._calls.samples_of(chunk.rollout, stay)
+                await self._batcher.submit(chunk, linger_s)
             except UnscoredSamples as error:
-                chunk.keys = self._without_unscored(chunk.keys, error)
-                self._incomplete.append(chunk)
-                break
+                stay = self._leave_out(chunk, error)
+                if not chunk.keys:
+                    break
+                self._enter(chunk, Phase.SCORE)
+                self.admit()
             except WorkerLost as error:
                 losses += 1
                 again = self._roles.health.lost(error) is Decision.REPRODUCE
                 if not again or losses > self.config.cluster.max_restarts:
                     raise
-                self._start_attempt_again(chunk, error)
-                self._generating += len(chunk.keys)
+                chunk.forget()
+                self._enter(chunk, Phase.GENERATE)
+                self._begin_attempt_again(chunk, error)
             else:
-                self._commit(chunk, ref, summary)
+                self._commit(chunk)
                 break
-        self._enter(chunk, Phase.ADMITTED)
         self.admit()
 
-    async def _generate(self, chunk: Chunk) -> Generated:
-        """Generate a chunk, by another generator if one is lost; then admit others, because its generator is free."""
-        self._enter(chunk, Phase.GENERATE)
-        keys = chunk.keys
-        try:
-            await self.ledger.settled()  # the attempt must be on disk before it starts
-            prompts = await self._prompts.of(keys)
-            while True:
-                try:
-                    generated = await self._calls.generate(prompts, keys, self.config.run.seed)
-                    break
-                except WorkerLost as error:
-                    if self._calls.generators.lost(error, len(keys)) is not Decision.RETRY:
-                        raise
-                    self._start_attempt_again(chunk, error)
-                    await self.ledger.settled()
-        finally:
-            self._generating -= len(keys)
-        self.ledger.generated(keys, generated.rollout.worker)
-        self.admit()
-        return generated
+    async def _generate(self, chunk: Chunk) -> float:
+        """Generate a chunk, by another generator if one is lost; then admit others, because its generator is free.
+        Returns how long the chunk may wait for others to be scored with, in seconds."""
+        began = self._roles.clock.now()
 
-    async def _score_and_assemble(self, items: Sequence[Item]) -> list[tuple[Any, ExperienceSummary]]:
-        """Score and assemble a batch of chunks; returns the reference to each one's experience, and its summary."""
-        scored = await self._calls.score([item.generated for item in items])
-        for item in items:
-            self._enter(item.chunk, Phase.ASSEMBLE)
-        logprobs, values = await self._calls.learner_passes(scored)
+        async def again(error: WorkerLost) -> None:
+            self._begin_attempt_again(chunk, error)
+            await self.ledger.settled()
+
+        await self.ledger.settled()  # the attempt must be on disk before it starts
+        await self._rollouts.generate(chunk, again)
+        self.ledger.generated(chunk.keys, chunk.generator)
+        self._enter(chunk, Phase.SCORE)
+        self.admit()
+        return self._linger * (self._roles.clock.now() - began)
+
+    async def _score_and_assemble(self, chunks: Sequence[Chunk]) -> None:
+        """Make experience of generated chunks."""
+        columns = await self._calls.score(chunks)
+        for chunk in chunks:
+            self._enter(chunk, Phase.ASSEMBLE)
+        columns |= await self._calls.learner_passes(chunks)
         terms = self.state.reward_terms(self.config.algorithm.reward_normalisation)  # as of now: all scores are there
-        return await self._calls.assemble(scored, logprobs, values, terms)
+        await self._calls.assemble(chunks, columns, terms)
 
-    def _commit(self, chunk: Chunk, ref: Any, summary: ExperienceSummary) -> None:
+    def _commit(self, chunk: Chunk) -> None:
         """Put a chunk's experience into its place, if it is fresh enough."""
-        outcome = self.buffer.commit(chunk.place, ref, chunk.keys, summary.min_version, summary.nbytes, summary)
-        del self.state.chunks[chunk.order]
+        summary = chunk.summary
+        outcome = self.buffer.commit(chunk, chunk.experience, summary.min_version, summary.nbytes, summary)
         if outcome is CommitOutcome.READY:
             self.ledger.scored(chunk.keys, summary.min_version)
         else:
@@ -282,23 +268,35 @@ class Pipeline:
                                 f"version {self.state.step}")
             self._admit_again(chunk.keys)
 
-    def _start_attempt_again(self, chunk: Chunk, error: WorkerLost) -> None:
+    def _leave_out(self, chunk: Chunk, error: UnscoredSamples) -> list[int]:
+        """Quarantine the prompts of a chunk that have samples without a score; returns the numbers of the samples that
+        stay in its rollout, none if none leave or none stay.
+
+        The samples that stay keep their place and what was generated of them. The places of the others become a chunk
+        of their own, which waits for other prompts. Who leaves follows from the samples' keys and never from timing, so
+        it is always the same samples that are scored together.
+
+        Raises:
+            RewardError: too many prompts were quarantined.
+            UnscoredSamples: there is no quarantine.
+        """
+        if self.quarantine is None:
+            raise error
+        kept = self.quarantine.set_aside(chunk.keys, error)
+        if len(kept) == len(chunk.keys):  # the prompts of other chunks in its scoring batch
+            return []
+        staying = set(kept)
+        numbers = [number for number, key in enumerate(chunk.keys) if key in staying]
+        self.buffer.split(chunk, kept)
+        if not kept:
+            chunk.forget()
+            self._enter(chunk, Phase.ADMITTED)
+        return numbers
+
+    def _begin_attempt_again(self, chunk: Chunk, error: WorkerLost) -> None:
         """Record that an attempt at a chunk was lost with a worker or a node, and that the next one begins."""
         self.ledger.give_up(chunk.keys, first_line(error))
         self.ledger.start_attempt(chunk.keys, self.state.published)
 
-    def _without_unscored(self, keys: list[SampleKey], error: UnscoredSamples) -> list[SampleKey]:
-        """The samples of a chunk whose prompts were not quarantined. They are generated again, with the same result,
-        because seeds depend on keys.
-
-        Raises:
-            RewardError: too many prompts were quarantined.
-        """
-        if self.quarantine is None:
-            raise error
-        remaining = self.quarantine.set_aside(keys, error)
-        self.ledger.give_up(remaining, "other prompts of its chunk or batch were quarantined; it is generated again")
-        return remaining
-
     def _enter(self, chunk: Chunk, phase: Phase) -> None:
-        chunk.phase, chunk.since = phase, self._roles.clock.now()
+        self.buffer.enter(chunk, phase, self._roles.clock.now())

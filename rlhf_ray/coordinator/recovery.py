@@ -29,7 +29,7 @@ from rlhf_ray.files.writer_thread import ProgressDeadline, RunFiles
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.records import ExperienceSummary, SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_records import Entry
+from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.learner import Learner
@@ -132,12 +132,12 @@ class Recovery:
         try:
             directory = await self.files.checkpoints.run(self.store.begin, step)
             async with whole_or_nothing(self.files, self.store, directory, step):
-                waiting = self.buffer.ready_entries()
+                waiting = self.buffer.ready()
                 copy = self.ledger.save(directory / LEDGER)  # as of now, like the snapshot
                 snapshot = encoded_state({
-                    "geometry": dict(self.geometry), "run": self.state.state_dict(),
+                    "geometry": dict(self.geometry), "run": self.state.state_dict(self.buffer.under_way()),
                     "buffer": self.buffer.state_dict(),
-                    "summaries": [[entry.order, vars(entry.summary)] for entry in waiting],
+                    "summaries": [[chunk.place.plain(), vars(chunk.summary)] for chunk in waiting],
                     "experience": self.experience,
                 })
                 await asyncio.gather(*(group.values(Learner.begin_save, str(directory.absolute() / group.role))
@@ -180,15 +180,15 @@ class Recovery:
                     await self.files.checkpoints.run(self.store.clean)
 
     async def _finish(self, directory: Path, step: int, copy: Future[None], snapshot: bytes,
-                      waiting: Sequence[Entry]) -> None:
+                      waiting: Sequence[Chunk]) -> None:
         """Wait until all parts are on disk, and commit the checkpoint. The ledger follows."""
         files = self.files
         try:
             async with whole_or_nothing(self.files, self.store, directory, step):
                 await files.records.wait(copy)
                 await files.checkpoints.run((directory / STATE).write_bytes, snapshot)
-                for entry in waiting:
-                    await self._write_experience(directory.absolute() / f"experience_{entry.order}.npz", entry)
+                for chunk in waiting:
+                    await self._write_experience(directory.absolute() / f"experience_{chunk.place}.npz", chunk)
                 await parts_on_disk(self.roles.learners(), files.checkpoints.timeout_s)
             await files.checkpoints.run(self.store.commit, directory, step)
             self._pace.end()
@@ -198,7 +198,7 @@ class Recovery:
         self.ledger.mark_committed(step)
         await self.ledger.settled()
 
-    async def _write_experience(self, path: Path, entry: Entry) -> None:
+    async def _write_experience(self, path: Path, chunk: Chunk) -> None:
         """Have an assembler write ready experience.
 
         Raises:
@@ -206,7 +206,7 @@ class Recovery:
                 is the one that the update would raise.
         """
         try:
-            await self.roles.dispatcher(self.roles.assembler).call(Assembler.save, str(path), entry.ref)
+            await self.roles.dispatcher(self.roles.assembler).call(Assembler.save, str(path), chunk.experience)
         except WorkerLost as error:
             if error.kind != "result":
                 raise
@@ -231,18 +231,19 @@ class Recovery:
                        if saved["experience"][aspect] != now]:
             former, now = (" and ".join(words) for words in zip(*changed, strict=True))
             dropped = self._drop_waiting(saved, f"made with {former}, and the run resumed with {now}")
-        refs = {}
-        for entry in saved["buffer"]["ready"]:
-            path = directory.absolute() / f"experience_{entry['order']}.npz"
+        experiences = {}
+        for chunk in saved["buffer"]["ready"]:
+            path = directory.absolute() / f"experience_{chunk['order']}.npz"
             call = await self.roles.dispatcher(self.roles.assembler).call(Assembler.load, str(path))
-            refs[entry["order"]] = call.ref
+            experiences[chunk["order"]] = call.ref
         summaries = {order: ExperienceSummary(**summary) for order, summary in saved["summaries"]}
-        self.state.load_state_dict(saved["run"], self.buffer.load_state_dict(saved["buffer"], refs, summaries))
+        under_way = self.buffer.load_state_dict(saved["buffer"], experiences, summaries)
+        self.state.load_state_dict(saved["run"], under_way)
         self.state.returned[:0] = dropped
 
     def _drop_waiting(self, saved: dict[str, Any], reason: str) -> list[SampleKey]:
         """Give up ready experience; returns its samples, to be admitted again."""
-        keys = [SampleKey(*key) for entry in saved["buffer"]["ready"] for key in entry["keys"]]
+        keys = [SampleKey(*key) for chunk in saved["buffer"]["ready"] for key in chunk["keys"]]
         saved["buffer"]["ready"], saved["summaries"] = [], []
         self.ledger.give_up(keys, reason)
         return keys

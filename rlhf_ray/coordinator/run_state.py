@@ -1,4 +1,4 @@
-"""The coordinator's state that checkpoints contain: step, data cursor, KL coefficient, samples under way."""
+"""The coordinator's state that checkpoints contain: step, data cursor, KL coefficient, samples to admit again."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,12 +13,11 @@ from rlhf_ray.checkpoint.state_files import check_complete
 from rlhf_ray.config.algorithm import KLConfig
 from rlhf_ray.config.training_loop import EarlyStopConfig
 from rlhf_ray.coordinator.best_checkpoint import BestSoFar
-from rlhf_ray.coordinator.chunk import Chunk
 from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.records import RewardTerms, SampleKey
-from rlhf_ray.replay.buffer_records import Reservation
+from rlhf_ray.replay.chunk import Chunk
 
 
 def kl_controller(config: KLConfig) -> FixedKL:
@@ -50,8 +49,6 @@ class RunState:
     """Metrics of the last steps, to stop a run that diverges."""
     held_out: Contents = field(default_factory=list)
     """Digest of each data set of the evaluation's prompts."""
-    chunks: dict[int, Chunk] = field(default_factory=dict)
-    """Admitted chunks that are not committed yet, by admission number."""
     returned: list[SampleKey] = field(default_factory=list)
     """Samples that were admitted and lost their place; they are the next to be admitted."""
 
@@ -64,8 +61,8 @@ class RunState:
         mean = self.scores.mean if normalisation == "standardise" and self.scores.count > 1 else 0.0
         return RewardTerms(self.kl.value, mean, 1.0 if normalisation == "none" else self.scores.deviation)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain types for the checkpoint."""
+    def state_dict(self, under_way: Iterable[Chunk]) -> dict[str, Any]:
+        """Plain types for the checkpoint, with the keys of the chunks under way."""
         return {
             "step": self.step,
             "samples": self.samples,
@@ -76,20 +73,20 @@ class RunState:
             "early_stop": self.early_stop.state_dict(),
             "cursor": self.cursor.state_dict(),
             "held_out": self.held_out,
-            "in_flight": [[order, _plain(chunk.keys)] for order, chunk in self.chunks.items()],
+            "in_flight": [[chunk.place.plain(), _plain(chunk.keys)] for chunk in under_way],
             "returned": _plain(self.returned),
         }
 
-    def load_state_dict(self, state: dict[str, Any], places: Iterable[Reservation] = ()) -> None:
+    def load_state_dict(self, state: dict[str, Any], under_way: Iterable[Chunk] = ()) -> None:
         """Continue from a `state_dict`, whose weights the generators are about to hold.
 
         Args:
-            places: of the chunks that were under way, in the buffer.
+            under_way: the chunks that were under way, from the buffer; they get their keys.
 
         Raises:
             CheckpointError: the state is incomplete, or as `PromptCursor.load_state_dict`.
         """
-        check_complete(state, self.state_dict(), "the checkpoint's state of the run")
+        check_complete(state, self.state_dict(()), "the checkpoint's state of the run")
         # Of an evaluation that is kept; others may be configured anew. One file may be several parts of a mix.
         for source in {name for name, _ in self.held_out}:
             former, present = ([part for part in parts if part[0] == source]
@@ -104,8 +101,8 @@ class RunState:
         self.step, self.samples, self.unmeasured = state["step"], state["samples"], state["unmeasured"]
         self.published = self.step
         in_flight = dict(state["in_flight"])
-        self.chunks = {place.order: Chunk(place, [SampleKey(*key) for key in in_flight[place.order]])
-                       for place in places}
+        for chunk in under_way:
+            chunk.keys = [SampleKey(*key) for key in in_flight[chunk.place.plain()]]
         self.returned = [SampleKey(*key) for key in state["returned"]]
 
 

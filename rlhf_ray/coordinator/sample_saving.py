@@ -8,7 +8,7 @@ from typing import Literal
 from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.errors import WorkerLost, first_line
 from rlhf_ray.observability.owner_record import Term
-from rlhf_ray.replay.buffer_records import Entry, Lease
+from rlhf_ray.replay.chunk import Chunk, Lease
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.workers.role_groups import RoleGroups
 
@@ -64,25 +64,25 @@ class SampleSaving:
         if before:
             await asyncio.wait(before)
         limit = None if self._saved == "all" else self._saved
-        entries = _with_first_prompts(lease.entries, limit)
+        chunks = _with_first_prompts(lease.chunks, limit)
         try:
-            prompts = await self._prompts.of(key for entry in entries for key in entry.keys)
+            prompts = await self._prompts.of(key for chunk in chunks for key in chunk.keys)
             size, seconds = await self._roles.dispatcher(self._roles.assembler).value(
                 Assembler.save_samples, str(self._directory.absolute()), self._term, step, limit, self._old_known,
-                [entry.summary for entry in entries], prompts, experiences=[entry.ref for entry in entries])
+                [chunk.summary for chunk in chunks], prompts, experiences=[chunk.experience for chunk in chunks])
         except WorkerLost as error:
             self._warn(f"the samples of step {step} are not in {self._directory.name}/: {first_line(error)}")
             return {}
         return {"samples/bytes": float(size), "samples/write_s": seconds}
 
 
-def _with_first_prompts(entries: tuple[Entry, ...], limit: int | None) -> list[Entry]:
-    """The first entries that have all samples of the first `limit` prompts."""
+def _with_first_prompts(chunks: tuple[Chunk, ...], limit: int | None) -> list[Chunk]:
+    """The first chunks that have all samples of the first `limit` prompts."""
     prompts: set[tuple[int, int]] = set()
-    chosen: list[Entry] = []
-    for entry in entries:
+    chosen: list[Chunk] = []
+    for chunk in chunks:
         if limit is not None and len(prompts) >= limit:
             break
-        chosen.append(entry)
-        prompts.update((key.epoch, key.row) for key in entry.keys)
+        chosen.append(chunk)
+        prompts.update((key.epoch, key.row) for key in chunk.keys)
     return chosen

@@ -8,44 +8,43 @@ depend on that. The results of synchronous runs must not depend on timing, so th
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+
+from rlhf_ray.replay.chunk import Chunk
 
 LINGER = 0.02
 """How long a chunk waits for others, as a share of its generation time."""
 MAX_BATCH = 8
 """Most chunks in a batch: one worker of each role scores a batch, and its first chunk waits for the last."""
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
-
-class ScoringBatcher(Generic[Item, Result]):
-    """Scores items that are submitted within a short time in one batch.
+class ScoringBatcher:
+    """Scores chunks that are submitted within a short time in one batch.
 
     Args:
-        score: scores a batch; returns each item's result, in the items' order.
+        score: scores a batch, and fills in its chunks.
     """
 
-    def __init__(self, score: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]]) -> None:
+    def __init__(self, score: Callable[[Sequence[Chunk]], Awaitable[None]]) -> None:
         self._score = score
-        self._pending: list[tuple[Item, asyncio.Future[Result]]] = []
+        self._pending: list[tuple[Chunk, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def submit(self, item: Item, linger: float) -> Result:
-        """The item's result. A batch starts when the first of its items has waited for its `linger` (seconds), or when
-        it is full; at 0 the item is scored alone, at once. An error of `score` is raised for all items of the batch."""
+    async def submit(self, chunk: Chunk, linger: float) -> None:
+        """Wait until the chunk is scored. A batch starts when the first of its chunks has waited for its `linger`
+        (seconds), or when it is full; at 0 the chunk is scored alone, at once. An error of `score` is raised for all
+        chunks of the batch."""
         if linger <= 0:
-            (alone,) = await self._score([item])
-            return alone
+            await self._score([chunk])
+            return
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[Result] = loop.create_future()
-        self._pending.append((item, result))
+        scored: asyncio.Future[None] = loop.create_future()
+        self._pending.append((chunk, scored))
         if len(self._pending) == MAX_BATCH:
             self._start_batch()
         elif self._timer is None or loop.time() + linger < self._timer.when():
             self._start_at(loop.time() + linger)
-        return await result
+        await scored
 
     def close(self) -> None:
         """Drop what is pending and under way."""
@@ -61,20 +60,22 @@ class ScoringBatcher(Generic[Item, Result]):
 
     def _start_batch(self) -> None:
         self._start_at(None)
-        batch, self._pending = [(item, result) for item, result in self._pending if not result.done()], []
+        batch, self._pending = [(chunk, scored) for chunk, scored in self._pending if not scored.done()], []
         if batch:  # empty if all were cancelled
             task = asyncio.create_task(self._run(batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
+    async def _run(self, batch: Sequence[tuple[Chunk, asyncio.Future[None]]]) -> None:
+        failure: Exception | None = None
         try:
-            results = await self._score([item for item, _ in batch])
+            await self._score([chunk for chunk, _ in batch])
         except Exception as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)
-            return
-        for (_, future), result in zip(batch, results, strict=True):
-            if not future.done():
-                future.set_result(result)
+            failure = error
+        for _, scored in batch:
+            if scored.done():  # cancelled
+                continue
+            if failure is None:
+                scored.set_result(None)
+            else:
+                scored.set_exception(failure)

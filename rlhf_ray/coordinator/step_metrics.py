@@ -10,7 +10,7 @@ from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.observability.bottleneck import waiting_shares
 from rlhf_ray.observability.spans import StepClock, timeline
 from rlhf_ray.records import ExperienceSummary, UpdateStats
-from rlhf_ray.replay.buffer_records import BufferStats
+from rlhf_ray.replay.chunk import BufferStats
 
 PHASES = (
     "generate", "reference", "reward", "values", "logprobs", "assemble", "policy_update", "critic_update", "publish"

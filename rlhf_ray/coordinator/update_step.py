@@ -11,7 +11,7 @@ from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.step_metrics import mean_kl
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_records import Lease
+from rlhf_ray.replay.chunk import Lease
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.critic_learner import CriticLearner
@@ -66,7 +66,7 @@ class Learning:
     async def _update_all(self, lease: Lease) -> Learned:
         """Update policy and critic from the same experience, concurrently."""
         roles, step, coef = self._roles, self._state.step, self._state.kl.value
-        batch = lease.refs
+        batch = lease.experiences
         if self._shares_backbone:
             both = roles.actor_critic.call_all(ActorCriticLearner.update_both, step, coef, *batch)
             of_both = await self._of_first_rank(both, "policy_update")
@@ -88,7 +88,7 @@ class Learning:
     def _acknowledge(self, lease: Lease, learned: Learned) -> list[ExperienceSummary]:
         """Acknowledge the lease and count the version. An update that changed no weight does not change the scores'
         moments; one that did not change the policy, as while only the critic warms up, leaves the KL coefficient."""
-        state, summaries = self._state, [entry.summary for entry in lease.entries]
+        state, summaries = self._state, [chunk.summary for chunk in lease.chunks]
         self._buffer.ack(lease, state.step)
         state.step += 1
         if learned.applied:

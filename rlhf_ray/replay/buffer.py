@@ -1,67 +1,95 @@
-"""The replay buffer: object references of experience, in order of admission, reserved, ready or leased."""
+"""The replay buffer: chunks in the order of admission, reserved, ready or leased, with references to experience."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlhf_ray.errors import BufferError
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.buffer_records import BufferStats, CommitOutcome, Entry, Lease, Reservation
+from rlhf_ray.replay.chunk import BufferStats, Chunk, CommitOutcome, Lease, Phase, Place
 from rlhf_ray.replay.staleness import in_time, is_fresh
 
 
 class ReplayBuffer:
     """Experience between generation and learning. Not thread-safe: for the coordinator's event loop only.
 
-    The life of an entry:
+    The life of a chunk:
 
         reserve ──► commit ──► ready ──► lease ──► ack      trained, gone
-                      └► stale   └► evict                   dropped, keys returned
+           │          └► stale   └► evict                   dropped, keys returned
+           └► split: the rest gets a place of its own, right behind
 
     *Reserve* takes a place before generation starts, so a full buffer stops new work and never finished work. The
     place has an admission number, and batches are formed in the order of these numbers. A straggler is passed over as
     long as it, and everything that is left, can still be trained within the bound (`staleness.in_time`); then a lease
     waits for it. So nothing that was admitted in time grows too old, and at max_staleness 0 a batch is exactly the
     oldest admitted samples, bit for bit the same whatever finished first.
+    *Split* divides a place when some of its samples leave the run: those that stay are committed without the others,
+    and samples that replace these come right behind them in the order of admission.
     *Commit* puts a reference into the place. Experience that is too stale is refused, which closes the place.
     *Lease* lends exactly as many samples as an update needs, all of them fresh at the given version. *Ack* marks them
     as trained. An update that fails ends the loop: its samples are those of the checkpoint that it goes on from.
-    *Evict* drops ready entries that may no longer be trained at the given version, and returns them.
+    *Evict* drops ready chunks that may no longer be trained at the given version, and returns them.
 
     Call `evict` whenever the policy's version changes, before generators receive it: a commit is compared with the
     version of the last such call, and refused when its version is ahead of that.
     The buffer knows the samples it holds; the ledger guarantees that none is trained twice in a run.
+
+    Example:
+        >>> buffer = ReplayBuffer(capacity_samples=8, capacity_bytes=None, max_staleness=0)
+        >>> chunk = buffer.reserve(2, version=0)
+        >>> chunk.keys = [SampleKey(0, 7, 0), SampleKey(0, 7, 1)]
+        >>> buffer.commit(chunk, "a reference", min_version=0, nbytes=100)
+        <CommitOutcome.READY: 'ready'>
+        >>> lease = buffer.lease(2, version=0)
+        >>> lease.experiences
+        ['a reference']
+        >>> buffer.ack(lease, trained_version=0)
+        >>> buffer.accepted
+        2
     """
 
     def __init__(self, capacity_samples: int, capacity_bytes: int | None, max_staleness: int) -> None:
         self.capacity_samples = capacity_samples
         self.capacity_bytes = capacity_bytes
         self.max_staleness = max_staleness
-        # Sums are updated by the methods that change them: they are read for every chunk, of which there may be
-        # thousands.
-        self.running = 0
-        """Samples reserved and not yet committed."""
         self.bytes = 0
-        """Bytes of the ready and leased entries."""
-        self._reserved: dict[int, Reservation] = {}
-        self._ready: dict[int, Entry] = {}
+        """Bytes of the ready and leased experience."""
+        self._reserved: dict[Place, Chunk] = {}
+        self._samples_in: Counter[Phase] = Counter()
+        """Samples of the reserved chunks by phase. A sum, because it is read for every chunk, of which there may be
+        thousands."""
+        self._ready: dict[Place, Chunk] = {}
         self._leases: dict[int, Lease] = {}
         self._held: set[SampleKey] = set()
-        """Keys of the ready and leased entries."""
+        """Keys of the ready and leased chunks."""
         self._samples_ready = 0
         self._trained = 0
         """Samples acknowledged so far."""
-        self._version = self._next_order = self._next_lease = 0
+        self._version = 0
+        self._next_order = 0
+        self._next_lease = 0
 
     @property
     def accepted(self) -> int:
         """Samples ever committed and not dropped: trained, leased and ready. What `AdmissionRule` counts."""
         return self._trained + len(self._held)
 
-    def reserve(self, samples: int, version: int, again: bool = False) -> Reservation | None:
-        """A place for `samples` samples, or None while the buffer has no room for them.
+    @property
+    def running(self) -> int:
+        """Samples reserved and not yet committed."""
+        return self._samples_in.total()
+
+    def samples_in(self, phase: Phase) -> int:
+        """Samples of the reserved chunks in a phase."""
+        return self._samples_in[phase]
+
+    # The life of a chunk
+
+    def reserve(self, samples: int, version: int, again: bool = False) -> Chunk | None:
+        """A chunk with a place for `samples` samples and no keys yet, or None while the buffer has no room for them.
 
         Args:
             version: of the weights that the generators hold; no token will be sampled with an older one.
@@ -70,48 +98,81 @@ class ReplayBuffer:
         """
         if self.running + len(self._held) + samples > self.capacity_samples or (self._bytes_full() and not again):
             return None
-        reservation = Reservation(self._next_order, samples, version)
+        chunk = Chunk(Place(self._next_order), samples, version)
         self._next_order += 1
-        self._open(reservation)
-        return reservation
+        self._open(chunk)
+        return chunk
 
-    def commit(
-        self, reservation: Reservation, ref: Any, keys: Iterable[SampleKey], min_version: int, nbytes: int,
-        summary: Any = None,
-    ) -> CommitOutcome:
-        """Fill a place with a reference to finished experience.
-
-        Args:
-            ref: opaque reference to the experience.
-            keys: its samples, as many as were reserved.
-            min_version: oldest weight version among its response tokens.
-            nbytes: its size. A commit may exceed the capacity in bytes; no new place is reserved then.
-            summary: what the entry carries for its reader; opaque.
-
-        Returns:
-            READY when held; STALE or AHEAD when refused, which closes the reservation.
+    def enter(self, chunk: Chunk, phase: Phase, now: float) -> None:
+        """Note that a reserved chunk begins a phase at the time `now`.
 
         Raises:
-            BufferError: the reservation is not open (a second commit), the number of keys differs from it, a key is
-                held already or named twice, or a number is negative. The buffer is unchanged then.
+            BufferError: it is not reserved.
         """
-        self._check_open(reservation)
-        entry = Entry(reservation.order, ref, tuple(keys), min_version, nbytes, summary)
-        if entry.samples != reservation.samples:
+        self._check_open(chunk)
+        self._samples_in[chunk.phase] -= chunk.samples
+        self._samples_in[phase] += chunk.samples
+        chunk.phase = phase
+        chunk.since = now
+
+    def split(self, chunk: Chunk, kept: Sequence[SampleKey]) -> Chunk:
+        """Divide a reserved chunk that loses samples: it keeps `kept`, some of its keys, and its place.
+
+        Returns:
+            A chunk without keys for as many samples as left, whose place is right behind those of the same admission
+            number; `chunk` itself, without keys, if none are kept.
+
+        Raises:
+            BufferError: the chunk is not reserved.
+        """
+        self._check_open(chunk)
+        if not kept:
+            chunk.keys = []
+            return chunk
+        leased = [one.place for lease in self._leases.values() for one in lease.chunks]
+        parts = [place.part for place in (*self._reserved, *self._ready, *leased) if place.order == chunk.place.order]
+        rest = Chunk(Place(chunk.place.order, 1 + max(parts)), chunk.samples - len(kept), chunk.version)
+        self._close(chunk)
+        chunk.keys = list(kept)
+        chunk.samples = len(kept)
+        self._open(chunk)
+        self._open(rest)
+        return rest
+
+    def commit(
+        self, chunk: Chunk, experience: Any, min_version: int, nbytes: int, summary: Any = None,
+    ) -> CommitOutcome:
+        """Put a reference to the finished experience of a chunk's keys into its place.
+
+        Args:
+            experience: opaque reference.
+            min_version: oldest weight version among its response tokens.
+            nbytes: its size. A commit may exceed the capacity in bytes; no new place is reserved then.
+            summary: what the chunk carries for its reader; opaque.
+
+        Returns:
+            READY when held; STALE or AHEAD when refused, which closes the place.
+
+        Raises:
+            BufferError: the chunk is not reserved (a second commit), the number of its keys differs from its samples, a
+                key is held already or named twice, or a number is negative. The buffer is unchanged then.
+        """
+        self._check_open(chunk)
+        if not chunk.complete:
             raise BufferError(
-                f"commit of place {entry.order}: {entry.samples} keys for a reservation of {reservation.samples}"
+                f"commit of place {chunk.place}: {len(chunk.keys)} keys for a reservation of {chunk.samples}"
             )
-        self._check_new(entry)
-        self._close(reservation)
-        if not self._fresh(entry):
-            return CommitOutcome.AHEAD if entry.min_version > self._version else CommitOutcome.STALE
-        self._hold(entry)
+        self._check_new(chunk, min_version, nbytes)
+        self._close(chunk)
+        if not is_fresh(min_version, self._version, self.max_staleness):
+            return CommitOutcome.AHEAD if min_version > self._version else CommitOutcome.STALE
+        self._hold(chunk, experience, min_version, nbytes, summary)
         return CommitOutcome.READY
 
     def lease(self, samples: int, version: int) -> Lease | None:
         """Lend exactly `samples` fresh samples for the update of `version`, or None while there are not enough.
 
-        Entries that are not fresh are passed over; `evict` drops them.
+        Chunks that are not fresh are passed over; `evict` drops them.
 
         Raises:
             BufferError: whole chunks do not add up to `samples`, or waiting longer could never help.
@@ -123,8 +184,8 @@ class ReplayBuffer:
             return None
         lease = Lease(self._next_lease, tuple(chosen), version)
         self._next_lease += 1
-        for entry in chosen:
-            self._take_ready(entry)
+        for chunk in chosen:
+            self._take_ready(chunk)
         self._leases[lease.number] = lease
         return lease
 
@@ -143,60 +204,67 @@ class ReplayBuffer:
             )
         del self._leases[lease.number]
         self._held.difference_update(lease.keys)
-        self.bytes -= sum(entry.nbytes for entry in lease.entries)
+        self.bytes -= sum(chunk.nbytes for chunk in lease.chunks)
         self._trained += lease.samples
 
-    def evict(self, version: int) -> list[Entry]:
-        """Drop the ready entries that may no longer be trained now that the policy is at `version`, and return them.
+    def evict(self, version: int) -> list[Chunk]:
+        """Drop the ready chunks that may no longer be trained now that the policy is at `version`, and return them.
         Their samples must be generated again."""
         self._version = version
-        dropped = [entry for entry in self.ready_entries() if not self._fresh(entry)]
-        for entry in dropped:
-            self._drop(entry)
+        dropped = [chunk for chunk in self.ready() if not self._fresh(chunk)]
+        self.drop(dropped)
         return dropped
 
-    def drop(self, entries: Iterable[Entry]) -> None:
-        """Drop ready entries whose samples must be generated again."""
-        for entry in entries:
-            self._drop(entry)
+    def drop(self, chunks: Iterable[Chunk]) -> None:
+        """Drop ready chunks whose samples must be generated again."""
+        for chunk in chunks:
+            self._take_ready(chunk)
+            self._held.difference_update(chunk.keys)
+            self.bytes -= chunk.nbytes
 
-    def trim(self, batch: int) -> list[Entry | Reservation]:
+    def trim(self, batch: int) -> list[Chunk]:
         """Drop what batches of `batch` samples, formed in admission order from the present version on, would not train
         in time, as after a resume with a smaller bound; samples under way count as generated by the present version.
 
         Returns:
-            the dropped places in admission order: ready entries, and reservations, which are closed.
+            the dropped chunks in admission order: ready ones, and reserved ones, whose places are closed.
         """
-        dropped: list[Entry | Reservation] = []
+        dropped: list[Chunk] = []
         kept = 0
-        for order in sorted(self._ready.keys() | self._reserved.keys()):
-            place = self._ready.get(order) or self._reserved[order]
-            made_by = place.min_version if isinstance(place, Entry) else self._version
-            if is_fresh(made_by, self._version + (kept + place.samples - 1) // batch, self.max_staleness):
-                kept += place.samples
+        for chunk in self._in_order():
+            made_by = chunk.min_version if chunk.place in self._ready else self._version
+            if is_fresh(made_by, self._version + (kept + chunk.samples - 1) // batch, self.max_staleness):
+                kept += chunk.samples
                 continue
-            dropped.append(place)
-            if isinstance(place, Entry):
-                self._drop(place)
+            dropped.append(chunk)
+            if chunk.place in self._ready:
+                self.drop([chunk])
             else:
-                self._close(place)
+                self._close(chunk)
         return dropped
+
+    # What it holds
 
     def stats(self) -> BufferStats:
         """Counts and bytes now."""
         return BufferStats(samples_ready=self._samples_ready, samples_reserved=self.running,
                            samples_leased=len(self._held) - self._samples_ready, bytes=self.bytes)
 
-    def ready_entries(self) -> list[Entry]:
-        """The ready entries in admission order; a checkpoint has to save their bytes."""
-        return [self._ready[order] for order in sorted(self._ready)]
+    def under_way(self) -> list[Chunk]:
+        """The reserved chunks in admission order."""
+        return [self._reserved[place] for place in sorted(self._reserved)]
+
+    def ready(self) -> list[Chunk]:
+        """The ready chunks in admission order; a checkpoint has to save the bytes of their experience."""
+        return [self._ready[place] for place in sorted(self._ready)]
 
     def leases(self) -> list[Lease]:
         """The leases that are out, oldest first."""
         return list(self._leases.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the references, as plain JSON types. Save the bytes of `ready_entries` beside it.
+        """Everything but references and the keys of reserved chunks, as plain JSON types. Save the experience of
+        `ready`, and the keys of `under_way`, beside it.
 
         Raises:
             BufferError: a lease is out, so it is unknown whether its samples are trained.
@@ -207,135 +275,145 @@ class ReplayBuffer:
             "version": self._version,
             "trained": self._trained,
             "next_order": self._next_order,
-            "reserved": [[r.order, r.samples] for _, r in sorted(self._reserved.items())],
-            "ready": [_entry_state(entry) for entry in self.ready_entries()],
+            "reserved": [[chunk.place.plain(), chunk.samples] for chunk in self.under_way()],
+            "ready": [_ready_state(chunk) for chunk in self.ready()],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], refs: Mapping[int, Any],
-                        summaries: Mapping[int, Any] | None = None) -> list[Reservation]:
+    def load_state_dict(self, state: Mapping[str, Any], experiences: Mapping[int | str, Any],
+                        summaries: Mapping[int | str, Any] | None = None) -> list[Chunk]:
         """Resume an empty buffer from `state_dict`, which may exceed a capacity or a bound that are smaller than those
         of the buffer that gave it: call `trim` before anything is leased or reserved.
 
         Args:
-            refs: a reference per ready entry, by its order number.
-            summaries: of ready entries, by order number.
+            experiences: a reference per ready chunk, by its place as in the state.
+            summaries: of ready chunks, by their places.
 
         Returns:
-            The open reservations: generate their samples again under them.
+            The reserved chunks, which lack their keys: generate their samples again.
         """
         for saved in state["ready"]:
-            entry = _entry(saved, refs[saved["order"]], (summaries or {}).get(saved["order"]))
-            self._check_new(entry)
-            self._hold(entry)
+            keys = [SampleKey(*key) for key in saved["keys"]]
+            chunk = Chunk(Place.of(saved["order"]), len(keys), state["version"], keys)
+            self._check_new(chunk, saved["min_version"], saved["nbytes"])
+            summary = (summaries or {}).get(saved["order"])
+            self._hold(chunk, experiences[saved["order"]], saved["min_version"], saved["nbytes"], summary)
         self._version, self._trained, self._next_order = state["version"], state["trained"], state["next_order"]
-        for order, samples in state["reserved"]:
-            self._open(Reservation(order, samples, self._version))
-        return [self._reserved[order] for order in sorted(self._reserved)]
+        for place, samples in state["reserved"]:
+            self._open(Chunk(Place.of(place), samples, self._version))
+        return self.under_way()
 
-    def _oldest(self, samples: int) -> list[Entry] | None:
-        """Fresh entries of lowest order that add up to `samples`; None when there are not enough, or when those they
+    # Batches
+
+    def _in_order(self) -> list[Chunk]:
+        """All ready and reserved chunks, in admission order."""
+        places = sorted(self._ready.keys() | self._reserved.keys())
+        return [self._ready.get(place) or self._reserved[place] for place in places]
+
+    def _oldest(self, samples: int) -> list[Chunk] | None:
+        """Fresh chunks of lowest places that add up to `samples`; None when there are not enough, or when those they
         pass over would grow too old."""
         if self._samples_ready < samples:
             return None
-        chosen: list[Entry] = []
-        passed: list[Reservation] = []
-        total, orders = 0, iter(sorted(self._ready.keys() | self._reserved.keys()))
-        for order in orders:
-            if order in self._reserved:
-                passed.append(self._reserved[order])
+        chosen: list[Chunk] = []
+        passed: list[tuple[int, int]] = []  # (samples, oldest version) of chunks to be trained by later updates
+        total = 0
+        later = iter(self._in_order())
+        for chunk in later:
+            if chunk.place in self._reserved:
+                passed.append((chunk.samples, chunk.version))
+            elif not self._fresh(chunk):
                 continue
-            entry = self._ready[order]
-            if not self._fresh(entry):
-                continue
-            chosen.append(entry)
-            total += entry.samples
-            if total >= samples:
-                break
+            elif total + chunk.samples > samples:  # it does not fit: parts of chunks, or another size after a resume
+                passed.append((chunk.samples, chunk.min_version))
+            else:
+                chosen.append(chunk)
+                total += chunk.samples
+                if total == samples:
+                    break
         if total < samples:
+            self._check_can_add_up(samples)
             return None
-        if total > samples:
-            if passed:  # chunks of another size, as after a resume with other settings; in order they add up
-                return None
-            raise BufferError(
-                f"cannot lease exactly {samples} samples: chunks of {[e.samples for e in chosen]} in admission "
-                f"order give {total}, and chunks are not split; make the samples of a step a multiple of the chunk"
-            )
-        return chosen if not passed or self._can_wait(passed, orders, samples) else None
+        return chosen if not passed or self._can_wait(passed, later, samples) else None
 
-    def _can_wait(self, passed: list[Reservation], later: Iterable[int], batch: int) -> bool:
-        """Whether the places that a batch passes over, and those after it, can all be trained in time after it."""
-        rest = [(place.samples, place.version) for place in passed]
-        for order in later:
-            entry = self._ready.get(order)
-            if entry is None:
-                rest.append((self._reserved[order].samples, self._reserved[order].version))
-            elif self._fresh(entry):
-                rest.append((entry.samples, entry.min_version))
+    def _can_wait(self, passed: list[tuple[int, int]], later: Iterable[Chunk], batch: int) -> bool:
+        """Whether the chunks that a batch passes over, and those after it, can all be trained in time after it."""
+        rest = list(passed)
+        for chunk in later:
+            if chunk.place in self._reserved:
+                rest.append((chunk.samples, chunk.version))
+            elif self._fresh(chunk):
+                rest.append((chunk.samples, chunk.min_version))
         return in_time(rest, batch, self._version + 1, self.max_staleness)
+
+    def _check_can_add_up(self, samples: int) -> None:
+        """Raise when enough samples are ready, nothing is under way, and whole chunks do not add up to a batch."""
+        fresh = [chunk.samples for chunk in self.ready() if self._fresh(chunk)]
+        if sum(fresh) >= samples and not self._reserved:
+            raise BufferError(
+                f"cannot lease exactly {samples} samples: chunks of {fresh} in admission order do not add up to them, "
+                "and chunks are not split; make the samples of a step a multiple of the chunk"
+            )
 
     def _check_not_stuck(self, samples: int) -> None:
         """Raise when no later commit could ever fill the batch, so that the run does not wait for ever."""
-        idle = not self._reserved and not self._leases and all(self._fresh(e) for e in self._ready.values())
+        idle = not self._reserved and not self._leases and all(self._fresh(chunk) for chunk in self._ready.values())
         if idle and self._bytes_full():
             raise BufferError(
                 f"the buffer is full at {self.bytes} of {self.capacity_bytes} bytes with {len(self._held)} samples, "
                 f"fewer than the {samples} of an update; raise buffer.capacity_mb"
             )
 
-    def _open(self, reservation: Reservation) -> None:
-        self._reserved[reservation.order] = reservation
-        self.running += reservation.samples
+    # Places
 
-    def _close(self, reservation: Reservation) -> None:
-        del self._reserved[reservation.order]
-        self.running -= reservation.samples
+    def _open(self, chunk: Chunk) -> None:
+        self._reserved[chunk.place] = chunk
+        self._samples_in[chunk.phase] += chunk.samples
 
-    def _hold(self, entry: Entry) -> None:
-        """Make a checked entry ready."""
-        self._ready[entry.order] = entry
-        self._samples_ready += entry.samples
-        self._held.update(entry.keys)
-        self.bytes += entry.nbytes
+    def _close(self, chunk: Chunk) -> None:
+        del self._reserved[chunk.place]
+        self._samples_in[chunk.phase] -= chunk.samples
 
-    def _drop(self, entry: Entry) -> None:
-        """Remove a ready entry."""
-        self._take_ready(entry)
-        self._held.difference_update(entry.keys)
-        self.bytes -= entry.nbytes
+    def _hold(self, chunk: Chunk, experience: Any, min_version: int, nbytes: int, summary: Any) -> None:
+        """Make a checked chunk ready."""
+        chunk.forget()
+        chunk.phase = Phase.READY
+        chunk.experience = experience
+        chunk.min_version = min_version
+        chunk.nbytes = nbytes
+        chunk.summary = summary
+        self._ready[chunk.place] = chunk
+        self._samples_ready += chunk.samples
+        self._held.update(chunk.keys)
+        self.bytes += nbytes
 
-    def _take_ready(self, entry: Entry) -> None:
-        del self._ready[entry.order]
-        self._samples_ready -= entry.samples
+    def _take_ready(self, chunk: Chunk) -> None:
+        del self._ready[chunk.place]
+        self._samples_ready -= chunk.samples
 
-    def _check_open(self, reservation: Reservation) -> None:
-        if self._reserved.get(reservation.order) != reservation:
+    def _check_open(self, chunk: Chunk) -> None:
+        if self._reserved.get(chunk.place) is not chunk:
             raise BufferError(
-                f"commit of place {reservation.order}: no such open reservation (committed twice, or of another buffer)"
+                f"place {chunk.place}: no such open reservation (committed twice, or of another buffer)"
             )
 
-    def _check_new(self, entry: Entry) -> None:
-        """Raise BufferError unless the entry's numbers make sense and all its keys are new here."""
-        if entry.min_version < 0 or entry.nbytes < 0:
+    def _check_new(self, chunk: Chunk, min_version: int, nbytes: int) -> None:
+        """Raise BufferError unless the numbers make sense and all keys are new here."""
+        if min_version < 0 or nbytes < 0:
             raise BufferError(
-                f"place {entry.order}: min_version={entry.min_version} and nbytes={entry.nbytes} must not be negative "
+                f"place {chunk.place}: min_version={min_version} and nbytes={nbytes} must not be negative "
                 "(a negative version means that no response token has one)"
             )
-        repeated = [key for key, times in Counter(entry.keys).items() if times > 1 or key in self._held]
+        repeated = [key for key, times in Counter(chunk.keys).items() if times > 1 or key in self._held]
         if repeated:
-            raise BufferError(f"place {entry.order}: duplicate samples {repeated[:3]} ({len(repeated)} in all)")
+            raise BufferError(f"place {chunk.place}: duplicate samples {repeated[:3]} ({len(repeated)} in all)")
 
-    def _fresh(self, entry: Entry) -> bool:
-        return is_fresh(entry.min_version, self._version, self.max_staleness)
+    def _fresh(self, chunk: Chunk) -> bool:
+        return is_fresh(chunk.min_version, self._version, self.max_staleness)
 
     def _bytes_full(self) -> bool:
         return self.capacity_bytes is not None and self.bytes >= self.capacity_bytes
 
 
-def _entry_state(entry: Entry) -> dict[str, Any]:
-    keys = [list(key.numbers) for key in entry.keys]
-    return {"order": entry.order, "keys": keys, "min_version": entry.min_version, "nbytes": entry.nbytes}
-
-
-def _entry(state: Mapping[str, Any], ref: Any, summary: Any) -> Entry:
-    keys = tuple(SampleKey(*key) for key in state["keys"])
-    return Entry(state["order"], ref, keys, state["min_version"], state["nbytes"], summary)
+def _ready_state(chunk: Chunk) -> dict[str, Any]:
+    keys = [list(key.numbers) for key in chunk.keys]
+    return {"order": chunk.place.plain(), "keys": keys, "min_version": chunk.min_version, "nbytes": chunk.nbytes}

@@ -151,6 +151,10 @@ class Assembler:
         return SampleTexts(own_prompts, [None if each is None else json.dumps(each) for each in messages], responses,
                            self._token_texts)
 
+    def select_samples(self, rollout: Rollout, numbers: Sequence[int]) -> Rollout:
+        """The rollout of some of the samples, by their numbers in it."""
+        return rollout.select(rollout.rows_of(np.asarray(numbers, dtype=np.int64)))
+
     def join(self, *shares: TokenScores) -> TokenScores:
         """Concatenate the ranks' contiguous shares of a rollout's rows."""
         return TokenScores.concat(shares)

@@ -12,6 +12,7 @@ from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.stages import PreferencesStageConfig
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
+from rlhf_ray.coordinator.rollout_source import RolloutSource, chunks_at_a_time
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.files.writing import write_atomically
@@ -20,6 +21,7 @@ from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.records import SampleKey
+from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.roles.data_readers import PromptReader
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.roles.generator import Generator, generator_environment
@@ -158,25 +160,24 @@ class _Sampler:
         per_chunk = max(1, self._config.generator.chunk // 2)
         count = self.prompts.rows
         chunks = [range(i, min(i + per_chunk, count)) for i in range(0, count, per_chunk)]
-        generator = self._config.generator
-        in_flight = asyncio.Semaphore(len(self._generators) * (generator.samples_in_flight // generator.chunk))
+        in_flight = asyncio.Semaphore(chunks_at_a_time(self._config.generator, len(self._generators)))
+        rollouts = RolloutSource(self._dispatcher, self.prompts, self._config.run.seed)
         finished = 0
 
         async def one(rows: range) -> list[dict[str, Any] | None]:
             nonlocal finished
             async with in_flight:
-                chunk = await self._sample(rows)
+                pairs = await self._sample(rollouts, rows)
             finished += len(rows)
             progress.update(finished)
-            return chunk
+            return pairs
 
         sampled = [pair for part in await asyncio.gather(*(one(rows) for rows in chunks)) for pair in part]
         pairs = [pair for pair in sampled if pair is not None]
         return pairs, len(sampled) - len(pairs)
 
-    async def _sample(self, rows: range) -> list[dict[str, Any] | None]:
+    async def _sample(self, rollouts: RolloutSource, rows: range) -> list[dict[str, Any] | None]:
         keys = [SampleKey(0, row, sample) for row in rows for sample in (0, 1)]
-        prompts = await self.prompts.of(keys)
-        call = await self._dispatcher.call(Generator.generate, prompts, keys, self._config.run.seed, phase="generate",
-                                           work=len(keys))
-        return await self._ranker.value(PairRanker.rank, call.ref, prompts, phase="rank")
+        chunk = Chunk.outside(keys)
+        await rollouts.generate(chunk)
+        return await self._ranker.value(PairRanker.rank, chunk.rollout, chunk.prompts, phase="rank")

@@ -81,6 +81,7 @@ def test_the_audit_accounts_for_every_sample(run):
         assert audit(db, ended=True) == []
         told = db.execute("SELECT step, state, count(*) FROM samples GROUP BY 1, 2 ORDER BY 1, 2").fetchall()
         trained = {row for (row,) in db.execute("SELECT DISTINCT row FROM samples WHERE state = 'committed'")}
+        assert db.execute("SELECT * FROM attempts").fetchall() == [], "no sample was generated twice"
     assert told == [(None, "quarantined", 4), (1, "not_applied", 16), (2, "committed", 16)]
     assert trained == set(run.order[9:18]) - {run.order[12]}
     assert (run.summary["ledger"]["quarantined"], run.summary["ledger"]["committed"]) == (4, 16)

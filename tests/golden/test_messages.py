@@ -95,7 +95,9 @@ def no_rows(_):
 
 def foreign_lease(_):
     buffer = ReplayBuffer(4, None, 0)
-    buffer.commit(buffer.reserve(2, 0), "ref", [1, 2], 0, 20)
+    chunk = buffer.reserve(2, 0)
+    chunk.keys = [1, 2]
+    buffer.commit(chunk, "ref", 0, 20)
     lease = buffer.lease(2, 0)
     buffer.ack(lease, 0)
     buffer.ack(lease, 0)

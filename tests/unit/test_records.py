@@ -54,7 +54,8 @@ def test_the_buffer_counts_the_samples_of_experience_by_their_keys():
     assert places[2] is None, "six samples fill the buffer, whatever their rows"
     other = [SampleKey(1, key.row, key.sample) for key in KEYS]
     for place, keys in zip(places[:2], (KEYS, other), strict=True):
-        buffer.commit(place, "ref", experience(keys, **SPLIT).keys, 0, record.nbytes)
+        place.keys = experience(keys, **SPLIT).keys
+        buffer.commit(place, "ref", 0, record.nbytes)
     assert buffer.stats().samples_ready == 6 and buffer.lease(6, 0).samples == 6
 
 

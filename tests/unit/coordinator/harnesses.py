@@ -111,6 +111,12 @@ class QuarantineHarness(PipelineHarness):
         self.file = self.ledger.path.with_name("quarantine.jsonl")
         self.pipeline.quarantine = Quarantine(self.ledger, self.file, limit, ROWS, warn)
 
+    async def assemble(self, rank, method, *arguments, **columns):
+        if method != "select_samples":
+            return await super().assemble(rank, method, *arguments, **columns)
+        rollout, numbers = arguments
+        return {**rollout, "keys": [rollout["keys"][number] for number in numbers]}
+
     async def score(self, rank, method, rollouts, prompts):
         keys = [key for rollout in rollouts for key in rollout["keys"]]
         worst = [key for key in keys if key.row in self.bad and not key.sample]

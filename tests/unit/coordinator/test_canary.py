@@ -242,7 +242,7 @@ def test_what_was_ready_before_the_publication_is_kept(ppo_config, summary):
     learn, give_up, kept, dropped = learning.learn, pipeline.give_up_since, set(), set()
 
     def ready():
-        return {entry.order for entry in buffer.ready_entries()}
+        return {chunk.place for chunk in buffer.ready()}
 
     async def learn_until_some_are_ready(lease):
         learned = await learn(lease)

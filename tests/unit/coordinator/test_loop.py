@@ -240,7 +240,7 @@ def test_what_was_saved_after_an_error_goes_on_when_its_cause_is_fixed(ppo_confi
     run.harness.roles.reward.answer, run.coordinator.stop = score, StopRequest(lambda _: None)
 
     async def go_on():
-        for chunk in run.harness.state.chunks.values():
+        for chunk in run.harness.buffer.under_way():
             run.harness.ledger.give_up(chunk.keys, "the process ended")
         run.coordinator.pipeline.resume()
         await asyncio.wait_for(run.coordinator.run(), 20)
@@ -323,7 +323,7 @@ def test_a_state_that_its_ledger_contradicts_is_not_saved(ppo_config, summary):
 
     async def between(rank, method, **records):
         if run.harness.state.step == 2:
-            run.harness.state.chunks.popitem()
+            run.harness.buffer.under_way()[-1].keys = []
             raise ValueError("a bug")
         return await score(rank, method, **records)
 
@@ -462,7 +462,7 @@ def test_an_evaluation_that_was_cut_short_is_made_by_the_resumed_run(ppo_config,
     run.coordinator.stop, run.stop_in_evaluation = StopRequest(lambda _: None), None
 
     async def go_on():
-        for chunk in run.harness.state.chunks.values():
+        for chunk in run.harness.buffer.under_way():
             run.harness.ledger.give_up(chunk.keys, "the process ended")
         run.coordinator.pipeline.resume()
         await asyncio.wait_for(run.coordinator.run(), 20)

@@ -33,7 +33,7 @@ def test_batches_hold_the_chunks_in_admission_order_whatever_finished_first(ppo_
 
     keys, harness = in_loop(run())
     assert keys == cursor_keys(24)
-    assert harness.state.chunks == {}
+    assert harness.buffer.under_way() == []
 
 
 def test_chunks_add_up_to_whole_batches(ppo_config, summary):
@@ -237,7 +237,7 @@ def test_no_more_is_admitted_than_the_run_trains_on(ppo_config, summary, stalene
 
     keys, generated, harness = in_loop(run())
     assert keys == generated
-    assert harness.buffer.running == 0 and not harness.state.chunks
+    assert harness.buffer.running == 0 and harness.buffer.under_way() == []
 
 
 def test_every_chunk_is_generated_with_the_runs_seed(ppo_config, summary):
@@ -264,7 +264,7 @@ def test_a_chunk_that_came_out_too_old_is_made_again_with_the_same_keys(ppo_conf
     lease, harness = in_loop(run())
     assert len(harness.seeds) >= 2 and len({keys for keys, _ in harness.seeds}) == 1
     assert tuple(lease.keys) == harness.seeds[0][0]
-    assert harness.state.chunks == {}
+    assert harness.buffer.under_way() == []
 
 
 def test_an_evicted_chunk_is_made_again_with_the_same_keys(ppo_config, summary):
@@ -272,20 +272,20 @@ def test_an_evicted_chunk_is_made_again_with_the_same_keys(ppo_config, summary):
         harness = PipelineHarness(ppo_config(prompts=2, chunk=2, staleness=1, steps=9), summary)
         harness.pipeline.admit()
         await asyncio.gather(*chunks_under_way())
-        ready = harness.buffer.ready_entries()
-        assert [e.order for e in ready] == [0, 1]
+        ready = harness.buffer.ready()
+        assert [chunk.place.order for chunk in ready] == [0, 1]
         harness.version = harness.state.step = 5
         evicted = harness.buffer.evict(5)
         harness.pipeline.readmit(evicted)
         assert evicted == ready
-        assert harness.state.returned == [key for entry in ready for key in entry.keys]
+        assert harness.state.returned == [key for chunk in ready for key in chunk.keys]
         lease = await harness.pipeline.next_batch()
         await harness.pipeline.close()
         return ready, lease
 
     ready, lease = in_loop(run())
     assert lease.keys in ([*ready[0].keys], [*ready[1].keys])
-    assert lease.entries[0].min_version == 5
+    assert lease.chunks[0].min_version == 5
 
 
 def test_the_first_failing_chunk_is_raised(ppo_config, summary):
@@ -313,12 +313,12 @@ def test_what_was_under_way_starts_again_in_its_old_place(ppo_config, summary):
         config = ppo_config(prompts=6, chunk=2)
         harness = PipelineHarness(config, summary)
         harness.pipeline.admit()
-        saved, buffer = harness.state.state_dict(), harness.buffer.state_dict()
+        saved, buffer = harness.state.state_dict(harness.buffer.under_way()), harness.buffer.state_dict()
         await harness.pipeline.close()
 
         resumed = PipelineHarness(config, summary, seed=3)
         resumed.state.load_state_dict(saved, resumed.buffer.load_state_dict(buffer, {}))
-        for chunk in resumed.state.chunks.values():
+        for chunk in resumed.buffer.under_way():
             resumed.ledger.admit(chunk.keys, resumed.state.cursor.position)
         resumed.pipeline.resume()
         keys = await resumed.train()

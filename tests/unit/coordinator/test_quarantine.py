@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from contextlib import closing
 
 import pytest
@@ -48,12 +49,33 @@ def test_a_prompt_leaves_with_all_its_samples_and_the_next_one_takes_its_place(p
     assert [f"({n} of at most 5 prompts" in told for n, told in enumerate(harness.warnings, start=1)] == [True] * 2
 
 
-def test_the_other_samples_of_the_chunk_are_drawn_again_under_the_same_keys(ppo_config, summary):
+def given_up(harness):
+    """The attempts at samples that were given up, by the ledger."""
+    with closing(open_for_reading(harness.ledger.path)) as db:
+        return db.execute("SELECT row, reason FROM attempts").fetchall()
+
+
+def test_the_other_samples_of_the_chunk_are_not_generated_again(ppo_config, summary):
     harness = QuarantineHarness(ppo_config(prompts=4, chunk=4, steps=1), summary, bad=[FIRST[1]])
-    (keys,), *_ = play(harness, 1)
+    (keys,), found, wrong = play(harness, 1)
     assert [key.row for key in keys] == [FIRST[0], FIRST[2], FIRST[3], FIRST[4]]
-    drawn = [[key.row for key in chunk] for chunk, _ in harness.seeds]
-    assert drawn == [FIRST[:4], [FIRST[0], *FIRST[2:5]]] and len({seed for _, seed in harness.seeds}) == 1
+    generated = [[key.row for key in chunk] for chunk, _ in harness.seeds]
+    assert generated == [FIRST[:4], FIRST[4:5]]
+    assert harness.batches["values"] == [[[SampleKey(0, FIRST[row], 0) for row in rows]] for rows in ((0, 2, 3), (4,))]
+    assert wrong == [] and found["consumed"] == 4 and found["quarantined"] == 1
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_no_sample_is_generated_twice_when_others_of_its_chunk_or_scoring_batch_leave(
+        ppo_config, summary, staleness, monkeypatch):
+    monkeypatch.setattr("rlhf_ray.coordinator.pipeline.LINGER", 10.0)  # chunks are scored together if they may be
+    config = ppo_config(prompts=8, chunk=4, staleness=staleness, steps=3)
+    harness = QuarantineHarness(config, summary, bad=[FIRST[place] for place in (1, 2, 9, 13)], limit=0.5)
+    trained, found, wrong = play(harness, 3)
+    assert wrong == [] and found["consumed"] == 24
+    generated = Counter(key for chunk, _ in harness.seeds for key in chunk)
+    assert given_up(harness) == [] and set(generated.values()) == {1}
+    assert {key.row for step in trained for key in step} & harness.bad == set()
 
 
 def test_too_many_end_the_run_and_the_first_reasons_are_told(ppo_config, summary):

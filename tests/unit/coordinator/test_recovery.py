@@ -13,7 +13,6 @@ from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.derived import experience_kind
 from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.coordinator.chunk import Chunk
 from rlhf_ray.coordinator.recovery import LEDGER, Recovery
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.data.cursor import PromptCursor
@@ -90,23 +89,24 @@ def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, 
         state.step, state.samples = 3, 12
         buffer.evict(3)
         places = [buffer.reserve(2, 0) for _ in range(3)]
-        buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 3, 20, summary(keys[2:4], version=3))
-        state.chunks = {0: Chunk(places[0], keys[:2]), 2: Chunk(places[2], keys[4:])}
+        for place, own in zip(places, (keys[:2], keys[2:4], keys[4:]), strict=True):
+            place.keys = own
+        buffer.commit(places[1], "experience of 2 and 3", 3, 20, summary(keys[2:4], version=3))
         where = await saved(recovery)
         assert where == tmp_path / "step_3" and where.is_dir()
 
         workers, again, other, restored = setting(tmp_path)
         await restored.restore(where)
-        return workers, again, other, [await entry.ref for entry in other.ready_entries()]
+        return workers, again, other, [await chunk.experience for chunk in other.ready()]
 
     workers, again, buffer, refs = asyncio.run(run())
     assert sorted(workers.loaded) == ["critic", "policy"]
     assert (again.step, again.samples) == (3, 12)
-    assert {order: chunk.keys for order, chunk in again.chunks.items()} == {0: keys[:2], 2: keys[4:]}
+    assert {chunk.place.order: chunk.keys for chunk in buffer.under_way()} == {0: keys[:2], 2: keys[4:]}
     assert refs == ["experience of 2 and 3"]
-    (entry,) = buffer.ready_entries()
-    assert entry.keys == tuple(keys[2:4])
-    assert entry.summary.min_version == 3 and entry.summary.scores.tolist() == [0, 1]
+    (chunk,) = buffer.ready()
+    assert chunk.keys == keys[2:4]
+    assert chunk.summary.min_version == 3 and chunk.summary.scores.tolist() == [0, 1]
 
 
 def test_without_a_critic_none_is_saved_and_none_comes_back(tmp_path):
@@ -145,7 +145,9 @@ def test_waiting_experience_that_lay_on_a_lost_node_calls_for_what_its_update_wo
     async def run():
         workers, _, buffer, recovery = setting(tmp_path)
         keys = [SampleKey(0, 0, 0), SampleKey(0, 1, 0)]
-        buffer.commit(buffer.reserve(2, 0), "gone", keys, 0, 20, summary(keys))
+        chunk = buffer.reserve(2, 0)
+        chunk.keys = keys
+        buffer.commit(chunk, "gone", 0, 20, summary(keys))
 
         async def gone(rank, method, *args):
             raise WorkerLost("an argument of save of assembler/0 was lost", "assembler", 0, 1, method, "result")
@@ -254,8 +256,8 @@ def test_experience_of_another_kind_than_updates_need_now_is_made_again(
         begin(recovery.ledger, keys[:4], 0)
         recovery.ledger.generated(keys[2:4], "generator/0")
         recovery.ledger.scored(keys[2:4], 0)
-        buffer.commit(places[1], "experience of 2 and 3", keys[2:4], 0, 20, summary(keys[2:4]))
-        state.chunks, state.returned = {0: Chunk(places[0], keys[:2])}, keys[4:]
+        places[0].keys, places[1].keys, state.returned = keys[:2], keys[2:4], keys[4:]
+        buffer.commit(places[1], "experience of 2 and 3", 0, 20, summary(keys[2:4]))
         where = await saved(recovery)
 
         _, again, other, restored = setting(tmp_path)
@@ -267,8 +269,8 @@ def test_experience_of_another_kind_than_updates_need_now_is_made_again(
         return again, other, reason
 
     again, buffer, reason = asyncio.run(run())
-    assert again.returned == [*keys[2:4], *keys[4:]] and buffer.ready_entries() == []
-    assert {order: chunk.keys for order, chunk in again.chunks.items()} == {0: keys[:2]}
+    assert again.returned == [*keys[2:4], *keys[4:]] and buffer.ready() == []
+    assert {chunk.place.order: chunk.keys for chunk in buffer.under_way()} == {0: keys[:2]}
     assert reason == why
 
 

@@ -70,8 +70,8 @@ def test_where_timing_may_choose_nobody_waits_for_the_others(ordered, turns):
 def saved(harness, copy):
     """What a checkpoint of now has of the coordinator; its ledger is at `copy`."""
     harness.ledger.save(copy)
-    summaries = {entry.order: entry.summary for entry in harness.buffer.ready_entries()}
-    return harness.state.state_dict(), harness.buffer.state_dict(), summaries
+    summaries = {chunk.place.plain(): chunk.summary for chunk in harness.buffer.ready()}
+    return harness.state.state_dict(harness.buffer.under_way()), harness.buffer.state_dict(), summaries
 
 
 def two_resumed_batches(harness, state, buffer, summaries, copy):
@@ -81,7 +81,7 @@ def two_resumed_batches(harness, state, buffer, summaries, copy):
     harness.pipeline.quarantine = Quarantine(harness.ledger, harness.file, 0.5, ROWS, lambda _: None)
 
     async def go_on():
-        refs = {order: f"experience {order}" for order in summaries}
+        refs = {place: f"experience {place}" for place in summaries}
         harness.state.load_state_dict(state, harness.buffer.load_state_dict(buffer, refs, summaries))
         harness.pipeline.resume()
         return [[key.row for key in await harness.train()] for _ in range(2)]

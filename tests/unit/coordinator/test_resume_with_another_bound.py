@@ -42,9 +42,10 @@ class Stretch(DelayedRun):
         return self._path.with_name("copy.sqlite")
 
     async def save(self):
-        ready = self.buffer.ready_entries()
-        self.snapshot = (self.state.state_dict(), self.buffer.state_dict(),
-                         {entry.order: entry.ref for entry in ready}, {entry.order: entry.summary for entry in ready})
+        ready = self.buffer.ready()
+        self.snapshot = (self.state.state_dict(self.buffer.under_way()), self.buffer.state_dict(),
+                         {chunk.place.plain(): chunk.experience for chunk in ready},
+                         {chunk.place.plain(): chunk.summary for chunk in ready})
         self._copy.unlink(missing_ok=True)
         self.ledger.save(self._copy)
         return 0.0
@@ -86,7 +87,7 @@ def stretches(ppo_config, summary):
             stretch = Stretch(config, summary, directory.name, seed + number, saved, stop_after, pace, capacity)
             trained += stretch.go()
             saved = stretch.snapshot
-        assert stretch.state.step == STEPS and stretch.state.chunks == {} and stretch.state.returned == []
+        assert stretch.state.step == STEPS and stretch.buffer.under_way() == [] and stretch.state.returned == []
         with closing(Ledger(stretch.ledger.path)) as ledger:
             ledger.mark_committed()
         with closing(open_for_reading(stretch.ledger.path)) as db:

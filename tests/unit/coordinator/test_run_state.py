@@ -8,19 +8,23 @@ import pytest
 from rlhf_ray.algorithms.kl import AdaptiveKL, FixedKL
 from rlhf_ray.checkpoint.state_files import load_state, save_state
 from rlhf_ray.config.algorithm import KLConfig
-from rlhf_ray.coordinator.chunk import Chunk
 from rlhf_ray.coordinator.run_state import RunState, kl_controller
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.records import ExperienceSummary, RewardTerms, SampleKey
-from rlhf_ray.replay.buffer_records import Reservation
+from rlhf_ray.replay.chunk import Chunk, Place
 
 
 def fresh(rows=20):
     return RunState(AdaptiveKL(0.2, 6.0, 1000), PromptCursor(rows, 3, shuffle=True))
 
 
-PLACES = [Reservation(9, 2, 4), Reservation(11, 1, 4)]
+def under_way():
+    """Chunks as the buffer brings them back: without their keys."""
+    return [Chunk(Place(9), 2, 4), Chunk(Place(11, 1), 1, 4)]
+
+
+KEYS = [[SampleKey(1, 2, 0), SampleKey(1, 2, 1)], [SampleKey(1, 5, 0)]]
 
 
 def used():
@@ -32,16 +36,22 @@ def used():
     state.best.follow("reward", "max")
     state.best.step, state.best.value = 2, 1.5
     state.early_stop.observe(4, 3.5, 1.25)
-    state.chunks = {place.order: Chunk(place, keys) for place, keys in zip(
-        PLACES, ([SampleKey(1, 2, 0), SampleKey(1, 2, 1)], [SampleKey(1, 5, 0)]), strict=True)}
     return state
 
 
+def saved(state):
+    """The state with two chunks under way, as it comes back from JSON."""
+    chunks = under_way()
+    for chunk, keys in zip(chunks, KEYS, strict=True):
+        chunk.keys = keys
+    return json.loads(json.dumps(state.state_dict(chunks)))
+
+
 def test_a_state_comes_back_from_json_as_it_was():
-    state, again = used(), fresh()
-    again.load_state_dict(json.loads(json.dumps(state.state_dict())), PLACES)
+    state, again, chunks = used(), fresh(), under_way()
+    again.load_state_dict(saved(state), chunks)
     assert (again.step, again.published, again.samples, again.unmeasured) == (4, 4, 32, False)
-    assert again.chunks == state.chunks
+    assert [chunk.keys for chunk in chunks] == KEYS
     assert again.kl.value == state.kl.value == pytest.approx(0.2 * (1 + 0.2 * 0.1))
     assert again.scores.state_dict() == state.scores.state_dict() and again.scores.count == 3
     assert again.best == state.best and again.best.metric == "reward"
@@ -52,8 +62,8 @@ def test_a_state_comes_back_from_json_as_it_was():
 def test_a_state_of_other_data_is_refused_before_anything_changes():
     again = fresh(rows=21)
     with pytest.raises(CheckpointError, match="rows=20"):
-        again.load_state_dict(used().state_dict())
-    assert (again.step, again.kl.value, again.chunks) == (0, 0.2, {})
+        again.load_state_dict(saved(used()))
+    assert (again.step, again.kl.value) == (0, 0.2)
 
 
 def test_held_out_rows_that_changed_are_refused_by_name_and_other_files_are_not():
@@ -62,19 +72,19 @@ def test_held_out_rows_that_changed_are_refused_by_name_and_other_files_are_not(
     for held_out in ([["eval.jsonl", "1f"]], [["other.jsonl", "2f"]], []):
         again = fresh()
         again.held_out = held_out
-        again.load_state_dict(json.loads(json.dumps(state.state_dict())), PLACES)
+        again.load_state_dict(saved(state), under_way())
     again.held_out = [["eval.jsonl", "2f"]]
     with pytest.raises(CheckpointError, match="the rows of eval.jsonl are not those"):
-        again.load_state_dict(state.state_dict())
+        again.load_state_dict(saved(state))
 
 
 def test_held_out_parts_of_one_data_set_are_compared_each_with_its_own():
     state, again = used(), fresh()
     state.held_out = again.held_out = [["team/set", "1f"], ["other.jsonl", "3f"], ["team/set", "2f"]]
-    again.load_state_dict(json.loads(json.dumps(state.state_dict())), PLACES)
+    again.load_state_dict(saved(state), under_way())
     again.held_out = [["team/set", "1f"], ["team/set", "3f"]]
     with pytest.raises(CheckpointError, match=r"the rows of team/set are not those .*digest 2f then, 3f now"):
-        again.load_state_dict(state.state_dict())
+        again.load_state_dict(saved(state))
 
 
 @pytest.mark.parametrize("normalisation, mean, deviation", [
@@ -113,7 +123,7 @@ def test_a_summary_comes_back_from_disk_as_it_was(summary, tmp_path, gold):
 
 @pytest.mark.parametrize("name", ["best", "early_stop", "kl", "cursor"])
 def test_a_state_of_another_version_is_refused_by_what_it_lacks(name):
-    state = used().state_dict()
+    state = saved(used())
     del state[name]
     with pytest.raises(CheckpointError, match=f"state of the run lacks {name}: another version"):
         fresh().load_state_dict(state)

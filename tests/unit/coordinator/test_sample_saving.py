@@ -10,15 +10,17 @@ from rlhf_ray.coordinator.sample_saving import SampleSaving
 from rlhf_ray.errors import CheckpointError, WorkerLost
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.records import SampleKey
-from rlhf_ray.replay.buffer_records import Entry, Lease
+from rlhf_ray.replay.chunk import Chunk, Lease, Place
 from tests.unit.coordinator.harnesses import CoordinatorHarness
 from tests.unit.coordinator.stand_ins import StandInPrompts, role_groups_of
 
 
 def lease_of(*rows):
     """Chunks of two samples of each of the rows."""
-    keys = [tuple(SampleKey(0, row, n) for row in chunk for n in range(2)) for chunk in rows]
-    return Lease(0, tuple(Entry(i, f"chunk {i}", keys[i], 0, 1, f"about {i}") for i in range(len(rows))), 0)
+    keys = [[SampleKey(0, row, n) for row in chunk for n in range(2)] for chunk in rows]
+    chunks = [Chunk(Place(i), len(keys[i]), 0, keys[i], experience=f"chunk {i}", summary=f"about {i}")
+              for i in range(len(rows))]
+    return Lease(0, tuple(chunks), 0)
 
 
 class Saving:

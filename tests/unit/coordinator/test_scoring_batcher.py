@@ -10,7 +10,7 @@ from rlhf_ray.errors import WorkerError
 
 
 class Trip:
-    """A scoring call of a second, which gives each item its own name and fails for some."""
+    """A scoring call of a second, which fails for some items."""
 
     def __init__(self, fails=()):
         self.left, self.fails = [], fails
@@ -21,15 +21,15 @@ class Trip:
         await asyncio.sleep(1.0)
         if set(items) & set(self.fails):
             raise WorkerError("out of memory")
-        return [f"about {item}" for item in items]
 
     async def join(self, item, at=0.0, linger=0.1):
         await asyncio.sleep(at)
-        return await self.batcher.submit(item, linger)
+        await self.batcher.submit(item, linger)
+        return f"{item} at {asyncio.get_running_loop().time():.2f}"
 
 
 def join_all(trip, *arrivals):
-    """What each got who joined: a name, a time and a linger each."""
+    """When each was scored who joined: a name, a time and a linger each."""
 
     async def join():
         return await asyncio.gather(*(trip.join(*arrival) for arrival in arrivals), return_exceptions=True)
@@ -37,9 +37,9 @@ def join_all(trip, *arrivals):
     return run_in_virtual_time(join())
 
 
-def test_those_who_come_within_the_first_ones_linger_go_together_and_get_their_own_results():
+def test_those_who_come_within_the_first_ones_linger_go_together_and_end_together():
     trip = Trip()
-    assert join_all(trip, ("a", 0.0), ("b", 0.09), ("c", 0.11)) == ["about a", "about b", "about c"]
+    assert join_all(trip, ("a", 0.0), ("b", 0.09), ("c", 0.11)) == ["a at 1.10", "b at 1.10", "c at 1.21"]
     assert trip.left == [(0.1, ["a", "b"]), (0.21, ["c"])]
 
 
@@ -63,7 +63,7 @@ def test_a_full_batch_does_not_wait():
 
 def test_a_failure_is_told_to_the_whole_batch_and_to_no_other():
     found = join_all(Trip(fails="b"), ("a", 0.0), ("b", 0.0), ("c", 0.5))
-    assert [str(result) for result in found] == ["out of memory", "out of memory", "about c"]
+    assert [str(result) for result in found] == ["out of memory", "out of memory", "c at 1.60"]
     assert found[0] is found[1]
 
 
@@ -80,7 +80,7 @@ def test_who_leaves_does_not_keep_the_others_from_their_results(at):
             await leaving
         return await staying
 
-    assert run_in_virtual_time(leave()) == "about b"
+    assert run_in_virtual_time(leave()) == "b at 1.10"
     assert trip.left == [(0.1, ["b"] if at < 0.1 else ["a", "b"])]
 
 

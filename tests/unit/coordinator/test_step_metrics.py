@@ -7,7 +7,7 @@ from rlhf_ray.coordinator.step_metrics import PHASES, StepOutcome, step_metrics
 from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.observability.spans import StepClock, Task
 from rlhf_ray.records import SampleKey, UpdateStats
-from rlhf_ray.replay.buffer_records import BufferStats
+from rlhf_ray.replay.chunk import BufferStats
 
 BUFFER = BufferStats(samples_ready=6, samples_reserved=0, samples_leased=0, bytes=3 * 2**20)
 PUBLISHED = Published(seconds=0.4, pause_seconds=0.1, nbytes=5 * 2**19)

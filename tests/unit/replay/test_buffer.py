@@ -7,19 +7,26 @@ import pytest
 from rlhf_ray.errors import BufferError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_records import CommitOutcome, Entry, Reservation
+from rlhf_ray.replay.chunk import CommitOutcome, Phase, Place
 
 
 def make(capacity=16, nbytes=None, eta=0):
     return ReplayBuffer(capacity, nbytes, eta)
 
 
-def keys(reservation):
-    return [SampleKey(0, reservation.order, i) for i in range(reservation.samples)]
+def keys(chunk):
+    return [SampleKey(0, chunk.place.order, i) for i in range(chunk.samples)]
 
 
-def commit(buffer, reservation, version=0, nbytes=10):
-    return buffer.commit(reservation, f"ref{reservation.order}", keys(reservation), version, nbytes)
+def commit(buffer, chunk, version=0, nbytes=10):
+    chunk.keys = chunk.keys or keys(chunk)
+    return buffer.commit(chunk, f"ref{chunk.place}", version, nbytes)
+
+
+def reserve_with(buffer, samples, *given):
+    chunk = buffer.reserve(samples, 0)
+    chunk.keys = list(given)
+    return chunk
 
 
 def filled(buffer, chunks, version=0):
@@ -40,7 +47,8 @@ def test_an_entry_goes_from_reservation_to_trained():
     assert commit(buffer, place) is CommitOutcome.READY
     assert counts(buffer) == (4, 0, 0) and buffer.bytes == 10 and buffer.accepted == 4
     lease = buffer.lease(4, version=0)
-    assert counts(buffer) == (0, 0, 4) and lease.refs == ["ref0"] and lease.keys == keys(place) and buffer.bytes == 10
+    assert counts(buffer) == (0, 0, 4) and lease.experiences == ["ref0"] and lease.keys == keys(place)
+    assert buffer.bytes == 10
     buffer.ack(lease, trained_version=0)
     assert counts(buffer) == (0, 0, 0) and buffer.bytes == 0 and buffer.accepted == 4 and buffer.running == 0
 
@@ -78,10 +86,11 @@ def test_a_second_commit_is_refused():
 
 def test_commit_with_another_number_of_keys_is_refused_and_leaves_the_place_open():
     buffer = make()
-    place = buffer.reserve(2, 0)
+    place = reserve_with(buffer, 2, SampleKey(0, 0, 0))
     with pytest.raises(BufferError, match="1 keys for a reservation of 2"):
-        buffer.commit(place, "ref", [SampleKey(0, 0, 0)], 0, 1)
+        commit(buffer, place)
     assert counts(buffer) == (0, 2, 0)
+    place.keys = keys(place)
     assert commit(buffer, place) is CommitOutcome.READY
 
 
@@ -90,23 +99,23 @@ def test_a_key_that_is_held_already_is_refused(leased):
     buffer = filled(make(), [1])
     if leased:
         buffer.lease(1, 0)
-    place = buffer.reserve(1, 0)
+    place = reserve_with(buffer, 1, SampleKey(0, 0, 0))
     with pytest.raises(BufferError, match="duplicate samples"):
-        buffer.commit(place, "other", [SampleKey(0, 0, 0)], 0, 1)
+        commit(buffer, place)
 
 
 def test_a_key_named_twice_in_one_commit_is_refused():
     buffer = make()
-    place = buffer.reserve(2, 0)
+    place = reserve_with(buffer, 2, *[SampleKey(0, 0, 0)] * 2)
     with pytest.raises(BufferError, match="duplicate samples"):
-        buffer.commit(place, "ref", [SampleKey(0, 0, 0)] * 2, 0, 1)
+        commit(buffer, place)
 
 
 @pytest.mark.parametrize(("version", "nbytes"), [(-1, 1), (0, -1)])
 def test_negative_version_or_size_is_refused(version, nbytes):
     buffer = make()
     with pytest.raises(BufferError, match="must not be negative"):
-        buffer.commit(buffer.reserve(1, 0), "ref", [SampleKey(0, 0, 0)], version, nbytes)
+        commit(buffer, buffer.reserve(1, 0), version, nbytes)
 
 
 def test_stale_and_future_commits_are_refused_with_an_outcome_and_close_the_place():
@@ -126,8 +135,8 @@ def test_in_order_lease_waits_for_the_oldest_and_follows_admission():
     commit(buffer, places[1])
     assert buffer.lease(4, 0) is None
     commit(buffer, places[0])
-    assert buffer.lease(4, 0).refs == ["ref0", "ref1"]
-    assert buffer.lease(2, 0).refs == ["ref2"]
+    assert buffer.lease(4, 0).experiences == ["ref0", "ref1"]
+    assert buffer.lease(2, 0).experiences == ["ref2"]
 
 
 def test_overlapping_lease_passes_over_a_straggler_in_admission_order():
@@ -135,7 +144,7 @@ def test_overlapping_lease_passes_over_a_straggler_in_admission_order():
     places = [buffer.reserve(2, 0) for _ in range(4)]
     for i in (3, 1, 2):
         commit(buffer, places[i])
-    assert buffer.lease(4, 0).refs == ["ref1", "ref2"]
+    assert buffer.lease(4, 0).experiences == ["ref1", "ref2"]
 
 
 def test_a_straggler_that_could_not_be_trained_later_is_waited_for():
@@ -145,11 +154,11 @@ def test_a_straggler_that_could_not_be_trained_later_is_waited_for():
         commit(buffer, places[i])
     assert buffer.lease(2, 0) is None, "the three others need versions 1, 2 and 3, and are too old for the last two"
     first = buffer.lease(4, 0)
-    assert first.refs == ["ref1", "ref2"]
+    assert first.experiences == ["ref1", "ref2"]
     buffer.ack(first, 0)
     assert buffer.evict(1) == [] and buffer.lease(2, 1) is None, "its last chance"
     commit(buffer, places[0])
-    assert buffer.lease(4, 1).refs == ["ref0", "ref3"]
+    assert buffer.lease(4, 1).experiences == ["ref0", "ref3"]
 
 
 def test_samples_that_start_later_may_be_passed_over_for_longer():
@@ -157,7 +166,7 @@ def test_samples_that_start_later_may_be_passed_over_for_longer():
     buffer.evict(3)
     straggler, other = buffer.reserve(2, 3), buffer.reserve(2, 3)
     commit(buffer, other, version=3)
-    assert buffer.lease(2, 3).refs == ["ref1"]
+    assert buffer.lease(2, 3).experiences == ["ref1"]
     assert buffer.evict(4) == [] and commit(buffer, straggler, version=3) is CommitOutcome.READY
 
 
@@ -189,7 +198,7 @@ def test_lease_passes_over_what_is_too_stale_for_its_version():
     filled(buffer, [2])
     buffer.evict(1)
     filled(buffer, [2], version=1)
-    assert buffer.lease(2, version=2).refs == ["ref1"]
+    assert buffer.lease(2, version=2).experiences == ["ref1"]
 
 
 def test_a_lease_ends_once():
@@ -215,7 +224,7 @@ def test_evict_returns_what_it_drops():
     filled(buffer, [1], version=1)
     assert buffer.evict(1) == []
     (dropped,) = buffer.evict(2)
-    assert dropped.keys == (SampleKey(0, 0, 0), SampleKey(0, 0, 1))
+    assert dropped.keys == [SampleKey(0, 0, 0), SampleKey(0, 0, 1)]
     assert counts(buffer) == (1, 0, 0) and buffer.accepted == 1
 
 
@@ -230,7 +239,7 @@ def test_evict_drops_what_is_ahead_of_a_rebuilt_policy():
 def test_evicted_keys_may_be_committed_again():
     buffer = filled(make(eta=0), [1])
     buffer.evict(1)
-    assert buffer.commit(buffer.reserve(1, 0), "again", [SampleKey(0, 0, 0)], 1, 1) is CommitOutcome.READY
+    assert commit(buffer, reserve_with(buffer, 1, SampleKey(0, 0, 0)), version=1) is CommitOutcome.READY
 
 
 def test_evict_leaves_leased_entries_alone():
@@ -248,20 +257,22 @@ def test_state_resumes_ready_entries_and_open_places_through_json():
     state = json.loads(json.dumps(buffer.state_dict()))
     resumed = make(eta=2)
     (place,) = resumed.load_state_dict(state, {2: "new2"})
-    assert place == first and counts(resumed) == (2, 2, 0) and resumed.accepted == buffer.accepted == 4
+    assert (place.place, place.samples, place.version) == (first.place, 2, 0) and counts(resumed) == (2, 2, 0)
+    assert resumed.accepted == buffer.accepted == 4
     commit(resumed, place)
     lease = resumed.lease(4, 1)
-    assert lease.refs == ["ref0", "new2"] and lease.keys[2:] == [SampleKey(0, 2, 0), SampleKey(0, 2, 1)]
-    assert resumed.reserve(1, 0).order == buffer.reserve(1, 0).order == 3
+    assert lease.experiences == ["ref0", "new2"] and lease.keys[2:] == [SampleKey(0, 2, 0), SampleKey(0, 2, 1)]
+    assert resumed.reserve(1, 0).place == buffer.reserve(1, 0).place == Place(3)
 
 
 def test_a_resumed_buffer_judges_commits_by_the_saved_version():
     buffer = make(eta=1)
     buffer.evict(7)
-    order = buffer.reserve(1, 6).order
+    reserved = buffer.reserve(1, 6).place
     resumed = make(eta=1)
     (place,) = resumed.load_state_dict(buffer.state_dict(), {})
-    assert place == Reservation(order, 1, 7), "what is made anew is made by the restored policy"
+    assert (place.place, place.samples) == (reserved, 1)
+    assert place.version == 7, "what is made anew is made by the restored policy"
     assert commit(resumed, place, version=5) is CommitOutcome.STALE
 
 
@@ -270,7 +281,7 @@ def test_ready_entries_are_in_admission_order():
     places = [buffer.reserve(1, 0) for _ in range(3)]
     for i in (2, 0, 1):
         commit(buffer, places[i])
-    assert [entry.order for entry in buffer.ready_entries()] == [0, 1, 2]
+    assert [chunk.place.order for chunk in buffer.ready()] == [0, 1, 2]
 
 
 def test_state_with_a_lease_out_cannot_be_saved():
@@ -287,7 +298,7 @@ def test_chunks_of_another_size_wait_for_a_straggler_that_makes_them_add_up():
     filled(buffer, [2, 4])
     assert buffer.lease(4, 0) is None
     commit(buffer, straggler)
-    assert [len(buffer.lease(4, 0).entries) for _ in range(2)] == [2, 1]
+    assert [len(buffer.lease(4, 0).chunks) for _ in range(2)] == [2, 1]
 
 
 def resumed_with(eta):
@@ -299,7 +310,7 @@ def resumed_with(eta):
         place = buffer.reserve(2, 3)
         if version is not None:
             commit(buffer, place, version)
-        assert place.order == order
+        assert place.place == Place(order)
     resumed = make(capacity=4 * (eta + 1), eta=eta)
     resumed.load_state_dict(json.loads(json.dumps(buffer.state_dict())), dict.fromkeys(range(6), "ref"))
     return resumed
@@ -308,7 +319,7 @@ def resumed_with(eta):
 @pytest.mark.parametrize(("eta", "dropped"), [(3, []), (2, []), (1, [0, 5]), (0, [0, 2, 4, 5])])
 def test_trimming_leaves_what_batches_in_admission_order_would_train_in_time(eta, dropped):
     buffer = resumed_with(eta)
-    assert [place.order for place in buffer.trim(4)] == dropped
+    assert [chunk.place.order for chunk in buffer.trim(4)] == dropped
     assert sum(counts(buffer)) == 2 * (6 - len(dropped)) <= buffer.capacity_samples
     assert buffer.trim(4) == []
 
@@ -316,7 +327,7 @@ def test_trimming_leaves_what_batches_in_admission_order_would_train_in_time(eta
 def test_what_was_trimmed_has_no_place_any_more():
     buffer = resumed_with(0)
     entry, *_, reservation = buffer.trim(4)
-    assert isinstance(entry, Entry) and entry.min_version == 3
+    assert entry.phase is Phase.READY and entry.min_version == 3
     with pytest.raises(BufferError, match="no such open reservation"):
         commit(buffer, reservation)
     assert buffer.reserve(1, 5) is None, "the two that are left are a whole batch"
@@ -325,3 +336,86 @@ def test_what_was_trimmed_has_no_place_any_more():
 def test_what_had_a_place_gets_another_one_although_bytes_are_full():
     buffer = filled(make(nbytes=10), [1])
     assert buffer.reserve(1, 0) is None and buffer.reserve(1, 0, again=True) is not None
+
+
+def split_in_two(buffer, samples=4, left=1):
+    """A chunk that has lost its last samples, and the one for what replaces them."""
+    chunk = buffer.reserve(samples, 0)
+    chunk.keys = keys(chunk)
+    return chunk, buffer.split(chunk, chunk.keys[:samples - left])
+
+
+def test_samples_that_replace_others_come_right_behind_those_that_stay():
+    buffer = make()
+    first, rest = split_in_two(buffer)
+    filled(buffer, [2])
+    assert (first.samples, rest.samples, rest.keys) == (3, 1, []) and counts(buffer) == (2, 4, 0)
+    assert commit(buffer, first) is CommitOutcome.READY
+    assert buffer.lease(3, 0) is not None, "what stays need not wait for what replaces the others"
+    rest.keys = [SampleKey(0, 9, 0)]
+    assert commit(buffer, rest) is CommitOutcome.READY
+    assert buffer.lease(3, 0).experiences == ["ref0.1", "ref1"]
+
+
+def test_at_staleness_0_a_batch_waits_for_what_replaces_samples_of_it():
+    buffer = make()
+    first, _ = split_in_two(buffer)
+    filled(buffer, [4])
+    commit(buffer, first)
+    assert buffer.lease(4, 0) is None
+
+
+def test_each_split_has_a_place_of_its_own():
+    buffer = make()
+    first, second = split_in_two(buffer)
+    third = buffer.split(first, first.keys[:1])
+    second.keys = [SampleKey(0, 9, 0)]
+    assert buffer.split(second, []) is second and second.keys == []
+    assert [(chunk.place, chunk.samples) for chunk in buffer.under_way()] == [
+        (Place(0), 1), (Place(0, 1), 1), (Place(0, 2), 2)]
+    assert third.place == Place(0, 2)
+
+
+def test_a_chunk_that_is_not_reserved_cannot_be_split():
+    buffer = make()
+    first, _ = split_in_two(buffer)
+    commit(buffer, first)
+    with pytest.raises(BufferError, match="no such open reservation"):
+        buffer.split(first, first.keys[:1])
+
+
+def test_parts_of_chunks_come_back_from_json_in_their_places():
+    buffer = make(eta=1)
+    first, rest = split_in_two(buffer)
+    other, last = split_in_two(buffer)
+    commit(buffer, first)
+    last.keys = [SampleKey(0, 9, 0)]
+    commit(buffer, last)
+    state = json.loads(json.dumps(buffer.state_dict()))
+    assert [place for place, _ in state["reserved"]] == ["0.1", 1]
+    resumed = make(eta=1)
+    under_way = resumed.load_state_dict(state, {0: "ref0", "1.1": "ref1.1"})
+    assert [(chunk.place, chunk.samples) for chunk in under_way] == [(rest.place, 1), (other.place, 3)]
+    assert [(chunk.place, chunk.experience) for chunk in resumed.ready()] == [
+        (Place(0), "ref0"), (Place(1, 1), "ref1.1")]
+
+
+def test_a_chunk_that_does_not_fit_into_a_batch_waits_for_the_next_one():
+    """As when only a part of a chunk was lost, and is admitted again behind the others."""
+    buffer = filled(make(eta=1), [3, 4, 1])
+    lease = buffer.lease(4, 0)
+    assert lease.experiences == ["ref0", "ref2"]
+    buffer.ack(lease, 0)
+    assert buffer.evict(1) == [] and buffer.lease(4, 1).experiences == ["ref1"]
+
+
+def test_the_samples_of_a_phase_follow_from_the_chunks_in_it():
+    buffer = make()
+    first, _ = split_in_two(buffer)
+    buffer.enter(first, Phase.GENERATE, now=1.5)
+    assert (buffer.samples_in(Phase.GENERATE), buffer.samples_in(Phase.ADMITTED), buffer.running) == (3, 1, 4)
+    assert (first.phase, first.since) == (Phase.GENERATE, 1.5)
+    commit(buffer, first)
+    assert (buffer.samples_in(Phase.GENERATE), buffer.running) == (0, 1)
+    with pytest.raises(BufferError, match="no such open reservation"):
+        buffer.enter(first, Phase.SCORE, now=2.0)

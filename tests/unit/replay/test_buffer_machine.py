@@ -1,4 +1,6 @@
-"""Random lives of many entries against a plain model: nothing lost, nothing twice, nothing too old, none too many."""
+"""Random lives of many chunks against a plain model: nothing lost, nothing twice, nothing too old, none too many."""
+
+from itertools import count
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -6,13 +8,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.buffer_records import CommitOutcome
+from rlhf_ray.replay.chunk import CommitOutcome
 
 CHUNK, CAPACITY = 2, 12
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """Chunks of two samples, updates of four; keys carry the order number of the place they were committed to."""
+    """Chunks of two samples, of which one may be replaced; updates of four. `made` has the version of each place."""
 
     @initialize(eta=st.integers(0, 2), capacity_bytes=st.sampled_from([None, 40]))
     def start(self, eta, capacity_bytes):
@@ -20,44 +22,65 @@ class BufferMachine(RuleBasedStateMachine):
         self.buffer = ReplayBuffer(CAPACITY, capacity_bytes, eta)
         self.open, self.made, self.leases = {}, {}, []
         self.committed, self.trained, self.dropped = set(), [], []
-        self.admitted, self.trained_orders = [], []
+        self.admitted = []
+        """Places that are not trained and not dropped, in the order in which they are trained at staleness 0."""
+        self.rows = count()
+
+    def new_keys(self, samples):
+        return [SampleKey(0, next(self.rows), 0) for _ in range(samples)]
 
     @rule()
     def reserve(self):
         full = self.buffer.capacity_bytes is not None and self.buffer.bytes >= self.buffer.capacity_bytes
         held = sum(self.counts())
-        place = self.buffer.reserve(CHUNK, self.version)
-        assert (place is None) == (full or held + CHUNK > CAPACITY)
-        if place:
-            self.open[place.order] = place
-            self.made[place.order] = self.version
-            self.admitted.append(place.order)
+        chunk = self.buffer.reserve(CHUNK, self.version)
+        assert (chunk is None) == (full or held + CHUNK > CAPACITY)
+        if chunk:
+            chunk.keys = self.new_keys(CHUNK)
+            self.open[chunk.place] = chunk
+            self.made[chunk.place] = self.version
+            self.admitted.append(chunk.place)
+
+    @precondition(lambda self: self.open)
+    @rule(pick=st.integers(0, 99), kept=st.integers(0, 1))
+    def lose_samples(self, pick, kept):
+        chunk = self.open[sorted(self.open)[pick % len(self.open)]]
+        if chunk.samples <= kept:
+            return
+        rest = self.buffer.split(chunk, chunk.keys[:kept])
+        rest.keys = self.new_keys(rest.samples)
+        assert (rest is chunk) == (kept == 0)
+        if kept:
+            self.open[rest.place] = rest
+            self.made[rest.place] = self.made[chunk.place]
+            self.admitted.insert(self.admitted.index(chunk.place) + 1, rest.place)
 
     @precondition(lambda self: self.open)
     @rule(pick=st.integers(0, 99))
     def commit(self, pick):
-        order = sorted(self.open)[pick % len(self.open)]
-        keys = [SampleKey(0, order, i) for i in range(CHUNK)]
-        outcome = self.buffer.commit(self.open.pop(order), order, keys, self.made[order], 10)
-        fresh = self.version - self.made[order] <= self.eta
+        place = sorted(self.open)[pick % len(self.open)]
+        chunk = self.open.pop(place)
+        outcome = self.buffer.commit(chunk, "a reference", self.made[place], 10)
+        fresh = self.version - self.made[place] <= self.eta
         assert (outcome is CommitOutcome.READY) == fresh
         if fresh:
-            self.committed.update(keys)
+            self.committed.update(chunk.keys)
         else:
-            self.admitted.remove(order)
+            self.admitted.remove(place)
 
     @rule()
     def lease(self):
         lease = self.buffer.lease(2 * CHUNK, self.version) if not self.stuck() else None
         if lease is None:
             return
-        orders = [entry.order for entry in lease.entries]
-        assert len(lease.keys) == 2 * CHUNK and orders == sorted(orders)
-        assert all(0 <= self.version - self.made[order] <= self.eta for order in orders)
+        places = [chunk.place for chunk in lease.chunks]
+        assert len(lease.keys) == 2 * CHUNK and places == sorted(places)
+        assert all(0 <= self.version - self.made[place] <= self.eta for place in places)
         if self.eta == 0:
-            out = {entry.order for other in self.leases for entry in other.entries}
-            left = [o for o in self.admitted if o not in out and (o in self.open or self.made[o] == self.version)]
-            assert orders == left[:2]
+            out = {chunk.place for other in self.leases for chunk in other.chunks}
+            left = [place for place in self.admitted if place not in out and (
+                place in self.open or self.made[place] == self.version)]
+            assert places == left[:len(places)]
         self.leases.append(lease)
 
     @precondition(lambda self: self.leases)
@@ -66,21 +89,23 @@ class BufferMachine(RuleBasedStateMachine):
         lease = self.leases.pop(pick % len(self.leases))
         self.buffer.ack(lease, lease.version)
         self.trained += lease.keys
-        for entry in lease.entries:
-            self.admitted.remove(entry.order)
+        for chunk in lease.chunks:
+            self.admitted.remove(chunk.place)
 
     @rule()
     def update_makes_a_version(self):
         self.version += 1
         for dropped in self.buffer.evict(self.version):
-            assert self.version - self.made[dropped.order] > self.eta
+            assert self.version - self.made[dropped.place] > self.eta
             self.dropped += dropped.keys
-            self.admitted.remove(dropped.order)
+            self.admitted.remove(dropped.place)
 
     def stuck(self):
-        """Bytes full with less than an update and nothing under way: the buffer raises instead of waiting."""
+        """Nothing under way and less than an update with bytes full, or chunks that do not add up to one because one
+        part of a chunk was dropped: the buffer raises instead of waiting."""
         limit = self.buffer.capacity_bytes
-        return limit is not None and self.buffer.bytes >= limit and not self.open
+        full = limit is not None and self.buffer.bytes >= limit
+        return not self.open and (full or any(chunk.samples < CHUNK for chunk in self.buffer.ready()))
 
     def counts(self):
         stats = self.buffer.stats()
@@ -88,12 +113,17 @@ class BufferMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_committed_key_is_in_exactly_one_state(self):
-        ready = [key for entry in self.buffer.ready_entries() for key in entry.keys]
+        ready = [key for chunk in self.buffer.ready() for key in chunk.keys]
         leased = [key for lease in self.leases for key in lease.keys]
         everywhere = ready + leased + self.trained + self.dropped
         assert len(everywhere) == len(set(everywhere)) and set(everywhere) == self.committed
         assert self.buffer.accepted == len(self.committed) - len(self.dropped)
-        assert self.counts() == (len(ready), CHUNK * len(self.open), len(leased))
+        reserved = sum(chunk.samples for chunk in self.open.values())
+        assert self.counts() == (len(ready), reserved, len(leased)) and self.buffer.running == reserved
+
+    @invariant()
+    def what_is_under_way_is_in_admission_order(self):
+        assert [chunk.place for chunk in self.buffer.under_way()] == sorted(self.open)
 
     @invariant()
     def capacity_is_never_exceeded(self):
