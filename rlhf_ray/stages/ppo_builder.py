@@ -68,7 +68,7 @@ class CoordinatorBuilder:
         pipeline = Pipeline(config, roles, calls, state, buffer, self.prompts, ledger, self._quarantine(ledger))
         evaluator = None
         if config.evaluation and self.held_out:
-            evaluator = Evaluator(config, roles, calls, self.held_out, progress.warn_once)
+            evaluator = Evaluator(config, derived, roles, calls, self.held_out, progress.warn_once)
         pace = SavePace(config.checkpoint.every_minutes)
         recovery = Recovery(self.store, roles, state, buffer, self.geometry, ledger,
                             experience_kind(config), files, pace)
