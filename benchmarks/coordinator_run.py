@@ -26,6 +26,7 @@ from benchmarks.coordinator_stubs import CHUNK, StubRoles
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig, role_facts
@@ -154,8 +155,9 @@ async def run_coordinator(config: PPOConfig, roles: RoleGroups, reader: Any, liv
     prompts = PromptSource(WorkerDispatcher(reader, roles.health), "training",
                            [config.run.steps * config.coordinator.samples_per_step], [])
     with (directory.path / "progress.txt").open("w") as stream, StageProgress("", config.run.steps, 0, stream) as shown:
-        builder = CoordinatorBuilder(config, roles, WeightSync(config.weights, roles), prompts, None, directory,
-                                     CheckpointStore(directory.checkpoints, 1), {}, shown, StopRequest(shown.warn))
+        builder = CoordinatorBuilder(config, derive(config), roles, WeightSync(config.weights, roles), prompts, None,
+                                     directory, CheckpointStore(directory.checkpoints, 1), {}, shown,
+                                     StopRequest(shown.warn))
         coordinator = builder.build(metrics, EvaluationLog(directory, None), None)
         coordinator.state.unmeasured = False
         metrics.mark(0)

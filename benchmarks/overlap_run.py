@@ -137,13 +137,14 @@ class OverlapRun:
         buffer.load_state_dict(self._places, {})
         watch, silent = Watch(self._roles.clock), _Silent()
         with self._ledger(config, state.cursor) as ledger:
-            calls = ChunkCalls(self._roles, derive(config))
+            derived = derive(config)
+            calls = ChunkCalls(self._roles, derived)
             pipeline = Pipeline(config, self._roles, calls, state, buffer, self._prompts, ledger)
             await Coordinator(
-                config, self._roles, state, buffer, calls, pipeline, self._weights, recovery=cast(Any, silent),
-                evaluator=None, best=cast(Any, silent), metrics=cast(Any, watch), samples=cast(Any, silent),
-                progress=cast(Any, silent), stop=StopRequest(lambda _: None), on_evaluation=lambda *_: None,
-                profiler=StepProfiler(RunDirectory(Path(config.run.dir)), self._roles),
+                config, derived, self._roles, state, buffer, calls, pipeline, self._weights,
+                recovery=cast(Any, silent), evaluator=None, best=cast(Any, silent), metrics=cast(Any, watch),
+                samples=cast(Any, silent), progress=cast(Any, silent), stop=StopRequest(lambda _: None),
+                on_evaluation=lambda *_: None, profiler=StepProfiler(RunDirectory(Path(config.run.dir)), self._roles),
             ).run()
         self._step, self._places = state.step, buffer.state_dict()
         return watch.middle(config.coordinator.samples_per_step)
@@ -196,8 +197,9 @@ async def overlap_run(config: PPOConfig) -> AsyncIterator[OverlapRun]:
     """The team of `config`, started, each side on a core of its own."""
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
     async with open_runtime(config) as runtime:
-        roles = spawn_roles(config, runtime)
-        prompts, _ = await start_roles(config, runtime, roles, cast(Any, _Silent()))
+        derived = derive(config)
+        roles = spawn_roles(config, derived, runtime)
+        prompts, _ = await start_roles(config, derived, runtime, roles, cast(Any, _Silent()))
         give_cores()
         yield OverlapRun(config, roles, prompts)
 

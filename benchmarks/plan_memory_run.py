@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import threading
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +103,7 @@ def main() -> None:
     """Make models and rows, run the stage, write what was seen."""
     case, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[1]).parent
     in_a_child(make_models, case["shape"], directory)
+    from rlhf_ray import run
     from rlhf_ray.cli.library_logging import quiet_libraries
     from rlhf_ray.config.load import STAGES
 
@@ -112,7 +112,7 @@ def main() -> None:
     config = STAGES[case["stage"]](**case["config"])
     watch = Watch()
     watch.start()
-    import_module(f"rlhf_ray.stages.{case['stage'].replace('-', '_')}").run(config)
+    run(config)
     Path(sys.argv[2]).write_text(json.dumps({"config": case["config"], "held_mib": watch.finish()}))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rlhf_ray.config.algorithm import method_in_words
-from rlhf_ray.config.derived import derive, reference_in_words
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.model import NewModelConfig
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.config.stages import PPOConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
@@ -68,7 +68,8 @@ def card_of(config: SFTConfig | RewardModelConfig | ProcessRewardConfig | PPOCon
 
 def _card_of_policy(config: PPOConfig, step: int, metrics: Mapping[str, float]) -> ModelCardInfo:
     text = f", and text in {config.ptx.title}" if config.ptx else ""
-    derived, others = derive(config), {"Reference, from which the KL is measured": reference_in_words(config)}
+    derived = derive(config)
+    others = {"Reference, from which the KL is measured": derived.reference_in_words}
     if derived.starts_critic:
         others["Critic, started from"] = derived.critic_model.path
     rewards = {name: reward.model_dump() for name, reward in config.rewards.items()}

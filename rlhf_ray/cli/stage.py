@@ -121,7 +121,7 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
     from rlhf_ray.config.load import COMMANDS, load
     from rlhf_ray.observability.progress import FINISHED
     from rlhf_ray.observability.run_directory import RunDirectory
-    from rlhf_ray.stages.run_stage import run
+    from rlhf_ray.stages.run_stage import run_loaded
 
     config = load(COMMANDS[command], path, overrides, resume, may_have_gpus)
     if config.run.auto_resume and not is_child():
@@ -129,7 +129,7 @@ def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool
         from rlhf_ray.cluster.head_node import is_listening
 
         raise typer.Exit(run_and_resume([command, *arguments], store, resume, Outage(config.cluster, is_listening)))
-    run(config, resume=resume)
+    run_loaded(command, config, resume)
     print_results(RunDirectory(config.run.dir))
     typer.echo(f"{FINISHED}{config.run.dir}")
 

@@ -75,6 +75,14 @@ class Derived:
         """Whether the reference is the frozen base of the policy's adapters."""
         return self.uses_reference and not self.starts_reference
 
+    @property
+    def reference_in_words(self) -> str:
+        """The reference, for people."""
+        if not self.uses_reference:
+            return "none: algorithm.kl.coef=0, and nothing else needs one"
+        base = "the frozen base of the policy's adapters, " if self.policy_is_reference else ""
+        return f"{base}{self.reference_model.path}"
+
 
 def longest_row(config: StageConfig) -> int:
     """Tokens of the longest row, or pair of rows, which a learner's micro-batch must hold."""
@@ -134,15 +142,6 @@ def derive(config: PPOConfig) -> Derived:
         evaluates_the_policy_itself=held_out is None or held_out.same_distribution(training),
         solved_at=_solved_at(config),
     )
-
-
-def reference_in_words(config: PPOConfig) -> str:
-    """The reference of a run, for people."""
-    derived = derive(config)
-    if not derived.uses_reference:
-        return "none: algorithm.kl.coef=0, and nothing else needs one"
-    base = "the frozen base of the policy's adapters, " if derived.policy_is_reference else ""
-    return f"{base}{derived.reference_model.path}"
 
 
 def needs_reference(config: PPOConfig) -> list[str]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.prompt_source import PromptSource
@@ -42,11 +42,11 @@ class Evaluator:
     evaluation with all its responses, with a warning, and counted as `unscored`.
     """
 
-    def __init__(self, config: PPOConfig, roles: RoleGroups, calls: ChunkCalls, prompts: PromptSource,
-                 warn: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, config: PPOConfig, derived: Derived, roles: RoleGroups, calls: ChunkCalls,
+                 prompts: PromptSource, warn: Callable[[str], None] = lambda _: None) -> None:
         """`config` has a section `evaluation`."""
         assert config.evaluation is not None
-        self._config, self._evaluation = config, config.evaluation
+        self._config, self._evaluation, self._derived = config, config.evaluation, derived
         self._roles, self._calls, self._warn = roles, calls, warn
         self._rollouts = RolloutSource(roles.dispatcher(roles.generators), prompts, self._evaluation.seed,
                                        self._evaluation.sampling)
@@ -67,12 +67,13 @@ class Evaluator:
 
     async def _measure(self) -> Evaluation:
         config, roles = self._config, self._roles
-        derived, size = derive(config), config.generator.chunk
+        size = config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts, unscored = await self._measured(chunks)
         refs = (part.ref for part in parts)
         metrics, texts = await roles.dispatcher(roles.assembler).value(
-            Assembler.sum_up, derived.evaluates_the_policy_itself, derived.solved_at, *refs, phase="evaluate")
+            Assembler.sum_up, self._derived.evaluates_the_policy_itself, self._derived.solved_at, *refs,
+            phase="evaluate")
         if config.reward.on_failure == "quarantine":
             metrics["unscored"] = float(unscored)
         return Evaluation(metrics, texts)

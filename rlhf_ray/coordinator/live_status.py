@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from rlhf_ray.config.derived import reference_in_words
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.errors import DiskStalled, RLHFError, RunInterrupted, SupersededError
 from rlhf_ray.observability.background_task import OnFailure, background_task, log_failure
@@ -74,7 +73,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
     return {
         "time": time.time(), "step": state.step, "steps": coordinator.config.run.steps, "samples": state.samples,
         "max_staleness": coordinator.config.coordinator.max_staleness,
-        "reference": reference_in_words(coordinator.config),
+        "reference": coordinator.derived.reference_in_words,
         "buffer": {"ready": buffer.samples_ready, "under_way": buffer.samples_reserved,
                    "training": buffer.samples_leased, "mb": buffer.bytes / 2**20},
         "quarantined": coordinator.pipeline.quarantine.samples if coordinator.pipeline.quarantine else 0,

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
@@ -38,6 +38,8 @@ class Coordinator:
     """One run. Synchronous PPO and bounded staleness are one loop, configured by `coordinator.max_staleness`."""
 
     config: PPOConfig
+    derived: Derived
+    """What follows from `config`."""
     roles: RoleGroups
     state: RunState
     buffer: ReplayBuffer
@@ -69,7 +71,7 @@ class Coordinator:
     """Whether a checkpoint follows the present step, as was decided before new chunks were admitted."""
 
     def __post_init__(self) -> None:
-        self._learning = Learning(self.config.algorithm, derive(self.config).shares_backbone, self.roles, self.state,
+        self._learning = Learning(self.config.algorithm, self.derived.shares_backbone, self.roles, self.state,
                                   self.buffer, self.pipeline.ledger, self.progress.warn)
 
     async def run(self) -> None:

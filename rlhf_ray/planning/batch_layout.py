@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from rlhf_ray.config.derived import concurrency_of, derive, reference_in_words
+from rlhf_ray.config.derived import concurrency_of, derive
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.config.stages import (
@@ -31,6 +31,7 @@ def batch_layout_of(config: StageConfig) -> dict[str, str]:
 
 
 def _ppo(config: PPOConfig) -> dict[str, str]:
+    derived = derive(config)
     c, a, samples = config.coordinator, config.algorithm, config.coordinator.samples_per_step
     longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
     tokens = f"{config.prompts.max_tokens} + {config.generator.sampling.max_tokens} = {longest} tokens"
@@ -42,10 +43,10 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
                    + (config.run.length if config.run.epochs is None else f"{config.run.length} of the prompts"),
         "policy": micro_batches(config.policy, samples // a.mini_batches, longest),
     }
-    if derive(config).starts_critic:
+    if derived.starts_critic:
         found["critic"] = micro_batches(config.critic, samples // a.mini_batches, longest)
-    copies = _copies(config.reference) if derive(config).starts_reference else ""
-    found["reference"] = reference_in_words(config) + copies
+    copies = _copies(config.reference) if derived.starts_reference else ""
+    found["reference"] = derived.reference_in_words + copies
     if config.reward.shards > 1:
         found["reward"] = rewards_in_words({name: dict(reward) for name, reward in config.rewards.items()}) + _copies(
             config.reward)

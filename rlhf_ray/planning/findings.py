@@ -77,7 +77,8 @@ def _sequences(config: StageConfig, roles: Sequence[Role], memory: dict[str, Mem
         prompts = config.prompts.max_tokens  # type: ignore[attr-defined]
         response, field = generator.sampling.max_tokens, "generator.sampling.max_tokens"
         if isinstance(config, PPOConfig):
-            response, field = derive(config).longest_response, derive(config).longest_response_field
+            derived = derive(config)
+            response, field = derived.longest_response, derived.longest_response_field
         longest, shape = prompts + response, role.models[0]
         if shape.context is not None and longest > shape.context:
             yield Finding("refused", f"prompts.max_tokens={prompts} + {field}={response} = {longest} tokens is over "

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rlhf_ray.config.derived import derive, needs_reference
+from rlhf_ray.config.derived import Derived, needs_reference
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.recovery import Geometry
@@ -15,14 +15,14 @@ READ_BY = ("text", "prompt", "response", "messages", "chosen", "rejected", "marg
 """Fields of a section of data that decide what is read from a row."""
 
 
-def ppo_geometry(config: PPOConfig) -> Geometry:
+def ppo_geometry(config: PPOConfig, derived: Derived) -> Geometry:
     """Values, by field, on which the order of prompts, places in the buffer, trained parameters and ready advantages
     depend, and the frozen models: the reference, and what adapters are added to.
 
     Raises:
         ModelError: the weights of a model cannot be read.
     """
-    derived, critic = derive(config), config.critic
+    critic = config.critic
     named_critic = derived.starts_critic and (critic.path or critic.lora)
     return {
         "run.seed": config.run.seed,

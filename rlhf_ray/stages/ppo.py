@@ -7,8 +7,7 @@ from functools import partial
 from typing import Any
 
 from rlhf_ray.cluster.session import Session
-from rlhf_ray.config.derived import reward_sections
-from rlhf_ray.config.load import resolve
+from rlhf_ray.config.derived import Derived, derive, reward_sections
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
 from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
@@ -62,27 +61,29 @@ __all__ = ["finalize_ledger", "preflight", "run", "show_live"]
 
 
 def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
-    """Run the stage to its end; returns what it wrote to summary.json.
+    """Run the stage to its end with a resolved configuration; returns what it wrote to summary.json.
 
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
-    config = with_gpu_settings(resolve(config), resume)
+    config = with_gpu_settings(config, resume)
     configured = config.generator.workers
     preflight(config)
     config = with_steps(config, lambda: count_prompts(config), config.coordinator.prompts_per_step)
-    geometry = ppo_geometry(config)
+    derived = derive(config)
+    geometry = ppo_geometry(config, derived)
     with owned_directory(config, resume) as directory:
         if resume:
             fetch_uploaded(config, directory)  # first: the number of generators may be saved only there
             config = with_generators(config, load_generator_count(directory, configured))
             check_resume(config, config.run.steps, geometry)
         return run_stage(config, directory, resume,
-                         lambda session: _run(config, directory, session, resume, configured, geometry))
+                         lambda session: _run(config, derived, directory, session, resume, configured, geometry))
 
 
 async def _run(
-    config: PPOConfig, directory: RunDirectory, session: Session, resume: bool, configured: int, geometry: Geometry
+    config: PPOConfig, derived: Derived, directory: RunDirectory, session: Session, resume: bool, configured: int,
+    geometry: Geometry,
 ) -> dict[str, Any]:
     """`configured`: the number of generators in the configuration; a run that was scaled resumes with another
     number."""
@@ -100,10 +101,10 @@ async def _run(
 
         log = FaultLog(directory.faults, progress.warn, progress.note, directory.term, files.records)
         health = HealthMonitor(config.cluster, log)
-        roles = spawn_roles(config, runtime, health)
+        roles = spawn_roles(config, derived, runtime, health)
         if len(roles.generators) != configured:
             progress.note(f"{len(roles.generators)} generators, as set by `rlhf-ray scale` (configured: {configured})")
-        prompts, held_out = await start_roles(config, runtime, roles, progress)
+        prompts, held_out = await start_roles(config, derived, runtime, roles, progress)
         left_out = [*prompts.left_out, *(held_out.left_out if held_out else [])]
         await write_left_out(directory, left_out)
         for warning in [*_repeats(config, sum(prompts.sizes)), *trained_on_other_ends(config),
@@ -111,7 +112,7 @@ async def _run(
             progress.warn(warning)
         timeout_s = config.cluster.heartbeat_timeout_s
         phases = Phases(config.generator, config.policy, config.critic, roles)
-        canary = canary_of(config, roles)
+        canary = canary_of(config, derived, roles)
         if canary is not None:
             gap = await canary.compare_at_start()
             progress.note(f"generators and learner compute the same model: log-probabilities differ by {gap:.2g} nats")
@@ -124,7 +125,7 @@ async def _run(
         learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
                                          partial(restart_learners, config, runtime, roles, progress), progress.warn,
                                          stop, files)
-        builder = CoordinatorBuilder(config, roles, weights, prompts, held_out, directory, store, geometry,
+        builder = CoordinatorBuilder(config, derived, roles, weights, prompts, held_out, directory, store, geometry,
                                      progress, stop)
         attempts = RunAttempts(config.logging, directory, learner_restart, builder.build)
         scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.session import write_timeline
-from rlhf_ray.config.derived import derive, experience_kind
+from rlhf_ray.config.derived import Derived, experience_kind
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
@@ -40,6 +40,8 @@ class CoordinatorBuilder:
     new for an attempt."""
 
     config: PPOConfig
+    derived: Derived
+    """What follows from `config`."""
     roles: RoleGroups
     weights: WeightSync
     prompts: PromptSource
@@ -57,8 +59,8 @@ class CoordinatorBuilder:
         Args:
             resume_at: step of the checkpoint to continue from; NOTHING starts over, None starts a new run.
         """
-        config, roles, files, progress = self.config, self.roles, self.directory.files, self.progress
-        derived, term = derive(config), self.directory.term
+        config, derived, roles = self.config, self.derived, self.roles
+        files, progress, term = self.directory.files, self.progress, self.directory.term
         state = self._state()
         buffer = self._buffer()
         ledger = self._ledger(state.cursor, resume_at)
@@ -66,7 +68,7 @@ class CoordinatorBuilder:
         pipeline = Pipeline(config, roles, calls, state, buffer, self.prompts, ledger, self._quarantine(ledger))
         evaluator = None
         if config.evaluation and self.held_out:
-            evaluator = Evaluator(config, roles, calls, self.held_out, progress.warn_once)
+            evaluator = Evaluator(config, derived, roles, calls, self.held_out, progress.warn_once)
         pace = SavePace(config.checkpoint.every_minutes)
         recovery = Recovery(self.store, roles, state, buffer, self.geometry, ledger,
                             experience_kind(config), files, pace)
@@ -86,7 +88,7 @@ class CoordinatorBuilder:
                           + ", ".join(f"{name} {value:.3g}" for name, value in evaluation.metrics.items()))
 
         coordinator = Coordinator(
-            config=config, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
+            config=config, derived=derived, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
             weights=self.weights, recovery=recovery, evaluator=evaluator, best=best, metrics=metrics, samples=samples,
             progress=progress, stop=self.stop, on_evaluation=note_evaluation, profiler=profiler, files=files,
             pace=pace)
@@ -101,7 +103,7 @@ class CoordinatorBuilder:
 
     def _held_out_contents(self) -> Contents:
         """Digests of the evaluation's data sets; other rows of one are another data set, which a resume may name."""
-        contents, section = self.held_out.contents if self.held_out else [], derive(self.config).evaluation_prompts
+        contents, section = self.held_out.contents if self.held_out else [], self.derived.evaluation_prompts
         if section is None:
             return contents
         return [[part.selection, digest] for part, (_, digest) in zip(section.parts(), contents, strict=True)]

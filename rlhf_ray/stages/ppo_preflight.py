@@ -1,6 +1,6 @@
 """What is checked of a PPO run before anything is started."""
 
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import Derived, derive
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.failpoints import armed
@@ -42,14 +42,14 @@ def preflight(config: PPOConfig) -> None:
     longest, field = derived.longest_response, derived.longest_response_field
     rows = derived.longest_sample, f"prompts.max_tokens + {field}"
     check_family(config.model, "model", POLICY, rows)
-    check_rewards(config)
+    check_rewards(config, derived)
     check_adapters(config.policy, config.model, "policy", scalar=False)
     check_router(config.model, "policy", config.policy.router_aux_loss_coef)
     if config.reference.path:
-        _check_other_model(config, derived.reference_model, "reference")
+        _check_other_model(config, derived, derived.reference_model, "reference")
         check_family(derived.reference_model, "reference", {Use.LANGUAGE}, rows)
     if derived.starts_critic:
-        _check_critic(config, derived.critic_model, rows)
+        _check_critic(config, derived, rows)
     check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
     if config.evaluation:
@@ -59,20 +59,20 @@ def preflight(config: PPOConfig) -> None:
         check_first_rows(section, config.model)
 
 
-def _check_critic(config: PPOConfig, model: ModelConfig, rows: tuple[int, str]) -> None:
+def _check_critic(config: PPOConfig, derived: Derived, rows: tuple[int, str]) -> None:
     """Refuse a model that cannot be the critic; `rows` as `longest` of `check_family`."""
+    model = derived.critic_model
     if config.critic.path:
-        _check_other_model(config, model, "critic")
+        _check_other_model(config, derived, model, "critic")
         has_scalar_head(model, "critic")
     check_family(model, "critic" if config.critic.path else f"critic.init={config.critic.init}", {Use.SCALAR}, rows)
     check_adapters(config.critic, model, "critic", scalar=True)
     check_router(model, "critic", config.critic.router_aux_loss_coef)
 
 
-def _check_other_model(config: PPOConfig, model: ModelConfig, section: str) -> None:
+def _check_other_model(config: PPOConfig, derived: Derived, model: ModelConfig, section: str) -> None:
     """Refuse a model that cannot read the policy's rows: it does not exist, has another tokenizer or fewer embeddings,
     or a shorter context."""
-    derived = derive(config)
     check_model(model, section)
     check_same_tokens(config.model, model, ("model", f"{section}.path"),
                       f"Leave {section}.path empty, or name a model with the policy's tokenizer.")

@@ -9,7 +9,8 @@ from pathlib import Path
 from rlhf_ray.config.adapter_publication import why_merged
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.combination_checks import check_pools, check_transport
-from rlhf_ray.config.derived import derive, placements_of, reward_sections
+from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.config.derived import Derived, placements_of, reward_sections
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.canary import Canary
@@ -31,9 +32,10 @@ from rlhf_ray.workers.role_table import rows_of
 from rlhf_ray.workers.worker_group import WorkerGroup
 
 
-def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | None = None) -> RoleGroups:
+def spawn_roles(
+    config: PPOConfig, derived: Derived, runtime: Runtime, health: HealthMonitor | None = None
+) -> RoleGroups:
     """Spawn all processes of the run; they load in parallel once `start_roles` calls them."""
-    derived = derive(config)
     groups = {}
     for row in rows_of(config, derived):
         arguments = cache(partial(row.cls.arguments, config, derived))  # a rank's next process has those of its first
@@ -42,7 +44,7 @@ def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | Non
 
 
 async def start_roles(
-    config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress
+    config: PPOConfig, derived: Derived, runtime: Runtime, roles: RoleGroups, progress: StageProgress
 ) -> tuple[PromptSource, PromptSource | None]:
     """Load all models and read the prompts at the same time.
 
@@ -70,7 +72,7 @@ async def start_roles(
         await roles.generators.start(timeout_s=limit)
         frozen.remove(roles.generators)
     sources, started, of_frozen, _ = await asyncio.gather(
-        _read_prompts(config, reader, roles, progress),
+        _read_prompts(config, derived.evaluation_prompts, reader, roles, progress),
         asyncio.gather(*(start_learners(group, limit) for group in learners)),
         asyncio.gather(*(group.start(timeout_s=limit) for group in frozen)),
         hand_out_pretraining_text(config, runtime, roles, progress),
@@ -85,9 +87,10 @@ async def start_roles(
     return sources
 
 
-def canary_of(config: PPOConfig, roles: RoleGroups) -> Canary | None:
+def canary_of(config: PPOConfig, derived: Derived, roles: RoleGroups) -> Canary | None:
     """The comparison of generators and learner; None if rows have no room for two tokens and one that vLLM samples."""
-    longest, shape = derive(config).longest_sample - 1, pretrained_config(config.model)
+    longest = derived.longest_sample - 1
+    shape = pretrained_config(config.model)
     if longest < 2:
         return None
     rows, prompt = given_rows(shape, longest), longest + 1 - SAMPLED
@@ -103,11 +106,12 @@ async def restart_learners(config: PPOConfig, runtime: Runtime, roles: RoleGroup
 
 
 async def _read_prompts(
-    config: PPOConfig, group: WorkerGroup, roles: RoleGroups, progress: StageProgress
+    config: PPOConfig, evaluation_prompts: PromptsConfig | None, group: WorkerGroup, roles: RoleGroups,
+    progress: StageProgress,
 ) -> tuple[PromptSource, PromptSource | None]:
     reader = roles.dispatcher(group)
     await group.start()
-    sections, evaluation_prompts = {"training": config.prompts}, derive(config).evaluation_prompts
+    sections = {"training": config.prompts}
     if evaluation_prompts is not None:
         sections["evaluation"] = evaluation_prompts
     contents: dict[str, Contents] = {}

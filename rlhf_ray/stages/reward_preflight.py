@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from rlhf_ray.config.data import PromptsConfig
-from rlhf_ray.config.derived import derive, judge_rewards, reward_sections
+from rlhf_ray.config.derived import Derived, judge_rewards, reward_sections
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import LOCAL_MODELS, FunctionReward, ModelReward, RewardConfig
 from rlhf_ray.config.stages import PPOConfig
@@ -27,13 +27,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def check_rewards(config: PPOConfig) -> None:
+def check_rewards(config: PPOConfig, derived: Derived) -> None:
     """Refuse rewards that cannot work, and a critic that cannot be initialised from one.
 
     Raises:
         ModelError, ConfigError, DataError: naming the component and the fix.
     """
-    derived = derive(config)
     sections = [config.prompts, derived.evaluation_prompts]
     functions = any(isinstance(reward, FunctionReward) for reward in reward_sections(config).values())
     trials = trials_of(sections, config.model) if functions else []

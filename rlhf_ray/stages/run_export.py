@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo, card_of, card_of_average
-from rlhf_ray.config.derived import derive
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.owner_record import Term
@@ -30,7 +29,7 @@ async def export_run(coordinator: Coordinator, evaluations: EvaluationLog, direc
     """Write model/ and, where the run has them, adapter/, value_head.safetensors and model_ema/."""
     config, policy = coordinator.config, coordinator.roles.policy
     await export_learner(policy, config.policy, directory, _card(coordinator, evaluations))
-    if derive(config).shares_backbone:
+    if coordinator.derived.shares_backbone:
         await coordinator.roles.actor_critic.values(
             ActorCriticLearner.export_value_head, str(directory.value_head.absolute()), directory.term)
     if config.policy.ema_decay is not None:

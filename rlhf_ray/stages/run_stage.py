@@ -1,12 +1,12 @@
-"""Runs a stage from Python."""
+"""Runs a stage, from Python or by its command."""
 
 import sys
 from html import escape
 from importlib import import_module
 from typing import Any
 
-from rlhf_ray.config.load import COMMANDS, module_of
-from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.config.load import COMMANDS, module_of, resolve
+from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.errors import ConfigError, StoppedEarly
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.inputs import with_inputs
@@ -35,6 +35,17 @@ def run(config: StageConfig, resume: bool = False) -> dict[str, Any]:
         kinds = ", ".join(kind.__name__ for kind in COMMANDS.values())
         raise ConfigError(f"run() got a {type(config).__name__}; give it one of {kinds}")
     config = with_inputs(config, resume)
+    if isinstance(config, PPOConfig):  # only this stage has values that follow from other sections
+        config = resolve(config)
+    return _run(command, config, resume)
+
+
+def run_loaded(command: str, config: StageConfig, resume: bool) -> dict[str, Any]:
+    """Run the stage of a command with a configuration of `load`, which is resolved; the rest as in `run`."""
+    return _run(command, with_inputs(config, resume), resume)
+
+
+def _run(command: str, config: StageConfig, resume: bool) -> dict[str, Any]:
     stage = import_module(f"rlhf_ray.stages.{module_of(command)}")
     directory = RunDirectory(config.run.dir)
     try:

@@ -3,14 +3,7 @@
 import pytest
 
 from rlhf_ray.config.conditional_fields import without_effect
-from rlhf_ray.config.derived import (
-    buffer_capacity_mb,
-    concurrency_of,
-    derive,
-    model_paths,
-    placements_of,
-    reference_in_words,
-)
+from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, model_paths, placements_of
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.load import STAGES, as_yaml, load, resolve
@@ -49,7 +42,7 @@ def test_a_reference_where_something_needs_it(write, changes, where):
     assert derived.uses_reference == (where != "nowhere") and derived.policy_is_reference == (where == "policy")
     assert derived.starts_reference == ("reference" in placements_of(config)) == (where == "workers")
     assert derived.reference_model.path == ("other" if "--reference.path=other" in changes else config.model.path)
-    assert ("none" in reference_in_words(config)) == (where == "nowhere")
+    assert ("none" in derived.reference_in_words) == (where == "nowhere")
 
 
 def test_models_that_are_named_are_loaded_in_the_policy_s_precision(write):

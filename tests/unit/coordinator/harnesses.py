@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.algorithms.kl import FixedKL
+from rlhf_ray.config.derived import derive
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.quarantine import Quarantine
@@ -134,7 +135,7 @@ def coordinator_of(config, roles, state, buffer, calls, pipeline, publish, **par
     others["samples"] = SampleSaving("off", roles, None, Path(), None, True, _nothing)
     given = {"evaluator": None, "stop": StopRequest(_nothing), "on_evaluation": _nothing, **others, **parts}
     return Coordinator(
-        config=config, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
+        config=config, derived=derive(config), roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
         weights=SimpleNamespace(publish=publish, changing=nullcontext, phases=None, canary=None),
         profiler=StepProfiler(RunDirectory("nowhere"), roles), **given)
 

@@ -80,7 +80,8 @@ class EvaluationHarness:
     def __init__(self, config, rows, bad=(), warn=lambda _: None):
         self.asked, self.scored, self._bad = [], [], bad
         roles = role_groups_of(generators=self.generate, reward=self.score, assembler=self.measure)
-        self.evaluator = Evaluator(config, roles, calls_of(config, roles), StandInPrompts("held out", rows=rows), warn)
+        prompts = StandInPrompts("held out", rows=rows)
+        self.evaluator = Evaluator(config, derive(config), roles, calls_of(config, roles), prompts, warn)
 
     async def generate(self, rank, method, prompts, keys, seed, sampling):
         self.asked.append((keys, seed, prompts[0], sampling))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.load import STAGES, load
 from rlhf_ray.coordinator.recovery import check_geometry
 from rlhf_ray.errors import ConfigError
@@ -22,7 +23,8 @@ def geometry_of(tmp_path):
     def _geometry_of(stage: str, changes: list[str]):
         path = tmp_path / f"{stage}.yaml"
         path.write_text(yaml.safe_dump(MINIMAL[stage]))
-        made = (ppo_geometry if stage == "ppo" else supervised_geometry)(load(STAGES[stage], path, changes))
+        config = load(STAGES[stage], path, changes)
+        made = ppo_geometry(config, derive(config)) if stage == "ppo" else supervised_geometry(config)
         return json.loads(json.dumps(made))
 
     return _geometry_of

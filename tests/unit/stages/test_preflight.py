@@ -31,6 +31,7 @@ from rlhf_ray.stages.preflight import (
     context_length,
 )
 from rlhf_ray.stages.reward_preflight import scored_elsewhere
+from rlhf_ray.stages.run_stage import run
 from tests.models import make_tiny_llama, make_tiny_reward_model, make_tiny_tokenizer
 from tests.tiny_families import DECODERS, GROUPED, config_of
 
@@ -534,14 +535,14 @@ def test_every_stage_refuses_what_is_known_not_to_work(of_family, llama, tmp_pat
 
 
 def test_a_stage_refuses_sections_that_do_not_fit_together_however_it_was_configured():
-    for stage, config in (
-        (sft, SFTConfig(model={"path": "m"}, data={"path": "d"}, learner={"cpus": 9})),
-        (preferences, PreferencesStageConfig(model={"path": "m"}, prompts={"path": "p"}, generator={"cpus": 9})),
-        (ppo, PPOConfig(model={"path": "m"}, prompts={"path": "p"}, generator={"cpus": 9},
-                        rewards={"main": {"type": "model", "path": "r"}})),
+    for config in (
+        SFTConfig(model={"path": "m"}, data={"path": "d"}, learner={"cpus": 9}),
+        PreferencesStageConfig(model={"path": "m"}, prompts={"path": "p"}, generator={"cpus": 9}),
+        PPOConfig(model={"path": "m"}, prompts={"path": "p"}, generator={"cpus": 9},
+                  rewards={"main": {"type": "model", "path": "r"}}),
     ):
         with pytest.raises(ConfigError, match="cpus=9 is more than a bundle of pools.default has"):
-            stage.run(config)
+            run(config)
 
 
 def test_ppo_refuses_what_cannot_be_generated_and_rows_beyond_scaled_positions(of_family, ppo_config):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, DataError
@@ -25,10 +26,11 @@ def check(policy, tmp_path):
     prompts.write_text(json.dumps({"prompt": "w5 w6", "answer": "w7"}) + "\n")
 
     def run(*urls, **settings):
-        check_rewards(PPOConfig.model_validate({
+        config = PPOConfig.model_validate({
             "model": {"path": str(policy)}, "prompts": {"path": str(prompts), "max_tokens": 8},
             "rewards": {"far": {"type": "http", "urls": urls, "request_timeout_s": 10, **settings}},
-        }))
+        })
+        check_rewards(config, derive(config))
 
     return run
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.prompt_input import PromptInput
@@ -34,9 +35,10 @@ def check(policy, tmp_path):
         (tmp_path / "mine.py").write_text(code)
         (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         prompts = prompts or {"path": str(tmp_path / "prompts.jsonl")}
-        check_rewards(PPOConfig(
+        config = PPOConfig(
             model={"path": str(policy)}, prompts={**prompts, "max_tokens": 8}, reward=reward or {},
-            rewards={"mine": {"type": "function", "function": f"{tmp_path}/mine.py:score", **settings}}))
+            rewards={"mine": {"type": "function", "function": f"{tmp_path}/mine.py:score", **settings}})
+        check_rewards(config, derive(config))
 
     return run
 

@@ -10,7 +10,7 @@ import pytest
 import rlhf_ray
 import rlhf_ray.config
 from rlhf_ray.config.fields import section_of_items, sections_of, sections_of_values
-from rlhf_ray.config.load import STAGES
+from rlhf_ray.config.load import STAGES, resolve
 from rlhf_ray.errors import StoppedEarly
 from rlhf_ray.internals.asyncio import run_coroutine
 from rlhf_ray.stages import ppo, run_stage, sft
@@ -37,7 +37,13 @@ def test_importing_the_package_imports_nothing_else():
 def test_configurations_of_several_methods_are_of_one_stage(cls, monkeypatch):
     config = cls(model={"path": "a"}, rewards={"r": {"type": "number"}}, prompts={"path": "b"})
     monkeypatch.setattr(ppo, "run", lambda config, resume: {"seen": config})
-    assert rlhf_ray.run(config) == {"seen": config}
+    assert rlhf_ray.run(config) == {"seen": resolve(config)} != {"seen": config}
+
+
+def test_a_configuration_that_was_loaded_is_not_resolved_again(monkeypatch):
+    config = rlhf_ray.PPOConfig(model={"path": "a"}, rewards={"r": {"type": "number"}}, prompts={"path": "b"})
+    monkeypatch.setattr(ppo, "run", lambda config, resume: {"seen": config, "resume": resume})
+    assert run_stage.run_loaded("grpo", config, True) == {"seen": config, "resume": True}
 
 
 def test_the_class_of_a_configuration_determines_the_stage(monkeypatch):
