@@ -263,7 +263,8 @@ class TrainEngine:
         self.consecutive_skipped_updates = int(saved.notes["consecutive_skipped_updates"])
 
     def _restore(self, saved: TrainingState, part: OptimizerShard) -> None:
-        span, states = slice(part.start, part.stop), self._optimizer.state
+        span = slice(part.start, part.stop)
+        states = self._optimizer.state
         # Between phases the state is in main memory; generators may be awake on this GPU.
         offloads = isinstance(self.config, PPOLearnerConfig) and self.config.offload_between_phases
         device = "cpu" if offloads else part.owner.device

@@ -114,7 +114,8 @@ def score_columns(
         forward: returns each column's `[n]` numbers at a micro-batch's response tokens.
     """
     values = np.zeros((columns, len(rollout.tokens)), dtype=np.float32)
-    places, scored = [], []
+    places = []
+    scored = []
     for rows in plan:
         micro = MicroBatch(rollout.select(rows), device)
         places.append(row_indices(rollout.offsets, rows)[micro.record.response_mask])
@@ -127,7 +128,8 @@ def score_columns(
 def share_of(scores: TokenScores, rank: int, world: int) -> TokenScores:
     """The contiguous rows that `inference_plan` assigns to `rank`."""
     rows = rows_of_rank(len(scores), rank, world)
-    first, last = (rows[0], rows[-1] + 1) if len(rows) else (0, 0)
+    first = rows[0] if len(rows) else 0
+    last = rows[-1] + 1 if len(rows) else 0
     offsets = scores.offsets
     return TokenScores(offsets=offsets_of(np.diff(offsets[first : last + 1])),
                        values=scores.values[offsets[first] : offsets[last]])

@@ -62,7 +62,8 @@ class Publication:
 
     def disconnect(self) -> None:
         """Leave the generators, if connected."""
-        sender, self._sender = self._sender, None
+        sender = self._sender
+        self._sender = None  # also if closing it fails
         if sender is not None:
             sender.close()
 
