@@ -210,8 +210,9 @@ class Call(Generic[Answer]):
         """The error to raise. For a worker that was given up earlier, it states that reason."""
         age_s = time.monotonic() - self.started
         if self.fence.closed is not None:
-            kind, message = "stale", (f"{self.worker} was given up while {self.method} was under way for {age_s:.1f} s:"
-                                      f" {self.fence.closed}")
+            kind = "stale"
+            message = (f"{self.worker} was given up while {self.method} was under way for {age_s:.1f} s: "
+                       f"{self.fence.closed}")
         return WorkerLost(message, self.role, self.rank, self.fence.incarnation, self.method, kind, age_s)
 
     def _as_our_error(self, error: RayTaskError) -> RLHFError:

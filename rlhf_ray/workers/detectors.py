@@ -32,7 +32,9 @@ class HeartbeatDetector:
             timeout_s: how long a count may stand still.
             silent: called with a worker whose count has stood still for longer, and for how many seconds.
         """
-        self._watched, self._timeout_s, self._silent = watched, timeout_s, silent
+        self._watched = watched
+        self._timeout_s = timeout_s
+        self._silent = silent
         self._period_s = min(max(PERIOD_S, timeout_s / LOOKS), LONGEST_PERIOD_S)
         self._counts: dict[tuple[str, int, int], tuple[int | None, float]] = {}
         """By role, rank and incarnation: the last count, and the seconds since it changed."""

@@ -25,7 +25,8 @@ class WorkerDispatcher(Generic[Role]):
 
     def __init__(self, group: WorkerGroup[Role], health: HealthMonitor) -> None:
         """`health` decides what the loss of a worker means."""
-        self.group, self.health = group, health
+        self.group = group
+        self.health = health
         self.scheduler = LeastLoadedScheduler(group)
         self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By the first rank of a sharded model: its ranks take one call at a time, so that all take them in the same

@@ -23,9 +23,10 @@ from rlhf_ray.workers.calls import Call, Deadline
 from rlhf_ray.workers.scheduler import LeastLoadedScheduler
 from rlhf_ray.workers.worker_group import WorkerGroup
 
-FIRST_DELAY_S, LONGEST_DELAY_S = 15.0, 600.0
-"""Before the first restart of a worker beyond `cluster.max_restarts`, while others of its group work, and at most; each
-delay is twice the one before."""
+FIRST_DELAY_S = 15.0
+"""Delay before the first restart of a worker beyond `cluster.max_restarts`, while others of its group work; each one is
+twice the one before."""
+LONGEST_DELAY_S = 600.0
 CHECKS = 4
 """Checks of a worker within the heartbeat timeout. Most calls are finished before the first one."""
 LONGEST_PERIOD_S = 5.0
@@ -92,7 +93,9 @@ class HealthMonitor:
     def __init__(self, config: ClusterConfig | None = None, log: FaultLog | None = None,
                  clock: StepClock | None = None) -> None:
         """`clock` has the calls under way."""
-        self._config, self.log, self.clock = config or ClusterConfig(), log or FaultLog(), clock or StepClock()
+        self._config = config or ClusterConfig()
+        self.log = log or FaultLog()
+        self.clock = clock or StepClock()
         self._schedulers: dict[str, GroupScheduler] = {}
         self._ready: dict[str, Ready] = {}
         self._learners: dict[str, WorkerGroup] = {}
@@ -110,7 +113,9 @@ class HealthMonitor:
 
     def register(self, scheduler: GroupScheduler, ready: Ready = as_started) -> None:
         """From now on, replace the workers of a scheduler when they are lost."""
-        self._ready[scheduler.group.role], self._schedulers[scheduler.group.role] = ready, scheduler
+        role = scheduler.group.role
+        self._ready[role] = ready
+        self._schedulers[role] = scheduler
 
     def register_learners(self, groups: Iterable[WorkerGroup]) -> None:
         """Groups whose workers are restarted together."""
@@ -295,7 +300,8 @@ class HealthMonitor:
     def _count_restart(self, scheduler: GroupScheduler, rank: int, error: RLHFError) -> int:
         """Number of the next restart since the worker last completed a call. After an error other than its loss it is
         more than `max_restarts`: the worker cannot start."""
-        worker, completed = (scheduler.group.role, rank), scheduler.finished[rank]
+        worker = (scheduler.group.role, rank)
+        completed = scheduler.finished[rank]
         restarts, before = self._consecutive_restarts.get(worker, (0, completed))
         restarts = restarts + 1 if before == completed else 1
         if not isinstance(error, WorkerLost):
@@ -331,9 +337,12 @@ class HealthMonitor:
             self._delayed.discard((role, rank))
 
     def _record(self, loss: Loss, recovery_s: float | None, outcome: str) -> None:
-        error, seconds = loss.error, self.clock.now() - loss.since
-        before_s, loss.recorded_s = loss.recorded_s or 0.0, seconds
-        work_again, loss.work_again = loss.work_again, 0
+        error = loss.error
+        seconds = self.clock.now() - loss.since
+        before_s = loss.recorded_s or 0.0
+        loss.recorded_s = seconds
+        work_again = loss.work_again
+        loss.work_again = 0
         self.log.write({
             "role": error.role, "rank": error.rank, "incarnation": error.incarnation, "pid": loss.pid,
             "kind": error.kind, "method": error.method, "reason": str(error), "call_age_s": round(error.age_s, 3),
