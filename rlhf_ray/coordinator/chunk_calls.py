@@ -22,9 +22,9 @@ from rlhf_ray.workers.role_groups import RoleGroups
 from rlhf_ray.workers.role_table import ASSEMBLED, ScorerRow
 
 Columns = dict[str, Any]
-"""What roles have computed for the chunks of a scoring batch, by the names in the role table: a reference, or a list with
-a reference for each rank of a learner, empty where no learner was called. A frozen scorer that the run does not have
-leaves its column out."""
+"""What roles have computed for the chunks of a scoring batch, by the names in the role table: a reference, or a list
+with a reference for each rank of a learner, empty where no learner was called. A frozen scorer that the run does not
+have leaves its column out."""
 
 
 class ChunkCalls:
