@@ -29,7 +29,7 @@ from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.stages import PPOConfig, role_facts
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.prompt_source import PromptSource
@@ -136,11 +136,11 @@ def configuration(directory: Path, generators: int, samples: int, batch: int, lo
 
 def role_groups_of(group: Callable[[str, int], Any], generators: int, clock: StepClock) -> RoleGroups:
     """A team with the roles of PPO with a critic."""
-    return RoleGroups(
-        generators=group("generator", generators), reference=group("reference_scorer", SCORERS),
-        reward=group("reward_scorer", SCORERS), assembler=group("assembler", SCORERS),
-        policy=group("policy_learner", 1), critic=group("critic_learner", 1),
-        health=HealthMonitor(clock=clock))
+    workers = {"generator": generators, "reference": SCORERS, "reward": SCORERS, "assembler": SCORERS, "policy": 1,
+               "critic": 1}
+    facts = role_facts(PPOConfig)
+    return RoleGroups({section: group(facts[section].worker, count) for section, count in workers.items()},
+                      health=HealthMonitor(clock=clock))
 
 
 async def run_coordinator(config: PPOConfig, roles: RoleGroups, reader: Any, live: bool) -> dict[str, Any]:

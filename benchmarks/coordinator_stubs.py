@@ -6,7 +6,7 @@ The one place of the project where engines are made up: what is measured with th
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import exp
 from random import Random
@@ -29,6 +29,7 @@ from rlhf_ray.records import (
     WeightsPlan,
     offsets_of,
 )
+from rlhf_ray.roles.generator import GeneratorActivity
 from rlhf_ray.roles.learner_state import SaveProgress
 
 CHUNK = 16
@@ -84,8 +85,10 @@ class StubRoles:
         mask = self._rollout.response_mask
         return replace(self._rollout, keys=keys, versions=np.where(mask, version, -1).astype(np.int32))
 
-    async def logprobs(self, rank: int, *rollouts: Rollout) -> TokenScores:
-        """A number a token, of the policy or the reference; a forward pass for each rollout."""
+    async def logprobs(self, rank: int, *passed: Rollout, rollouts: Sequence[Rollout] = ()) -> TokenScores:
+        """A number a token, of the policy or the reference; a forward pass for each rollout. The reference gets its
+        rollouts by name."""
+        rollouts = passed or rollouts
         await self._wait(SCORE_S * len(rollouts))
         return self._per_token if len(rollouts) == 1 else TokenScores.concat([self._per_token] * len(rollouts))
 
@@ -153,9 +156,9 @@ class StubRoles:
         self._versions[rank] = version
         return WeightsConfirmed(version, 0.0)
 
-    async def tokens_made(self, rank: int) -> float:
+    async def activity(self, rank: int) -> GeneratorActivity:
         """A sign of life."""
-        return self._clock()
+        return GeneratorActivity(1, 0.0, int(1000 * self._clock()))
 
     async def begin_save(self, rank: int, directory: str) -> None:
         """Nothing of a learner is kept."""

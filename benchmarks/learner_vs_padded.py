@@ -19,19 +19,20 @@ from benchmarks.figure import Figure
 from benchmarks.learner_side import RESPONSE_TOKENS, LearnerSide, experience, padding_ratio
 from benchmarks.learner_vs_torch import BareTorchSide
 from rlhf_ray.records import Batch, Experience, offsets_of
-from rlhf_ray.roles.micro_batch import MicroBatch
+from rlhf_ray.roles.micro_batch import MicroBatch, PartLoss
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.ppo_update import Update
 
 
 class PaddedPolicyLearner(PolicyLearner):
     """Works out log-probabilities at every place that has room for a response token, and uses the real ones."""
 
-    def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, part: Batch, update: Update) -> PartLoss:
         """As the policy learner's."""
         micro = MicroBatch(part, self.engine.device)
         room = torch.as_tensor(np.flatnonzero(response_room(part.response_mask.reshape(len(part), -1))))
         logprobs, _ = self.engine.forward(micro.tokens, micro.packing, room)
-        return self.objective(micro, logprobs[torch.isin(room, micro.predicted)], None)
+        return self.objective(micro, logprobs[torch.isin(room, micro.predicted)], None, update)
 
 
 class PaddedLearnerSide(LearnerSide):

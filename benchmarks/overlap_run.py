@@ -197,8 +197,9 @@ async def overlap_run(config: PPOConfig) -> AsyncIterator[OverlapRun]:
     """The team of `config`, started, each side on a core of its own."""
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
     async with open_runtime(config) as runtime:
-        roles = spawn_roles(config, runtime)
-        prompts, _ = await start_roles(config, derive(config), runtime, roles, cast(Any, _Silent()))
+        derived = derive(config)
+        roles = spawn_roles(config, derived, runtime)
+        prompts, _ = await start_roles(config, derived, runtime, roles, cast(Any, _Silent()))
         give_cores()
         yield OverlapRun(config, roles, prompts)
 

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import copy
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ def make_models(directory: Path, name: str, sizes: Sizes) -> tuple[ModelConfig, 
 
 @asynccontextmanager
 async def publishing_roles(learner: ModelConfig, generator: ModelConfig) -> AsyncIterator[RoleGroups]:
-    """Both roles started. `WeightSync` does not call the other roles; the generators stand in for them."""
+    """Both roles started. `WeightSync` does not call the other roles."""
     configs = {"default": PoolConfig(bundles=1, cpus=2)}
     with ray_session(ClusterConfig(dashboard=False), configs, "publish"):
         pools = Pools(configs)
@@ -81,9 +80,7 @@ async def publishing_roles(learner: ModelConfig, generator: ModelConfig) -> Asyn
         generators, learners = groups
         try:
             await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
-            nobody: Any = generators
-            yield RoleGroups(generators=generators, reference=None, reward=nobody, assembler=nobody, policy=learners,
-                             critic=None)
+            yield RoleGroups({"generator": generators, "policy": learners})
             await asyncio.gather(generators.values(Generator.stop), learners.values(PolicyLearner.leave))
         finally:
             for group in groups:

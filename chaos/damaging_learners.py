@@ -4,6 +4,8 @@ journals for the witness.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from chaos.nan_injection import NaNInjection
 from chaos.weight_damage import WeightDamage
 from chaos.witness.learners import WitnessedCriticLearner, WitnessedPolicyLearner
@@ -19,7 +21,11 @@ class DamagingCriticLearner(NaNInjection, WitnessedCriticLearner):
 
 def install_damaging_learners() -> None:
     """Replace the learners of the runs of this process by these."""
-    from rlhf_ray.stages import ppo_roles
+    from rlhf_ray.roles.critic_learner import CriticLearner
+    from rlhf_ray.roles.policy_learner import PolicyLearner
+    from rlhf_ray.workers import role_table
 
-    ppo_roles.PolicyLearner = DamagingPolicyLearner  # type: ignore[misc]
-    ppo_roles.CriticLearner = DamagingCriticLearner  # type: ignore[misc]
+    damaging: dict[type, type] = {PolicyLearner: DamagingPolicyLearner, CriticLearner: DamagingCriticLearner}
+    role_table.ROLE_TABLE = tuple(
+        replace(row, cls=damaging.get(row.cls, row.cls)) for row in role_table.ROLE_TABLE
+    )

@@ -6,16 +6,16 @@ An order is a file beside the injection log. The driver writes it; the rank that
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from chaos.injection_log import INJECTION_LOG, InjectionLog
-from rlhf_ray.engine.deepspeed_engine import StepResult
-from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import AverageMeter
+from rlhf_ray.records import Batch
+from rlhf_ray.roles.micro_batch import AverageMeter, PartLoss
+from rlhf_ray.roles.ppo_update import PPOLearner, Update
 
 
 def nan_order_file(injections: InjectionLog) -> Path:
@@ -42,7 +42,7 @@ def unrecovered(injections: InjectionLog, role: str, rank: int) -> int | None:
     return mine[-1] if mine and mine[-1] not in over else None
 
 
-class NaNInjection(Learner):
+class NaNInjection(PPOLearner):
     """Mixin of a learner that obeys such orders."""
 
     role: str
@@ -58,28 +58,29 @@ class NaNInjection(Learner):
         self._step = step
         return super().update(step, *rest)  # type: ignore[misc]
 
-    def share(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
+    def loss(self, part: Any, *rest: Any) -> PartLoss:
         """As the real learner; when there is an order for this rank, the loss or its gradient is NaN."""
-        loss = super().share(part, whole, counted, meter)
+        found: PartLoss = super().loss(part, *rest)  # type: ignore[misc]
         injections = InjectionLog(Path(os.environ[INJECTION_LOG]))
         number, what = self._take_order(injections)
         if number is None:
-            return loss
+            return found
         self._unrecovered = number
         injections.add("confirmed", fault=number, state=f"{what} of {self.role}/{self.rank} was NaN", seconds=0.0,
                        step=self._step + 1, rank_of=[self.role, self.rank])
         if what == "loss":
-            return loss * torch.nan
-        loss.register_hook(lambda gradient: gradient * torch.nan)
-        return loss
+            return replace(found, loss=found.loss * torch.nan)
+        found.loss.register_hook(lambda gradient: gradient * torch.nan)
+        return found
 
-    def optimize(self, mini_batch: Any, meter: AverageMeter) -> StepResult:
+    def optimize(self, mini_batch: Batch, update: Update, meter: AverageMeter) -> Any:
         """As the real learner; logs "recovered" when a step is applied again."""
         injections = InjectionLog(Path(os.environ[INJECTION_LOG]))
         if not self._began:
-            self._began, self._unrecovered = True, self._unrecovered or unrecovered(injections, self.role, self.rank)
-        result = super().optimize(mini_batch, meter)
-        if result.applied and self._unrecovered is not None:
+            self._began = True
+            self._unrecovered = self._unrecovered or unrecovered(injections, self.role, self.rank)
+        result = super().optimize(mini_batch, update, meter)
+        if result is not None and result.applied and self._unrecovered is not None:
             injections.add("recovered", fault=self._unrecovered)
             self._unrecovered = None
         return result

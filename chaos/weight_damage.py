@@ -54,7 +54,7 @@ class WeightDamage(Learner):
         number, damage = file.read_text().split()
         file.unlink()
         if damage == NAN:
-            name = self.publication.model.changing()[-1]
+            name = self.published_tensors().changing()[-1]
             parameter = dict(self.engine.module.model.named_parameters())[name]
             with torch.no_grad():
                 parameter.view(-1)[0] = torch.nan

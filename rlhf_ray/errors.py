@@ -177,7 +177,15 @@ class WorkerLost(WorkerError):
         kind: Literal["died", "hung", "broke", "result", "stale"] = "died", age_s: float = 0.0,
     ) -> None:
         super().__init__(message, role)
-        self.rank, self.incarnation, self.method, self.kind, self.age_s = rank, incarnation, method, kind, age_s
+        self.rank = rank
+        self.incarnation = incarnation
+        self.method = method
+        self.kind = kind
+        self.age_s = age_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Workers report the loss of other workers to the driver.
+        return type(self), (str(self), self.role, self.rank, self.incarnation, self.method, self.kind, self.age_s)
 
     @property
     def worker(self) -> str:

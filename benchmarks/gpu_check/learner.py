@@ -43,7 +43,7 @@ from rlhf_ray.records import Experience
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.ppo_update import training_batch
+from rlhf_ray.roles.ppo_update import Update, training_batch
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 
 MFU, GOAL = 0.25, 0.40
@@ -168,7 +168,8 @@ def _readings(place: Place, learner: RandomPolicy, rows: Experience) -> Row:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            shares = sum(1 for _ in learner.shares(training_batch([rows], whiten=False), AverageMeter()))
+            batch = training_batch([rows], whiten=False)
+            shares = sum(1 for _ in learner.shares(batch, lambda part: learner.loss(part, Update()), AverageMeter()))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     places = [f"{Path(one.filename).name}:{one.lineno}" for one in found if "called a synchroniz" in str(one.message)]
@@ -336,7 +337,7 @@ def roles(place: Place) -> Iterator[Row]:
     reference = ReferenceScorer(model, size.micro_batch, 1.0, size.length)
     reference.start()
     rollout = rollout_of(rows)
-    one, other = policy.logprobs(rollout).values, reference.logprobs(rollout).values
+    one, other = policy.logprobs(rollout).values, reference.logprobs([rollout]).values
     off = float(np.abs(one - other)[rows.response_mask].mean())
     yield judged("log-probabilities of policy and reference", f"{off:.1e} nats apart", off <= GAP,
                  f"the mean over response tokens; at most {GAP:g}")

@@ -79,9 +79,7 @@ async def pair(setting: PairSetting, directory: Path) -> AsyncIterator[Pair]:
         try:
             await generators.start(timeout_s=TIMEOUT_S)  # first: vLLM measures what is free on a GPU that they share
             await start_learners(learners, TIMEOUT_S)
-            nobody: Any = generators
-            roles = RoleGroups(generators=generators, reference=None, reward=nobody, assembler=nobody, policy=learners,
-                               critic=None)
+            roles = RoleGroups({"generator": generators, "policy": learners})
             weights: Any = WeightsConfig().model_copy(update={"transport": setting.transport})
             yield Pair(setting, models["policy"], roles, WeightSync(weights, roles, TIMEOUT_S))
             await asyncio.gather(generators.values(Generator.stop), learners.values(PolicyLearner.leave))

@@ -310,7 +310,7 @@ def _whole_publications(learner: RandomPolicy) -> Iterator[Row]:
 
 def _parts_of_a_publication(place: Place, learner: RandomPolicy) -> Iterator[Row]:
     """Each on the bytes of all tensors, as one bucket."""
-    model = learner.publication.model
+    model = learner.published_tensors()
     entries = [TensorEntry(name, dtype, shape, int(np.prod(shape)) * getattr(torch, dtype).itemsize)
                for name, shape, dtype in model.specs()]
     nbytes = sum(entry.nbytes for entry in entries)

@@ -32,7 +32,7 @@ class GeneratorRole(Role):
         from safetensors.torch import load_file
 
         from rlhf_ray.roles.generator import Generator
-        from rlhf_ray.weights.publisher import Publisher
+        from rlhf_ray.weights.sealed_buckets import SealedBuckets
 
         config = GenerationConfig(engine="in_process", threads=1, max_sequences=SEQUENCES, chunk=SEQUENCES,
                                   kv_cache_mb=self.size.kv_cache_mb)
@@ -42,7 +42,7 @@ class GeneratorRole(Role):
         self._generator._stop_tokens = []  # a random model ends one response in a thousand tokens; these have a length
         weights = load_file(self.directory / POLICY / "model.safetensors")
         specs = [(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
-        self._publisher = Publisher(specs, weights.keys(), WeightsConfig().bucket_bytes,
+        self._publisher = SealedBuckets(specs, weights.keys(), WeightsConfig().bucket_bytes,
                                     lambda names: {name: weights[name] for name in names})
 
     def work(self, activity: str, length: int, rows: int) -> Work:
@@ -92,7 +92,7 @@ class ReferenceRole(Role):
 
     def work(self, activity: str, length: int, rows: int) -> Work:
         made = rollout(rows, length)
-        return lambda: self._scorer.logprobs(made)
+        return lambda: self._scorer.logprobs([made])
 
 
 class RewardRole(Role):

@@ -18,32 +18,32 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from chaos.witness.journals import JOURNALS, WEIGHTS, Journal
 from chaos.witness.weights import digest_of, keep
-from rlhf_ray.engine.deepspeed_engine import StepResult
-from rlhf_ray.records import Experience, Rollout, TokenScores
+from rlhf_ray.records import Batch, Experience, Rollout, TokenScores
 from rlhf_ray.roles.critic_learner import CriticLearner
-from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import AverageMeter
+from rlhf_ray.roles.micro_batch import AverageMeter, PartLoss
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.ppo_update import PPOLearner, Update
 
 
-class Witnessed(Learner):
+class Witnessed(PPOLearner):
     """Mixin of a learner that writes a journal. Its weights must be whole on every rank (ZeRO stage 2 at most)."""
 
     role = ""
     _journal: Journal
     _rows: list[list[int]]
     """Tokens of each row that the optimizer step under way has fed forward so far."""
+    _counted = False
+    """Whether the micro-batch under way counts; a row that only takes part in collective calls does not."""
     _counts = False
     """Whether the rows of a forward pass count now."""
     _update = 0
@@ -69,26 +69,35 @@ class Witnessed(Learner):
 
     def update(self, step: int, *rest: Any) -> Any:
         """As the real learner; notes the weights before and after it."""
-        self._update, self._index = step + 1, 0
-        self._batch, before = self._samples(rest), self._digest()
+        self._update = step + 1
+        self._index = 0
+        self._batch = self._samples(rest)
+        before = self._digest()
         stats = super().update(step, *rest)  # type: ignore[misc]
         if self._index:  # a call that is repeated trains nothing
             self._journal.add("update", update=self._update, before=before, weights=self._digest())
         return stats
 
-    def share(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
-        """As the real learner; a row that only takes part in collective calls does not count."""
-        self._counts = counted
+    def parts(self, rows: Any) -> Iterator[tuple[Any, bool]]:
+        """As the real learner; remembers whether a micro-batch counts."""
+        for part, counted in super().parts(rows):
+            self._counted = counted
+            yield part, counted
+
+    def loss(self, part: Any, *rest: Any) -> PartLoss:
+        """As the real learner; the rows of its forward pass count if the micro-batch does."""
+        self._counts = self._counted
         try:
-            return super().share(part, whole, counted, meter)
+            return super().loss(part, *rest)  # type: ignore[misc, no-any-return]
         finally:
             self._counts = False
 
-    def optimize(self, mini_batch: Any, meter: AverageMeter) -> StepResult:
+    def optimize(self, mini_batch: Batch, update: Update, meter: AverageMeter) -> Any:
         """As the real learner; notes the rows that it fed forward."""
         self._rows = []
-        result = super().optimize(mini_batch, meter)
-        self._journal.add("fed", update=self._update, index=self._index, applied=result.applied, rows=self._rows,
+        result = super().optimize(mini_batch, update, meter)
+        applied = result is not None and result.applied
+        self._journal.add("fed", update=self._update, index=self._index, applied=applied, rows=self._rows,
                           **({"batch": self._batch} if self._batch and not self._index else {}))
         self._index += 1
         return result

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -68,12 +68,9 @@ def marker_file(directory: Path) -> Iterator[str]:
         file.unlink(missing_ok=True)
 
 
-WRITERS = ("policy", "critic", "learner", "assembler")
-"""Sections of the roles that write into the run's directory."""
-
-
 async def require_shared_files(
-    directory: Path, placements: Mapping[str, PlacementConfig], models: Mapping[str, Sequence[str]], pools: Pools
+    directory: Path, placements: Mapping[str, PlacementConfig], models: Mapping[str, Sequence[str]],
+    writers: Collection[str], pools: Pools,
 ) -> None:
     """Refuse nodes that lack a model, or whose run.dir is a different directory from this process's.
 
@@ -81,6 +78,7 @@ async def require_shared_files(
         directory: run.dir.
         placements: of the roles, by section.
         models: paths or Hub ids of the models that a role loads, by section.
+        writers: sections of the roles that write into the run's directory.
 
     Raises:
         ClusterError: see `require_files`.
@@ -93,5 +91,5 @@ async def require_shared_files(
         for role, place in placements.items():
             paths = {path for path in models[role] if Path(path).exists()}  # the others are Hub ids
             for node in nodes[place.pool]:
-                wanted[node] |= paths | ({marker} if role in WRITERS else set())
+                wanted[node] |= paths | ({marker} if role in writers else set())
         await require_files({node: sorted(paths) for node, paths in wanted.items()})

@@ -1,6 +1,7 @@
-"""The run, the cluster, pools, and the placement of roles."""
+"""The run, the cluster, pools, the placement of roles, and what other packages than `roles` know about a role."""
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -142,3 +143,36 @@ class PlacementConfig(Section):
     def is_sharded(self) -> bool:
         """Whether a worker holds shards of parameters and gathers them for each pass (ZeRO-3)."""
         return self.replica_size > 1
+
+
+Station = Literal["generation", "scoring", "assembly", "learning"]
+"""A part of the circle in which experience travels: from generators over scorers, assemblers and learners, and with new
+weights back to the generators."""
+STATIONS: tuple[Station, ...] = get_args(Station)
+"""All stations, downstream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleFacts:
+    """What the planner, the metrics, the report and the checks of files know about a role. Written in the annotation of
+    the section that has the role's placement; `config.stages.role_facts` reads it from there.
+
+    Example:
+        >>> PPOConfig.model_fields["reference"].metadata
+        [RoleFacts(worker='reference_scorer', station='scoring', phase='reference', ...)]
+    """
+
+    worker: str
+    """Name of the role's workers, in metrics, faults and the dashboard."""
+    station: Station
+    """Where the role works. An idle worker is said to wait for the nearest busy station upstream."""
+    phase: str = ""
+    """Name of its work in metrics: the seconds of a step are `time/<phase>`. Empty in stages that do not measure it."""
+    passes: str = ""
+    """Name of the forward passes that a learner makes for the assembler, likewise; empty for other roles."""
+    advice: str = ""
+    """What makes the role faster, as the report says it when the role limits the run."""
+    colour: str = "assembler"
+    """Its colour in charts, a variable of report.css."""
+    writes: bool = False
+    """Whether its workers write into the run's directory, so that their nodes must see it."""

@@ -1,9 +1,9 @@
-"""The whole configuration of each stage: its sections.
+"""The whole configuration of each stage: its sections, and beside those of roles the `RoleFacts`.
 
 What follows from several sections is in `derived`, what they must have in common in `combination_checks`.
 """
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,7 +26,7 @@ from rlhf_ray.config.learner import PolicyConfig, PPOLearnerConfig, RewardLearne
 from rlhf_ray.config.model import ModelConfig, StartModel
 from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.rewards import RewardConfig
-from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RunConfig
+from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RoleFacts, RunConfig
 from rlhf_ray.config.section import Section
 from rlhf_ray.config.training_loop import (
     BufferConfig,
@@ -57,6 +57,18 @@ class StageConfig(Section):
     """Destinations of metrics and texts."""
 
 
+def role_facts(stage: type[StageConfig]) -> dict[str, RoleFacts]:
+    """The facts of each role that a stage may start, by its section, in the order of the sections."""
+    return {section: facts for section, field in stage.model_fields.items() for facts in field.metadata
+            if isinstance(facts, RoleFacts)}
+
+
+_GENERATOR = RoleFacts(
+    worker="generator", station="generation", phase="generate", colour="generator",
+    advice="more generators (generator.workers), each on a core or GPU of its own",
+)
+
+
 class SupervisedTrainingConfig(Section):
     """Batches and evaluation of a supervised stage."""
 
@@ -75,7 +87,9 @@ class SFTConfig(StageConfig):
     """Demonstrations."""
     training: SupervisedTrainingConfig = Field(default_factory=SupervisedTrainingConfig)
     """Batches and evaluation."""
-    learner: SFTLearnerConfig = Field(default_factory=SFTLearnerConfig)
+    learner: Annotated[SFTLearnerConfig, RoleFacts(
+        worker="sft_learner", station="learning", writes=True,
+    )] = Field(default_factory=SFTLearnerConfig)
     """The model under training."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When to save."""
@@ -104,7 +118,9 @@ class RewardModelConfig(StageConfig):
     """Preference pairs."""
     training: RewardModelTrainingConfig = Field(default_factory=RewardModelTrainingConfig)
     """Loss, batches and evaluation."""
-    learner: RewardLearnerConfig = Field(default_factory=RewardLearnerConfig)
+    learner: Annotated[RewardLearnerConfig, RoleFacts(
+        worker="reward_model_learner", station="learning", writes=True,
+    )] = Field(default_factory=RewardLearnerConfig)
     """The model under training."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When to save."""
@@ -121,7 +137,9 @@ class ProcessRewardConfig(StageConfig):
     """Tokens at which steps are judged, and the tokens predicted there."""
     training: SupervisedTrainingConfig = Field(default_factory=SupervisedTrainingConfig)
     """Batches and evaluation."""
-    learner: RewardLearnerConfig = Field(default_factory=RewardLearnerConfig)
+    learner: Annotated[RewardLearnerConfig, RoleFacts(
+        worker="process_reward_learner", station="learning", writes=True,
+    )] = Field(default_factory=RewardLearnerConfig)
     """The model under training."""
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """When to save."""
@@ -144,7 +162,7 @@ class PreferencesStageConfig(StageConfig):
     """Model to sample from."""
     prompts: PromptsConfig
     """Prompts to respond to, one pair each."""
-    generator: GenerationConfig = Field(default_factory=GenerationConfig)
+    generator: Annotated[GenerationConfig, _GENERATOR] = Field(default_factory=GenerationConfig)
     """vLLM workers."""
     pairs: SamplePairsConfig = Field(default_factory=SamplePairsConfig)
     """How pairs are ranked."""
@@ -252,19 +270,34 @@ class PPOConfig(StageConfig):
     """Named reward components, whose weighted sum is the score."""
     prompts: PromptsConfig
     """Prompts that rollouts start from."""
-    generator: GenerationConfig = Field(default_factory=GenerationConfig)
+    generator: Annotated[GenerationConfig, _GENERATOR] = Field(default_factory=GenerationConfig)
     """vLLM rollout workers."""
-    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    reference: Annotated[ReferenceConfig, RoleFacts(
+        worker="reference_scorer", station="scoring", phase="reference", colour="reference",
+        advice="more reference scorers (reference.workers)",
+    )] = Field(default_factory=ReferenceConfig)
     """Frozen reference model. Not started with `policy.lora`, whose frozen base is the reference unless `path` names
     another, nor if nothing needs it: with `algorithm.kl.coef: 0`, without `early_stop.kl_above`, without `path`, and
     if `checkpoint.best_metric` is neither kl nor perplexity."""
-    reward: RewardScorerConfig = Field(default_factory=RewardScorerConfig)
+    reward: Annotated[RewardScorerConfig, RoleFacts(
+        worker="reward_scorer", station="scoring", phase="reward", colour="reward",
+        advice="more reward scorers (reward.workers), or a lighter reward",
+    )] = Field(default_factory=RewardScorerConfig)
     """Workers that compute the rewards."""
-    assembler: PlacementConfig = Field(default_factory=lambda: PlacementConfig(cpus=0.05))
+    assembler: Annotated[PlacementConfig, RoleFacts(
+        worker="assembler", station="assembly", phase="assemble", writes=True,
+        advice="more assemblers (assembler.workers)",
+    )] = Field(default_factory=lambda: PlacementConfig(cpus=0.05))
     """Turns rollouts and scores into experience."""
-    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    policy: Annotated[PolicyConfig, RoleFacts(
+        worker="policy_learner", station="learning", phase="policy_update", passes="logprobs", colour="policy",
+        writes=True, advice="more policy ranks (policy.workers), or fewer passes over each batch (algorithm.epochs)",
+    )] = Field(default_factory=PolicyConfig)
     """The policy under training."""
-    critic: CriticConfig = Field(default_factory=CriticConfig)
+    critic: Annotated[CriticConfig, RoleFacts(
+        worker="critic_learner", station="learning", phase="critic_update", passes="values", colour="critic",
+        writes=True, advice="more critic ranks (critic.workers), or fewer passes over each batch (algorithm.epochs)",
+    )] = Field(default_factory=CriticConfig)
     """The critic under training; not started if `algorithm.estimator` uses none."""
     ptx: PtxConfig | None = None
     """Pretraining text mixed into the policy's update (PPO-ptx); off if empty."""

@@ -9,7 +9,7 @@ from rlhf_ray.roles.generator import Generator
 from rlhf_ray.workers.calls import Call, Deadline, Result
 from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.workers.health_monitor import Decision
-from rlhf_ray.workers.worker_group import AsyncMethod, Method
+from rlhf_ray.workers.worker_handle import AsyncMethod, Method
 
 
 class BroadcastGroup:

@@ -5,7 +5,7 @@ role and method and is raised for the whole batch, and no later call of the batc
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +17,14 @@ from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.reference_scorer import ReferenceScorer
-from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.workers.calls import Call
 from rlhf_ray.workers.role_groups import RoleGroups
+from rlhf_ray.workers.role_table import ASSEMBLED, ScorerRow
 
 Columns = dict[str, Any]
-"""What roles have said about the chunks of a scoring batch, by the name that `Assembler.assemble` gives it: a
-reference, or a list of references with one for each rank of a learner; None or an empty list where nobody was asked."""
+"""What roles have computed for the chunks of a scoring batch, by the names in the role table: a reference, or a list
+with a reference for each rank of a learner, empty where no learner was called. A frozen scorer that the run does not
+have leaves its column out."""
 
 
 class ChunkCalls:
@@ -32,8 +32,7 @@ class ChunkCalls:
 
     def __init__(self, roles: RoleGroups, derived: Derived) -> None:
         self._roles, self._derived = roles, derived
-        self._reference = roles.dispatcher(roles.reference) if roles.reference is not None else None
-        self._reward = roles.dispatcher(roles.reward)
+        self._scorers = roles.scorers()
         self._assembler = roles.dispatcher(roles.assembler)
         self._learners_free = asyncio.Event()
         self._learners_free.set()
@@ -51,13 +50,28 @@ class ChunkCalls:
         finally:
             self._learners_free.set()
 
-    async def score(self, chunks: Sequence[Chunk]) -> Columns:
-        """The columns `reference` and `rewards` of the frozen models, which are asked concurrently."""
-        rollouts, prompts = _rollouts(chunks), [chunk.prompts for chunk in chunks]
-        reference, rewards = await asyncio.gather(
-            self._reference_logprobs(rollouts),
-            self._reward.call(RewardScorer.score_each, rollouts=rollouts, prompts=prompts, phase="reward"))
-        return {"reference": reference, "rewards": rewards.ref}
+    async def score(self, chunks: Sequence[Chunk], held_out: bool = False) -> Columns:
+        """The columns of all frozen scorers in the role table, which are called concurrently; `reference` also where
+        the policy computes it.
+
+        Args:
+            held_out: call only the scorers that an evaluation needs.
+        """
+        given = {"rollouts": _rollouts(chunks), "prompts": [chunk.prompts for chunk in chunks]}
+        calls: dict[str, Coroutine[Any, Any, Any]] = {}
+        if self._derived.policy_is_reference:
+            calls["reference"] = self._base_logprobs(given["rollouts"])
+        for row in self._scorers:
+            if row.held_out or not held_out:
+                calls[row.column] = self._scored(row, given)
+        results = await asyncio.gather(*calls.values())
+        return dict(zip(calls, results, strict=True))
+
+    async def _scored(self, row: ScorerRow[Any], given: Columns) -> Any:
+        """Reference to the result of a frozen scorer's call."""
+        dispatcher = self._roles.dispatcher(self._roles.by_section[row.section])
+        columns = {name: given[name] for name in row.reads}
+        return (await dispatcher.call(row.method, **columns, phase=row.facts.phase)).ref
 
     async def learner_passes(self, chunks: Sequence[Chunk]) -> Columns:
         """The columns `old_logprobs`, one for each policy rank (empty if no pass is made for them), and `values`, one
@@ -84,8 +98,8 @@ class ChunkCalls:
             terms: the run's numbers that enter the rewards.
         """
         call, summaries = await self._assembler.call_and_get(
-            len(chunks), Assembler.assemble, terms, rollouts=_rollouts(chunks), **columns, phase="assemble",
-            outputs=len(chunks) + 1)
+            len(chunks), Assembler.assemble, terms, rollouts=_rollouts(chunks),
+            **{name: columns.get(name) for name in ASSEMBLED}, phase="assemble", outputs=len(chunks) + 1)
         for chunk, experience, summary in zip(chunks, call.refs, summaries, strict=False):
             chunk.experience = experience
             chunk.summary = summary
@@ -94,13 +108,8 @@ class ChunkCalls:
         """Reference to the rollout of some samples of a rollout."""
         return (await self._assembler.call(Assembler.select_samples, rollout, numbers, phase="assemble")).ref
 
-    async def _reference_logprobs(self, rollouts: Sequence[Any]) -> Any:
-        """Reference to the reference model's log-probabilities: from its own workers, or from all ranks of the policy's
-        frozen base; None if nothing needs them."""
-        if not self._derived.uses_reference:
-            return None
-        if self._reference is not None:
-            return (await self._reference.call(ReferenceScorer.logprobs, *rollouts, phase="reference")).ref
+    async def _base_logprobs(self, rollouts: Sequence[Any]) -> Any:
+        """Reference to the log-probabilities of the policy's frozen base, from all of its ranks."""
         await self._learners_free.wait()
         shares = self._roles.policy.call_all(PolicyLearner.reference_logprobs, *rollouts)
         await self._all_ranks(shares, "reference")

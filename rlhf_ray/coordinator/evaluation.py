@@ -123,9 +123,9 @@ class Evaluator:
         async def measured() -> Call[EvaluationPart]:
             chunk = Chunk.outside(keys)
             await self._rollouts.generate(chunk)
-            columns = await self._calls.score([chunk])
+            columns = await self._calls.score([chunk], held_out=True)
             return await self._roles.dispatcher(self._roles.assembler).call(
-                Assembler.measure, keep_texts, chunk.rollout, columns["rewards"], columns["reference"],
+                Assembler.measure, keep_texts, chunk.rollout, columns["rewards"], columns.get("reference"),
                 chunk.prompts if keep_texts else None, phase="evaluate")
 
         async with self._slots:  # deadlines run from the call on, so a long queue must wait here

@@ -4,27 +4,26 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 
-from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.config.derived import placements_of
+from rlhf_ray.config.stages import PPOConfig, role_facts
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.observability.prometheus import LiveValue
 
-SECTIONS = {"generator": "generator", "reference_scorer": "reference", "reward_scorer": "reward",
-            "assembler": "assembler", "policy_learner": "policy", "critic_learner": "critic"}
-"""Section of the configuration with the role's pool."""
 WINDOW_S = 60.0
 """Window of the mean `live/pool_busy`: longer than the times that a healthy pool waits for another one."""
 
 
-def pools_of(placements: Mapping[str, PlacementConfig]) -> dict[str, str]:
-    """The pool of each role whose section has a placement."""
-    return {role: placements[section].pool for role, section in SECTIONS.items() if section in placements}
+def pools_of(config: PPOConfig) -> dict[str, str]:
+    """The pool of each role that the run starts, by the name of its workers."""
+    facts = role_facts(type(config))
+    return {facts[section].worker: placement.pool for section, placement in placements_of(config).items()}
 
 
 class LiveGauges:
     """Computes the gauges, with means over the last minute."""
 
     def __init__(self, pools: Mapping[str, str], now: Callable[[], float] = time.monotonic) -> None:
-        """`pools` gives each role's pool."""
+        """`pools` gives each role's pool, see `pools_of`."""
         self._pool, self._now = pools, now
         self._seen: deque[tuple[float, dict[str, float]]] = deque()
         """(time, busy share of each pool's workers)."""

@@ -242,7 +242,7 @@ class Coordinator:
             await row
 
     def _record(self, outcome: StepOutcome, depth: BufferStats, saving: Awaitable[dict[str, float]]) -> None:
-        row = step_metrics(outcome, depth, self.roles.clock, self.roles.workers())
+        row = step_metrics(outcome, depth, self.roles.clock, self.roles.workers(), self.roles.by_section)
         if self.pipeline.quarantine:
             row["reward/quarantined"] = float(self.pipeline.quarantine.samples)
         self.state.early_stop.observe(self.state.step, row.get("kl/sequence"), row["reward/mean"])

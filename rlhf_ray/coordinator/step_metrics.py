@@ -1,22 +1,16 @@
 """The row of metrics of one step, from summaries and statistics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rlhf_ray.algorithms.logprob_gap import gap_quantile
 from rlhf_ray.coordinator.weight_sync import Published
-from rlhf_ray.observability.bottleneck import waiting_shares
+from rlhf_ray.observability.bottleneck import PHASES, PUBLISH, waiting_shares
 from rlhf_ray.observability.spans import StepClock, timeline
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.chunk import BufferStats
-
-PHASES = (
-    "generate", "reference", "reward", "values", "logprobs", "assemble", "policy_update", "critic_update", "publish"
-)
-CRITIC_PHASES = ("values", "critic_update")
-"""Phases of runs with a critic of its own only."""
 
 
 def mean_kl(summaries: Sequence[ExperienceSummary]) -> float | None:
@@ -53,9 +47,15 @@ class StepOutcome:
 
 
 def step_metrics(
-    outcome: StepOutcome, depth: BufferStats, clock: StepClock, workers: Mapping[str, int]
+    outcome: StepOutcome, depth: BufferStats, clock: StepClock, workers: Mapping[str, int], sections: Collection[str]
 ) -> dict[str, float]:
-    """Flat metrics by name. `depth` is the buffer when the update began."""
+    """Flat metrics by name.
+
+    Args:
+        depth: the buffer when the update began.
+        workers: number of workers by role.
+        sections: of the roles that the run has.
+    """
     seconds = outcome.ended - outcome.began
     samples = sum(len(s.scores) for s in outcome.summaries)
     metrics = {
@@ -83,9 +83,9 @@ def step_metrics(
     for name in ("logprob_gap", "logprob_gap_p99"):
         if f"policy/{name}" in metrics:  # measured in the update if no separate pass did
             metrics[f"rollout/{name}"] = metrics.pop(f"policy/{name}")
-    absent = () if "critic_learner" in workers else CRITIC_PHASES
-    absent = absent if mean_kl(outcome.summaries) is not None else (*absent, "reference")
-    phases = [p for p in PHASES if p not in absent]
+    if mean_kl(outcome.summaries) is not None:  # the policy computes the reference's log-probabilities, or scorers do
+        sections = {*sections, "reference"}
+    phases = [*(phase for phase, section in PHASES.items() if section in sections), PUBLISH]
     spans = clock.work(outcome.began, outcome.ended)
     line = timeline(spans, outcome.began, outcome.ended, [f"phase:{p}" for p in phases])
     metrics.update({f"time/{p}": float(line.seconds[line.busy[f"phase:{p}"] > 0].sum()) for p in phases})

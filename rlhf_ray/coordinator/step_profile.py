@@ -16,7 +16,7 @@ from rlhf_ray.errors import ConfigError, RLHFError, first_line
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.spans import Span, chrome_trace
 from rlhf_ray.records import WorkerProfile
-from rlhf_ray.roles.profiling import Profiled
+from rlhf_ray.roles.profiling import Profiled, ProfiledByTorch
 from rlhf_ray.workers.calls import Deadline
 from rlhf_ray.workers.role_groups import RoleGroups
 from rlhf_ray.workers.worker_group import WorkerGroup
@@ -65,7 +65,8 @@ class StepProfiler:
         if not self._asked and step != self._at_step:
             return
         roles = self._roles
-        groups: list[WorkerGroup[Profiled]] = [*([roles.reference] if roles.reference else []), *roles.learners()]
+        scorers = [roles.by_section[row.section] for row in roles.scorers() if issubclass(row.cls, ProfiledByTorch)]
+        groups: list[WorkerGroup[Profiled]] = [*scorers, *roles.learners()]
         up = sorted(roles.dispatcher(roles.generators).scheduler.up)
         ranks: list[tuple[WorkerGroup[Profiled], int]] = [(roles.generators, rank) for rank in up[:MOST_RANKS]]
         ranks += [(group, rank) for group in groups for rank in range(min(len(group), MOST_RANKS))]

@@ -6,7 +6,6 @@ update does not depend on how the mini-batch is cut or distributed.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +29,7 @@ from rlhf_ray.engine.training_state import WEIGHTS, Snapshot, TrainingState, sna
 from rlhf_ray.errors import CheckpointError, ModelError, TrainingError
 from rlhf_ray.internals.deepspeed import (
     autocast,
+    drop_gradients,
     full_shape,
     gather_together,
     leave_gradients_unreduced,
@@ -64,12 +64,18 @@ class StepResult:
     grad_norm: float
     """Global gradient norm before clipping; not finite if the step was not applied."""
     learning_rate: float
-    ends_update: bool = False
-    """Whether the update ends before this step, which was then not applied (`algorithm.target_kl`)."""
 
 
 class TrainEngine:
-    """DeepSpeed around one module. Every method is a collective call: all ranks make it together."""
+    """DeepSpeed around one module. Every method is a collective call: all ranks make it together.
+
+    Example: an optimizer step on two micro-batches, whose losses are sums over all ranks' tokens::
+
+        for rows in (first, second):
+            loss = loss_of(engine.forward(rows.tokens, rows.packing)) / tokens_of_all_ranks
+            engine.backward(loss)
+        result = engine.step()  # or `engine.drop_gradients()`
+    """
 
     def __init__(self, module: nn.Module, config: LearnerConfig, total_steps: int) -> None:
         import deepspeed
@@ -172,19 +178,26 @@ class TrainEngine:
         if self._stage == 3:
             release_gathered(self.engine)
 
-    def step(self, losses: Iterable[Tensor]) -> StepResult:
-        """Run backward on each loss as it is computed, then one optimizer step.
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss to that of the next `step`, and free the loss's graph.
+
+        Args:
+            loss: this rank's part of a sum over all ranks and micro-batches, already divided by the global count. All
+                ranks run the same number of backward passes before a step.
+        """
+        # DeepSpeed averages gradients over ranks; the losses are parts of a sum.
+        self.engine.backward(loss * _finite_or_nan(loss, self.world), scale_wrt_gas=False)
+
+    def drop_gradients(self) -> None:
+        """Leave out the step of the backward passes since the last one: it has no effect on later ones."""
+        drop_gradients(self.engine, self._stage)
+
+    def step(self) -> StepResult:
+        """One optimizer step by the gradients of all backward passes since the last one.
 
         A loss or gradient that is not finite on any rank makes the gradient norm non-finite, which is the same number
         on all ranks at every ZeRO stage. So all ranks skip the step together, and it has no effect on later ones.
-
-        Args:
-            losses: this rank's losses, each already divided by the global count; computed lazily, so that one
-                micro-batch's graph is freed before the next is built. All ranks pass the same number of losses.
         """
-        for loss in losses:
-            # DeepSpeed averages gradients over ranks; the losses are parts of a sum.
-            self.engine.backward(loss * _finite_or_nan(loss, self.world), scale_wrt_gas=False)
         rate = learning_rate(self.config.optimizer, self.optimizer_steps, self.total_steps)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = rate

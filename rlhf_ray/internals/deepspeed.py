@@ -166,6 +166,35 @@ def leave_gradients_unreduced(engine: Any) -> None:
     engine.enable_backward_allreduce = False
 
 
+def drop_gradients(engine: Any, stage: int) -> None:
+    """Drop the gradients of all backward passes since the last step, as the engine's `step` drops those that overflow.
+
+    Source: 0.19.8, runtime/zero/stage_1_and_2.py (`step`, the branch of an overflow), stage3.py (`_pre_step`,
+    `_overflow_clean_up`), runtime/engine.py (`zero_grad`).
+    Missing: `engine.zero_grad` drops what the parameters' `grad` holds. Stages 2 and 3 accumulate gradients in buffers
+    of their own, and only a `step` empties these.
+    Otherwise: the gradients of an optimizer step that is left out (`algorithm.target_kl`) add to those of the next one.
+    """
+    optimizer = engine.optimizer
+    if stage == 0:
+        engine.zero_grad()
+    elif stage == 3:
+        optimizer._pre_step()
+        optimizer._overflow_clean_up(optimizer.loss_scale)
+        release_gathered(engine)
+    else:
+        optimizer.micro_step_id = -1
+        optimizer.zero_grad()
+        optimizer._release_preflattened_grad_buffers()
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
+        for group in optimizer.all_grad_tensors:
+            optimizer.all_grad_tensors[group] = None
+        if optimizer.cpu_offload:
+            optimizer._offload_accumulated_param_ids = set()
+            optimizer.reset_cpu_buffers()
+
+
 def offload_optimizer(optimizer: torch.optim.Optimizer, pin: bool) -> None:
     """Move an optimizer's state to main memory, into pinned pages with `pin`.
 

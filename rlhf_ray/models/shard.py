@@ -21,6 +21,11 @@ class Shard:
     rank: int = 0
     world: int = 1
 
+    @classmethod
+    def of_worker(cls, rank: int, shards: int) -> Shard:
+        """The part of a role's worker, where `shards` workers with consecutive ranks hold a copy of the model."""
+        return cls(rank % shards, shards)
+
     @property
     def is_whole(self) -> bool:
         """Whether the process holds all of the model."""

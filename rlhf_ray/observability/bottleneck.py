@@ -13,15 +13,32 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_ray.config.run import STATIONS
+from rlhf_ray.config.stages import PPOConfig, role_facts
 from rlhf_ray.observability.spans import Span, Timeline, timeline
 
 BUSY = "busy"
 COORDINATOR = "coordinator"
 """What workers wait for while no role works."""
-CIRCLE = (
-    ("generator",), ("reference_scorer", "reward_scorer"), ("assembler",), ("policy_learner", "critic_learner"),
+FACTS = role_facts(PPOConfig)
+"""Facts of all roles, by section."""
+CIRCLE = tuple(
+    tuple(facts.worker for facts in FACTS.values() if facts.station == station) for station in STATIONS
 )
-"""Roles by stage of the circle, downstream. Stages that a run lacks are skipped."""
+"""Roles by station of the circle, downstream, by the names of their workers. Stations that a run lacks are skipped."""
+PUBLISH = "publish"
+"""Phase of the publication of weights, in which learners and generators work."""
+
+
+def _phases() -> Iterator[tuple[str, str]]:
+    for station in STATIONS:
+        if station == "assembly":  # it needs the learners' forward passes
+            yield from ((facts.passes, section) for section, facts in FACTS.items() if facts.passes)
+        yield from ((facts.phase, section) for section, facts in FACTS.items() if facts.station == station)
+
+
+PHASES = dict(_phases())
+"""Section of the role that does each kind of work of a step, in the order of a step; without `PUBLISH`."""
 
 
 def waiting_shares(
@@ -84,8 +101,8 @@ def _causes(role: str, line: Timeline) -> Iterator[tuple[str, NDArray[np.bool_]]
 
 
 def _upstream(role: str) -> Sequence[Sequence[str]]:
-    """Roles grouped by stage, from the one before `role`'s backwards around the circle; then the other roles of its
-    stage, then itself."""
+    """Roles grouped by station, from the one before `role`'s backwards around the circle; then the other roles of its
+    station, then itself."""
     at = next((i for i, station in enumerate(CIRCLE) if role in station), 0)
     others = [r for r in CIRCLE[at] if r != role]
     return [*(CIRCLE[at - back] for back in range(1, len(CIRCLE))), others, [role]]
@@ -97,15 +114,8 @@ NOTICEABLE = 0.15
 """A share of time below which a change would hardly matter."""
 DISTURBED = ("faults/lost_workers", "faults/seconds_down")
 """Metrics of a step in which some workers were missing."""
-LEARNERS = ("policy_learner", "critic_learner")
-MORE = {
-    "generator": "more generators (generator.workers), each on a core or GPU of its own",
-    "reference_scorer": "more reference scorers (reference.workers)",
-    "reward_scorer": "more reward scorers (reward.workers), or a lighter reward",
-    "assembler": "more assemblers (assembler.workers)",
-    "policy_learner": "more policy ranks (policy.workers), or fewer passes over each batch (algorithm.epochs)",
-    "critic_learner": "more critic ranks (critic.workers), or fewer passes over each batch (algorithm.epochs)",
-}
+LEARNERS = CIRCLE[STATIONS.index("learning")]
+ADVICE = {facts.worker: facts.advice for facts in FACTS.values()}
 """How to make a role faster."""
 
 
@@ -165,7 +175,7 @@ def recommend(shares: Shares, max_staleness: int, publish_share: float = 0.0) ->
     if waiting < NOTICEABLE:
         return "nothing stands out: the roles are in balance"
     return (f"{limit} limits the run (busy {busiest:.0%}, others wait for it up to {waiting:.0%}): "
-            f"{MORE.get(limit, '')}{_to_spare(limit, learning, generating)}")
+            f"{ADVICE.get(limit, '')}{_to_spare(limit, learning, generating)}")
 
 
 def _to_spare(limit: str, learning: float, generating: float) -> str:

@@ -6,26 +6,18 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-ROLE_COLOURS = {
-    "generator": "generator",
-    "reference_scorer": "reference",
-    "reward_scorer": "reward",
-    "policy_learner": "policy",
-    "critic_learner": "critic",
-    "assembler": "assembler",
-}
+from rlhf_ray.observability.bottleneck import FACTS, PHASES, PUBLISH
 
-PHASES = {
-    "generate": "generator",
-    "reference": "reference",
-    "reward": "reward",
-    "values": "critic/55",
-    "logprobs": "policy/55",
-    "assemble": "assembler",
-    "policy_update": "policy",
-    "critic_update": "critic",
-    "publish": "weights",
-}
+ROLE_COLOURS = {facts.worker: facts.colour for facts in FACTS.values()}
+"""Colours by the names of the workers."""
+
+
+def _colour(phase: str, section: str) -> str:
+    facts = FACTS[section]
+    return f"{facts.colour}/55" if phase == facts.passes else facts.colour
+
+
+PHASE_COLOURS = {**{phase: _colour(phase, section) for phase, section in PHASES.items()}, PUBLISH: "weights"}
 """Colours of the kinds of work in a step (`time/<phase>`): one hue per role, paler for its forward passes."""
 
 COMPONENT_COLOURS = ("reward", "generator", "weights", "reference", "critic", "policy")

@@ -15,7 +15,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, mean_shares
-from rlhf_ray.observability.chart_specs import CHARTS, PHASES, ROLE_COLOURS, ChartPlan, reward_components
+from rlhf_ray.observability.chart_specs import CHARTS, PHASE_COLOURS, ROLE_COLOURS, ChartPlan, reward_components
 from rlhf_ray.observability.metric_catalogue import describe, readable
 
 Rows = Sequence[dict[str, Any]]
@@ -138,7 +138,7 @@ def _held_out_charts(rows: Rows) -> list[Chart]:
 
 def _time_chart(rows: Rows) -> Chart | None:
     """Stacked bars of the seconds each kind of work took, with the whole step as a line."""
-    timed = [row for row in rows if any(isinstance(row.get(f"time/{phase}"), (int, float)) for phase in PHASES)]
+    timed = [row for row in rows if any(isinstance(row.get(f"time/{phase}"), (int, float)) for phase in PHASE_COLOURS)]
     if not timed:
         return None
     x = thin([row["step"] for row in timed], MAX_BARS)
@@ -147,7 +147,7 @@ def _time_chart(rows: Rows) -> Chart | None:
         return thin([row.get(f"time/{phase}") or 0.0 for row in timed], MAX_BARS)
 
     data = [go.Bar(x=x, y=y, name=describe(f"time/{phase}").title, marker_color=f"var(--{colour})")
-            for phase, colour in PHASES.items() if any(y := seconds(phase))]
+            for phase, colour in PHASE_COLOURS.items() if any(y := seconds(phase))]
     if any(whole := seconds("step")):
         data.append(go.Scatter(mode="lines", x=x, y=whole, name="Whole step",
                                line={"color": "var(--ink)", "width": 1.5, "dash": "dot"}))

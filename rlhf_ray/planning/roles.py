@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rlhf_ray.config.derived import concurrency_of, derive, reward_sections, transport_of
+from rlhf_ray.config.derived import concurrency_of, derive, placements_of, reward_sections, transport_of
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
@@ -74,21 +74,34 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
         added = GeneratorAdapters(config.policy.lora.rank, adapters)
     # vLLM keeps the bucket before until its layers are complete; one that is read by handle is the learner's memory.
     received = bucket * {"object_store": 1, "nccl": 2, "ipc": 0}[transport]
-    roles = [_generator(config.generator, shape, named, longest, received, through_memory, added)]
-    if derived.starts_reference:
+
+    def reference() -> Role:
         frozen = shapes(derived.reference_model, "reference")
-        roles.append(Role("reference", config.reference, (frozen,), derived.reference_model.path,
-                          lambda _: scorer_memory(config.reference, frozen, samples, longest, answers, copies)))
-    roles.append(_reward(reward_sections(config), config.reward, shapes, longest, samples))
-    roles += [Role("assembler", config.assembler, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)})),
-              _reader("prompt_reader", config.assembler.pool)]
-    roles.append(_learner("policy", config.policy, Training(
-        shape, longest, answers, rows, config.policy.ema_decay is not None, bucket,
-        direct=transport != "object_store", logit_copies=copies,
-        logit_gradients=2 if config.algorithm.entropy_coef else 1), named))
-    if derived.starts_critic:
-        critic = shapes(derived.critic_model, "critic").headless()
-        roles.append(_learner("critic", config.critic, Training(critic, longest, 0.0, rows), derived.critic_model.path))
+        return Role("reference", config.reference, (frozen,), derived.reference_model.path,
+                    lambda _: scorer_memory(config.reference, frozen, samples, longest, answers, copies))
+
+    def policy() -> Role:
+        return _learner("policy", config.policy, Training(
+            shape, longest, answers, rows, config.policy.ema_decay is not None, bucket,
+            direct=transport != "object_store", logit_copies=copies,
+            logit_gradients=2 if config.algorithm.entropy_coef else 1), named)
+
+    def critic() -> Role:
+        trained = shapes(derived.critic_model, "critic").headless()
+        return _learner("critic", config.critic, Training(trained, longest, 0.0, rows), derived.critic_model.path)
+
+    with_models = {
+        "generator": lambda: _generator(config.generator, shape, named, longest, received, through_memory, added),
+        "reference": reference,
+        "reward": lambda: _reward(reward_sections(config), config.reward, shapes, longest, samples),
+        "policy": policy,
+        "critic": critic,
+    }
+    roles = []
+    for section, placement in placements_of(config).items():
+        roles.append(with_models[section]() if section in with_models else _small(section, placement))
+        if section == "assembler":
+            roles.append(_reader("prompt_reader", placement.pool))
     return roles
 
 
@@ -105,6 +118,11 @@ def _generator(config: GenerationConfig, shape: ModelShape, named: str, longest:
                through_memory: float = 0.0, adapters: GeneratorAdapters = WITHOUT_ADAPTERS) -> Role:
     return Role("generator", config, (shape,), named,
                 lambda device: generator_memory(config, shape, longest, device, bucket, through_memory, adapters))
+
+
+def _small(name: str, placement: PlacementConfig) -> Role:
+    """A process without a model."""
+    return Role(name, placement, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)}))
 
 
 def _reader(name: str, pool: str) -> Role:

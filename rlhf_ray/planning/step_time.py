@@ -10,7 +10,7 @@ from math import ceil
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.config.stages import PPOConfig, ScorerConfig, StageConfig
+from rlhf_ray.config.stages import PPOConfig, ScorerConfig, StageConfig, role_facts
 from rlhf_ray.planning.batch_layout import passes
 from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.learner_memory import stage_of, trained
@@ -78,11 +78,11 @@ def _ppo(
 ) -> StepTime:
     staleness = config.coordinator.max_staleness
     took = {"generator": generation_s(roles["generator"], devices["generator"], work, staleness)}
-    for name in ("reference", "reward"):
-        if name in roles:
-            took[name] = max(scoring_s(roles[name], devices[name], work),
-                             gathering_s(roles[name], devices[name], work, config.generator.chunk))
-    learning = [name for name in ("policy", "critic") if name in roles]
+    stations = {name: facts.station for name, facts in role_facts(type(config)).items() if name in roles}
+    for name in (name for name, station in stations.items() if station == "scoring"):
+        took[name] = max(scoring_s(roles[name], devices[name], work),
+                         gathering_s(roles[name], devices[name], work, config.generator.chunk))
+    learning = [name for name, station in stations.items() if station == "learning"]
     for name in learning:
         spared = name == "policy" and derive(config).old_logprobs != "policy"
         before = 0.0 if spared else scoring_s(roles[name], devices[name], work)

@@ -1,6 +1,7 @@
 """Policy and critic trained as one model (`critic.backbone: policy`): one backbone, two heads, one optimizer."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from rlhf_ray.models.packed_model import PackedActorCritic
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.critic_learner import value_metrics, value_objective
-from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
+from rlhf_ray.roles.micro_batch import MicroBatch, PartLoss
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.ppo_update import training_batch
+from rlhf_ray.roles.ppo_update import Update, training_batch
 
 CRITIC = "critic/"
 """Prefix of the critic's metrics among those of an update."""
@@ -54,18 +55,17 @@ class ActorCriticLearner(PolicyLearner):
         policy["total_loss"] += self.algorithm.value_coef * critic.get("loss", math.nan)
         return replace(both, metrics=policy), replace(both, metrics=critic)
 
-    def share(self, part: Batch, whole: Batch, counted: bool, meter: AverageMeter) -> Tensor:
-        """As `Learner.share`, for the sum of both losses."""
-        a, micro = self.algorithm, MicroBatch(part, self.engine.device)
+    def loss(self, part: Batch, update: Update) -> PartLoss:
+        """The sum of both losses of some rows, from one forward pass."""
+        a = self.algorithm
+        micro = MicroBatch(part, self.engine.device)
         logprobs, entropy, values = self.engine.forward(
             micro.tokens, micro.packing, micro.predicted, a.entropy_coef > 0, mask=micro.sampling_mask)
-        policy, stats = self.objective(micro, logprobs, entropy)
-        critic, critic_stats = value_objective(micro, values, a)
-        weight, tokens = (self.count(part), self.measured(part)) if counted else (0.0, 0.0)
-        meter.add(weight, {"loss": policy.detach(), f"{CRITIC}loss": critic.detach()})
-        meter.add(tokens, {**stats, **{f"{CRITIC}{name}": value for name, value in critic_stats.items()}})
-        share = weight / self.count(whole)
-        return policy * share + a.value_coef * critic * share
+        policy = self.objective(micro, logprobs, entropy, update)
+        critic = value_objective(micro, values, a)
+        return PartLoss(
+            policy.loss + a.value_coef * critic.loss, {**policy.means, **_of_critic(critic.means)},
+            policy.tokens, {**policy.token_means, **_of_critic(critic.token_means)})
 
     def export_value_head(self, path: str, term: Term | None = None) -> None:
         """Write the value head as safetensors (rank 0; all ranks take part in gathering it); `term` as for `export`."""
@@ -73,6 +73,11 @@ class ActorCriticLearner(PolicyLearner):
         gathered = gather_parameter(weight).cpu()
         if self.rank == 0:
             write_value_head(gathered, Path(path), term)
+
+
+def _of_critic(means: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The critic's statistics under their names in the update of both."""
+    return {f"{CRITIC}{name}": value for name, value in means.items()}
 
 
 def write_value_head(weight: Tensor, path: Path, term: Term | None = None) -> None:

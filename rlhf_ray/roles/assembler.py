@@ -18,7 +18,9 @@ from rlhf_ray.algorithms.score_shaping import length_adaptive_lambda, overlong_p
 from rlhf_ray.checkpoint.disk_space import is_disk_full
 from rlhf_ray.checkpoint.state_files import load_experience, save_experience
 from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.models.loading import load_tokenizer
@@ -57,6 +59,16 @@ class Assembler:
         self._thread = FileThread("samples", disk_timeout_s)
         self._token_texts: dict[int, str] = {}
         """Tokens that were decoded, by id."""
+
+    @staticmethod
+    def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
+        """Arguments of a rank in a run."""
+        return {
+            "algorithm": config.algorithm,
+            "model": config.model,
+            "longest": config.generator.sampling.max_tokens,
+            "disk_timeout_s": config.cluster.disk_timeout_s,
+        }
 
     def start(self) -> None:
         """Load the tokenizer, which decodes the texts of samples."""

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rlhf_ray.config.adapter_publication import publishes_adapters
+from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LoRAConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.answers import stop_tokens
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.tokenizer import check_vocabulary
@@ -27,6 +31,7 @@ from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer, parameter_shapes
 from rlhf_ray.models.lora import adapter_shapes
+from rlhf_ray.models.model_families import model_family
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.records import (
     GivenTokens,
@@ -56,8 +61,26 @@ MASK_MARGIN = 2
 likely as the k-th; in half precision there may be several."""
 
 
+class GeneratorActivity(NamedTuple):
+    """What a generator has to do, whoever asked for it, and whether it makes progress."""
+
+    requests: int
+    """Open requests."""
+    oldest_s: float
+    """Seconds since the oldest open request arrived; 0 without one."""
+    tokens: int
+    """See `Generator.tokens_made`."""
+
+
 class Generator:
     """One vLLM engine and its weights.
+
+    Example:
+        generator = Generator(ModelConfig(path="models/policy"), GenerationConfig(), seed=0, max_context=512)
+        await generator.start()
+        request = SampleRequest([5, 6, 7], SamplingConfig(), max_tokens=16, seed=3, stop_tokens=[2])
+        [completion] = await generator.sample([request])
+        await generator.stop()
 
     Args:
         model: initial weights, which are version 0.
@@ -74,17 +97,41 @@ class Generator:
         in_flight: Literal["keep", "abort"] = "keep", transport: str = "object_store",
         record_masks: bool = False, lora: LoRAConfig | None = None,
     ) -> None:
-        self._model, self._lora = model, lora
-        self._generation, self._record_masks = generation, record_masks
+        self._model = model
+        self._lora = lora
+        self._generation = generation
+        self._record_masks = record_masks
         self._seed = seed
         self._max_context = max_context
-        self.name, self._in_flight, self._transport = name, in_flight, transport
+        self.name = name
+        self._in_flight = in_flight
+        self._transport = transport
         self._engine: SamplingEngine | None = None
         self._receiver: Receiver[Any] | None = None
-        self._publishing, self._publication = asyncio.Lock(), 0
+        self._publishing = asyncio.Lock()
+        self._publication = 0
         self._stop_tokens: list[int] = []
-        self._vocabulary = self._bytes = 0
+        self._vocabulary = 0
+        self._bytes = 0
         self._groups: list[list[str]] = []
+        self._open_calls: dict[object, tuple[float, int]] = {}
+        """Calls of the engine under way: when each began, by the monotonic clock, and its number of requests."""
+
+    @staticmethod
+    def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
+        """Arguments of a rank in a run."""
+        adapters = config.policy.lora is not None and publishes_adapters(config, model_family(config.model))
+        return {
+            "model": config.model,
+            "generation": config.generator,
+            "seed": config.run.seed,
+            "max_context": derived.longest_sample,
+            "name": f"generator/{rank}",
+            "in_flight": config.weights.in_flight,
+            "transport": config.weights.transport,
+            "record_masks": True,
+            "lora": config.policy.lora if adapters else None,
+        }
 
     async def start(self) -> None:
         """Load tokenizer and model.
@@ -98,7 +145,8 @@ class Generator:
         check_vocabulary(tokenizer, config.vocab_size, self._model.path)
         self._vocabulary = config.vocab_size
         self._stop_tokens = stop_tokens(tokenizer, named_stop_tokens(tokenizer, self._model))
-        shapes, adapters = parameter_shapes(config, self._model.trust_remote_code), None
+        shapes = parameter_shapes(config, self._model.trust_remote_code)
+        adapters = None
         self._bytes = sum(map(prod, shapes.values())) * (2 if self._model.dtype == "bfloat16" else 4)
         if self._lora:
             adapters = AdapterSettings(
@@ -124,7 +172,7 @@ class Generator:
     async def generate(
         self, prompts: Prompts, keys: list[SampleKey], run_seed: int, sampling: SamplingConfig | None = None
     ) -> Rollout:
-        """Sample one response per key, in the order of `keys`. Calls may overlap and are batched together.
+        """`sample` one response per key, in the order of `keys`, with a seed from the run's seed and the key.
 
         Args:
             prompts: the rows of the data set that the keys refer to (each once), matched by `prompts.rows`.
@@ -132,20 +180,43 @@ class Generator:
                 the same distribution.
 
         Raises:
-            ModelError: so many tokens are equally likely that the sampling mask is not known.
-            WeightsError: a publication of weights failed and no later one has been confirmed.
             DataError: a prompt leaves no tokens for a response.
-            WorkerError: the engine died.
+            ModelError, WeightsError, WorkerError: as `sample`.
         """
-        engine, receiver = self._running()
-        receiver.require_ready()
+        self._ready_engine()
         settings = sampling or self._generation.sampling
         places = {row: i for i, row in enumerate(prompts.rows.tolist())}
         requests = [self._request(prompts.row(places[key.row], "tokens").tolist(), key, run_seed, settings)
                     for key in keys]
-        completions = await engine.sample(requests)
-        self._require_whole_masks(requests, completions)
+        completions = await self.sample(requests)
         return as_rollout(keys, requests, completions, self._records_masks(settings))
+
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """Sample one completion per request, in their order. Calls may overlap, and their requests are batched
+        together. A request's completion follows from the request and the weights alone: another generator gives the
+        same one.
+
+        Raises:
+            ModelError: so many tokens are equally likely that the sampling mask is not known.
+            WeightsError: a publication of weights failed and no later one has been confirmed.
+            DataError: a prompt and its response do not fit the context.
+            WorkerError: the engine died.
+        """
+        engine = self._ready_engine()
+        for request in requests:
+            self._require_room(request)
+        completions = await self._sampled(engine, requests)
+        self._require_whole_masks(requests, completions)
+        return completions
+
+    async def _sampled(self, engine: SamplingEngine, requests: Sequence[SampleRequest]) -> list[Completion]:
+        """`SamplingEngine.sample`, whose requests count as open meanwhile."""
+        call = object()
+        self._open_calls[call] = (time.monotonic(), len(requests))
+        try:
+            return await engine.sample(requests)
+        finally:
+            del self._open_calls[call]
 
     async def given_logprobs(self, rows: GivenTokens) -> tuple[NDArray[np.float32], int]:
         """Log-probabilities of given tokens under the current weights at temperature 1, `[n]`, and the version of the
@@ -155,10 +226,9 @@ class Generator:
         Raises:
             WeightsError, WorkerError: as `generate`.
         """
-        engine, receiver = self._running()
-        receiver.require_ready()
+        engine = self._ready_engine()
         one = SamplingConfig(max_tokens=1, temperature=0)
-        completions = await engine.sample([
+        completions = await self._sampled(engine, [
             SampleRequest(rows.row(i, "tokens").tolist(), one, 1, 0, self._stop_tokens, scores_prompt=True)
             for i in range(len(rows))])
         if any(completion.prompt_logprobs is None for completion in completions):
@@ -284,6 +354,12 @@ class Generator:
         """Tokens sampled since the start, including unfinished responses. No increase under load means it hangs."""
         return self._running()[0].tokens_made()
 
+    def activity(self) -> GeneratorActivity:
+        """Its open requests, whoever called, and its progress."""
+        calls = self._open_calls.values()
+        oldest_s = time.monotonic() - min(began for began, _ in calls) if calls else 0.0
+        return GeneratorActivity(sum(count for _, count in calls), oldest_s, self.tokens_made())
+
     async def begin_profile(self) -> None:
         """Start profiling the engine."""
         await self._running()[0].begin_profile()
@@ -306,6 +382,24 @@ class Generator:
         if self._engine is None or self._receiver is None:
             raise WorkerError(f"{self.name} is not running; call start first")
         return self._engine, self._receiver
+
+    def _ready_engine(self) -> SamplingEngine:
+        """The engine, whose weights are those of a confirmed version.
+
+        Raises:
+            WeightsError: they are not.
+        """
+        engine, receiver = self._running()
+        receiver.require_ready()
+        return engine
+
+    def _require_room(self, request: SampleRequest) -> None:
+        length = len(request.prompt)
+        if not length or request.max_tokens < 1 or length + request.max_tokens > self._max_context:
+            raise DataError(
+                f"{self.name}: a request has a prompt of {length} tokens and asks for at most {request.max_tokens} "
+                f"more; each needs at least 1, and both together at most {self._max_context} (the context): shorten "
+                "the prompt, ask for fewer tokens, or raise the context")
 
     def _request(self, prompt: list[int], key: SampleKey, run_seed: int, sampling: SamplingConfig) -> SampleRequest:
         available = self._max_context - len(prompt)

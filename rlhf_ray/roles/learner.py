@@ -12,7 +12,7 @@ from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.batching import inference_plan, rank_plan
 from rlhf_ray.engine import distributed
-from rlhf_ray.engine.deepspeed_engine import StepResult, TrainEngine
+from rlhf_ray.engine.deepspeed_engine import TrainEngine
 from rlhf_ray.engine.saved_weights import SavedWeights
 from rlhf_ray.models.lora import Adapters, check_adapter_description
 from rlhf_ray.models.packed_model import Chunks
@@ -29,18 +29,35 @@ from rlhf_ray.records import (
     WeightsPlan,
 )
 from rlhf_ray.roles.learner_state import LearnerState, SaveProgress, Writers
-from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, concatenated, score_columns, share_of
+from rlhf_ray.roles.micro_batch import (
+    AverageMeter,
+    MicroBatch,
+    PartLoss,
+    concatenated,
+    score_columns,
+    share_of,
+)
 from rlhf_ray.roles.profiling import ProfiledByTorch
-from rlhf_ray.roles.publication import Publication, PublishedModel, PublishedTensors
+from rlhf_ray.weights.gathered_tensors import GatheredModel, GatheredTensors
+from rlhf_ray.weights.publication import Publication
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 class Learner(ProfiledByTorch):
-    """One rank of a trained model. Subclasses define which module is built and how it is updated.
+    """One rank of a trained model. Subclasses define which module is built, what its loss is, and how it is updated.
 
-    Its parts: `state` in checkpoints, the `published` model, and the `publication` that sends it to the generators.
+    Its parts: `state` in checkpoints, the `whole_model` as it is exported, and the `publication` that sends it to the
+    generators.
+
+    Example: one optimizer step of a subclass with a method `loss`::
+
+        meter = AverageMeter()
+        for share in self.shares(mini_batch, self.loss, meter):
+            self.engine.backward(share)
+        result = self.engine.step()
+        metrics = meter.means()
     """
 
     head_dropout: float = 0.0
@@ -58,9 +75,14 @@ class Learner(ProfiledByTorch):
         # Trained weights are always float32: small updates vanish in bfloat16. With adapters the frozen weights keep
         # their precision.
         own = {} if config.lora else {"dtype": "float32"}
-        self.config, self._published_as, self.model_config = config, model, model.model_copy(update=own)
-        self.rank, self.world, self.seed = rank, world, seed
-        self.total_steps, self.longest = total_steps, longest or config.micro_batch_tokens
+        self.config = config
+        self.model_config = model.model_copy(update=own)
+        self._published_as = model
+        self.rank = rank
+        self.world = world
+        self.seed = seed
+        self.total_steps = total_steps
+        self.longest = longest or config.micro_batch_tokens
         self.lockstep = config.is_sharded
         """Whether every forward pass is a collective call."""
         self.mapped = self.lockstep and not config.lora
@@ -88,6 +110,7 @@ class Learner(ProfiledByTorch):
         Raises:
             ModelError: the model cannot be loaded, or packed passes do not compute it.
         """
+        # The module and its engine.
         distributed.join(address, self.rank, self.world, timeout_s)
         module = self._build_adapted()
         torch.manual_seed(self.seed + self.rank)  # ranks use different dropout
@@ -96,15 +119,18 @@ class Learner(ProfiledByTorch):
         sizes = {"parameters": sum(p.numel() for p in module.parameters()),
                  "trained": sum(p.numel() for p in module.parameters() if p.requires_grad)}
         self.engine = TrainEngine(module, self.config, self.total_steps)
+
+        # Its passes beside transformers' own.
         probe = ParityProbe(
             module, RowLimits.of(module.model.config, self.longest, self.config.micro_batch_tokens), self.engine.device,
             gradients=True, call=self.engine.forward_without_engine,
             largest=distributed.largest_of_ranks if self.lockstep else None)
         compared = probe.check(f"{type(self).__name__} of {getattr(self.model_config, 'path', 'a new model')!r}")
         self.engine.release_gathered()
+
+        # What saves, exports and publishes it.
         self.state = LearnerState(self.engine, self.adapters, self.rank)
-        self.published = PublishedModel(self.engine, self.adapters, self._published_as, self.rank, self.lockstep)
-        self.publication.model = self.published_tensors()
+        self.whole_model = GatheredModel(self.engine, self.adapters, self._published_as, self.rank, self.lockstep)
         return {**sizes, **compared, "compiled": self.engine.compiled.note if self.engine.compiled else ""}
 
     def open_saved(self, directory: Path) -> SavedWeights:
@@ -121,7 +147,7 @@ class Learner(ProfiledByTorch):
         module = self._build_adapted()
         check_adapter_description(self.adapters, directory)
         saved = SavedWeights(module, directory)
-        self.published = PublishedModel(saved, self.adapters, self._published_as, self.rank, lockstep=False)
+        self.whole_model = GatheredModel(saved, self.adapters, self._published_as, self.rank, lockstep=False)
         return saved
 
     def _build_adapted(self) -> "nn.Module":
@@ -133,63 +159,52 @@ class Learner(ProfiledByTorch):
             self.adapters = Adapters(module.model, self.config.lora, base, self.config.autocast == "bfloat16")
         return module
 
-    def published_tensors(self) -> PublishedTensors:
+    def published_tensors(self) -> GatheredTensors:
         """What publications send to the generators: the model."""
-        return self.published
+        return self.whole_model
 
     def build(self) -> "nn.Module":
         """The packed module to train."""
         raise NotImplementedError
 
-    def loss(self, part: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss of some rows, with its graph, and statistics that are means over the same rows."""
+    def count(self, rows: Any) -> float:
+        """Number of tokens, samples, pairs or steps that the loss of some rows is a mean over."""
         raise NotImplementedError
 
-    def count(self, part: Any) -> float:
-        """Number of tokens, rows or pairs that the loss of some rows is a mean over."""
-        raise NotImplementedError
+    def shares(self, mini_batch: Any, loss: Callable[[Any], PartLoss], meter: AverageMeter) -> Iterator[Tensor]:
+        """This rank's parts of the loss of a mini-batch that every rank holds whole, one for each micro-batch.
 
-    def measured(self, part: Any) -> float:
-        """Number of items that the statistics of some rows are means over, if it differs from `count`."""
-        return self.count(part)
+        The sum over all ranks and micro-batches is the loss. It does not depend on the number of ranks or on
+        `micro_batch_tokens`. The parts are computed one at a time: pass each to `TrainEngine.backward`, which frees its
+        graph, before the next is built.
 
-    def optimize(self, mini_batch: Any, meter: AverageMeter) -> StepResult:
-        """One optimizer step on a mini-batch that every rank holds whole; each processes its share of the rows.
-
-        The result does not depend on the number of ranks or on `micro_batch_tokens`.
+        Args:
+            loss: the loss of some rows of the mini-batch.
+            meter: receives the statistics of every pass.
         """
-        return self.engine.step(self.shares(mini_batch, meter))
-
-    def shares(self, mini_batch: Any, meter: AverageMeter) -> Iterator[Tensor]:
-        """This rank's parts of the mini-batch's loss; the sum over all ranks and micro-batches is the loss."""
+        whole_count = self.count(mini_batch)
+        whole_tokens = float(mini_batch.lengths.sum())
         for part, counted in self.parts(mini_batch):
-            yield self.balanced_share(part, mini_batch, counted, meter)
+            # The forward pass. A part that is not counted adds nothing: all its weights are 0.
+            found = loss(part)
+            count = self.count(part) if counted else 0.0
+            share = found.loss * (count / whole_count)
+            meter.add(count, found.means)
+            meter.add(found.tokens if counted else 0.0, found.token_means)
 
-    def balanced_share(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
-        """As `share`, with the auxiliary loss of the routers if configured."""
-        share = self.share(part, whole, counted, meter)
-        return share + self._balancing(part, whole, counted, meter) if self._router_balance else share
-
-    def _balancing(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
-        """The auxiliary loss of the routers in the pass over some rows, by their share of the mini-batch's tokens."""
-        assert self._router_balance is not None
-        loss, tokens = self._router_balance.loss(), float(part.lengths.sum()) if counted else 0.0
-        meter.add(tokens, {"router_aux_loss": loss.detach()})
-        return self.config.router_aux_loss_coef * loss * (tokens / float(whole.lengths.sum()))
+            # The auxiliary loss of the routers in this pass, by the part's share of the mini-batch's tokens.
+            if self._router_balance is not None:
+                balance = self._router_balance.loss()
+                tokens = float(part.lengths.sum()) if counted else 0.0
+                share = share + self.config.router_aux_loss_coef * balance * (tokens / whole_tokens)
+                meter.add(tokens, {"router_aux_loss": balance.detach()})
+            yield share
 
     def parts(self, rows: Any) -> Iterator[tuple[Any, bool]]:
         """This rank's micro-batches of some rows, and whether each counts. A rank without rows left takes part in the
         collective calls with any row, which does not."""
         for chosen in rank_plan(rows.lengths, self.world, self.config.micro_batch_tokens)[self.rank]:
             yield rows.select(chosen if len(chosen) else [0]), len(chosen) > 0
-
-    def share(self, part: Any, whole: Any, counted: bool, meter: AverageMeter) -> Tensor:
-        """The contribution of some rows to the loss of a mini-batch; zero if they are not counted."""
-        loss, stats = self.loss(part)
-        weight = self.count(part) if counted else 0.0
-        meter.add(weight, {"loss": loss.detach()})
-        meter.add(self.measured(part) if counted else 0.0, stats)
-        return loss * (weight / self.count(whole))
 
     def score(
         self, rollouts: Sequence[Rollout], forward: Callable[[MicroBatch], Sequence[Tensor]], columns: int = 1
@@ -228,15 +243,17 @@ class Learner(ProfiledByTorch):
 
     def plan_weights(self, bucket_bytes: int, fused_groups: list[list[str]]) -> WeightsPlan:
         """See `Publication.plan`."""
-        return self.publication.plan(bucket_bytes, fused_groups)
+        return self.publication.plan(self.published_tensors(), bucket_bytes, fused_groups)
 
     def weight_bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
         """See `Publication.bucket`."""
         return self.publication.bucket(version, index, whole)
 
     def broadcast_route(self, host: str, world: int) -> WeightRoute:
-        """See `Publication.broadcast_route`."""
-        return self.publication.broadcast_route(host, world)
+        """How a broadcast from this process to `world` - 1 others is joined; `host` is this node's address."""
+        from rlhf_ray.weights.direct_sender import broadcast_route
+
+        return broadcast_route(self.engine.device, host, world)
 
     def connect_weights(self, route: WeightRoute) -> None:
         """See `Publication.connect`."""
@@ -259,12 +276,12 @@ class Learner(ProfiledByTorch):
         return self.publication.unchanged()
 
     def export(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
-        """See `PublishedModel.export`."""
-        self.published.export(directory, card, term)
+        """See `GatheredModel.export`."""
+        self.whole_model.export(directory, card, term)
 
     def export_adapter(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
-        """See `PublishedModel.export_adapter`."""
-        self.published.export_adapter(directory, card, term)
+        """See `GatheredModel.export_adapter`."""
+        self.whole_model.export_adapter(directory, card, term)
 
     def leave(self) -> None:
         """Disconnect from the generators and leave the process group."""

@@ -1,7 +1,8 @@
-"""Micro-batches: rows of a record as tensors for one forward pass, scores of a whole record, averages of statistics."""
+"""Micro-batches: rows of a record as tensors for one forward pass, their loss, scores of a whole record, averages of
+statistics."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from typing import Any, Self
@@ -41,6 +42,11 @@ class MicroBatch:
         return self._on_device(np.flatnonzero(self.record.response_mask))
 
     @cached_property
+    def response_tokens(self) -> float:
+        """Number of the response tokens."""
+        return float(self.record.response_mask.sum())
+
+    @cached_property
     def responses(self) -> Packing:
         """A packing of the response tokens alone, which converts `[n]` numbers to `[N, L]` grids."""
         counts = np.add.reduceat(self.record.response_mask.astype(np.int64), self.record.offsets[:-1])
@@ -78,6 +84,20 @@ class MicroBatch:
 
     def _on_device(self, column: np.ndarray) -> Tensor:
         return to_device(torch.as_tensor(column), self.device)
+
+
+@dataclass(frozen=True)
+class PartLoss:
+    """The loss of some rows, from one forward pass, and the statistics of that pass."""
+
+    loss: Tensor
+    """What is minimised, with its graph: a mean over the `Learner.count` of the rows."""
+    means: Mapping[str, Tensor]
+    """Statistics that are means over the same count, the loss or its terms among them."""
+    tokens: float = 0.0
+    """Number of response tokens of the rows."""
+    token_means: Mapping[str, Tensor] = field(default_factory=dict)
+    """Statistics that are means over the response tokens, however the loss is averaged."""
 
 
 def score_columns(
@@ -130,6 +150,13 @@ class AverageMeter:
 
     Statistics stay on their device until `means` reads them all at once: reading one of them would wait until the GPU
     has finished its work.
+
+    Example::
+
+        meter = AverageMeter()
+        meter.add(30, {"loss": torch.tensor(1.0)})
+        meter.add(10, {"loss": torch.tensor(2.0)})
+        meter.means()  # {"loss": 1.25}, if there is one rank
     """
 
     def __init__(self) -> None:
@@ -150,12 +177,6 @@ class AverageMeter:
     def merge(self, other: Self) -> None:
         """Add everything that was added to another one."""
         self._added += other._added
-
-    def copy(self) -> Self:
-        """A copy of what was added so far, to restore if a following step is not applied."""
-        other = type(self)()
-        other._added = list(self._added)
-        return other
 
     def means(self) -> dict[str, float]:
         """Weighted means over everything added on every rank. A collective call; all ranks must have the same names."""

@@ -1,9 +1,8 @@
 """The learner of the policy: old log-probabilities, clipped policy updates, weight averages."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,30 +17,43 @@ from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, masked_mean
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state_files import save_state
+from rlhf_ray.config.adapter_publication import publishes_adapters
 from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
+from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.batching import inference_plan
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.engine.ema import WeightAverage, average_files
 from rlhf_ray.models.loading import load_causal_lm, remove_dropout
+from rlhf_ray.models.model_families import model_family
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, GivenTokens, LearnerPass, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner_state import Writers
-from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, score_columns
-from rlhf_ray.roles.ppo_update import PPOLearner, run_update, training_batch
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, PartLoss, score_columns
+from rlhf_ray.roles.ppo_update import PPOLearner, Update, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
-from rlhf_ray.roles.publication import PublishedAdapters, PublishedTensors
+from rlhf_ray.weights.gathered_tensors import GatheredAdapters, GatheredTensors
 
 GAPS = "logprob_gap_shares"
 """Statistic of the update: share of tokens in each bin of `gap_histogram`."""
 
 
 class PolicyLearner(PPOLearner):
-    """One rank of the policy."""
+    """One rank of the policy.
+
+    Example, of one step of PPO with one rank, without Ray::
+
+        learner = PolicyLearner(config.policy, config.model, rank=0, world=1, seed=0, total_steps=100,
+                                algorithm=config.algorithm, temperature=1.0)
+        learner.start(free_address("127.0.0.1"), timeout_s=60.0)
+        old_logprobs = learner.logprobs(rollout)
+        stats = learner.update(0, 0.05, experience)  # assembled with them
+    """
 
     config: PolicyConfig
 
@@ -54,14 +66,29 @@ class PolicyLearner(PPOLearner):
             publishes_adapters: publish the adapters alone, not weights with the adapters merged in.
         """
         super().__init__(config, model, rank, world, seed, total_steps, longest)
-        self.algorithm, self.temperature, self.old_logprobs = algorithm, temperature, old_logprobs
-        self.kl_coef, self._publishes_adapters = 0.0, publishes_adapters
-        self._weights_unchanged = True
-        """Whether the weights are still those from before the current update."""
-        self._kl_exceeded = False
-        """Whether `algorithm.target_kl` ended the current update."""
+        self.algorithm = algorithm
+        self.temperature = temperature
+        self.old_logprobs = old_logprobs
+        self._publishes_adapters = publishes_adapters
         self.average: WeightAverage | None = None
         self.ptx: PretrainingMix | None = None
+
+    @staticmethod
+    def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
+        """Arguments of a rank in a run. The policy makes no optimizer steps while the critic warms up."""
+        longest = derived.longest_sample
+        if config.ptx:
+            longest = max(longest, config.ptx.max_tokens)
+        steps = max(1, config.run.steps - config.algorithm.critic_warmup_steps)
+        adapters = config.policy.lora is not None and publishes_adapters(config, model_family(config.model))
+        return {
+            **PPOLearner.common_arguments(config, config.policy, rank, steps),
+            "model": config.model,
+            "longest": longest,
+            "temperature": config.generator.sampling.temperature,
+            "old_logprobs": derived.old_logprobs,
+            "publishes_adapters": adapters,
+        }
 
     def start(self, address: str, timeout_s: float) -> dict[str, Any]:
         """As `Learner.start`; the average of the weights starts at the initial weights."""
@@ -73,10 +100,10 @@ class PolicyLearner(PPOLearner):
                 self.engine.try_layers(gradients=False)
         return started
 
-    def published_tensors(self) -> PublishedTensors:
+    def published_tensors(self) -> GatheredTensors:
         """The adapters alone, if generators compute with them; else the model."""
         if self._publishes_adapters and self.adapters:
-            return PublishedAdapters(self.engine, self.adapters, self.model_config.dtype, self.rank, self.lockstep)
+            return GatheredAdapters(self.engine, self.adapters, self.model_config.dtype, self.rank, self.lockstep)
         return super().published_tensors()
 
     def take_pretraining_text(self, config: PtxConfig, text: Sequences, sizes: Sequence[int] | None = None,
@@ -134,9 +161,10 @@ class PolicyLearner(PPOLearner):
         Args:
             kl_coef: current coefficient of the KL penalty, for a penalty in the loss.
         """
-        self.kl_coef, self._weights_unchanged, self._kl_exceeded = kl_coef, True, False
         batch = training_batch(experiences, self.algorithm.whiten_advantages)
-        stats = run_update(self, batch, self.algorithm, step)
+        stats = run_update(self, batch, step, kl_coef)
+
+        # Metrics that follow from those of the steps, or from the batch.
         if gaps := [stats.metrics.pop(name) for name in list(stats.metrics) if name.startswith(GAPS)]:
             stats.metrics["logprob_gap_p99"] = gap_quantile(gaps, 0.99)
         # Without an entropy bonus, report the sampled entropy, which costs nothing: minus the mean log-probability.
@@ -149,85 +177,100 @@ class PolicyLearner(PPOLearner):
             stats.metrics["optimizer_steps"] = float(stats.applied)
         return stats
 
-    def optimize(self, mini_batch: Batch, meter: AverageMeter) -> StepResult:
-        """As `Learner.optimize`, with pretraining text if configured; updates the average of the weights.
+    def optimize(self, mini_batch: Batch, update: Update, meter: AverageMeter) -> StepResult | None:
+        """One optimizer step, with pretraining text if configured; updates the average of the weights.
 
         With `algorithm.target_kl`, every step but the update's first is left out, and ends the update, if the
         mini-batch's KL from the policy before the update is above it.
         """
-        # Before the first step the ratio differs from 1 only by dropout and by what generators compute differently.
-        limited = self.algorithm.target_kl is not None and not self._weights_unchanged
-        losses = self._shares_within_target(mini_batch, meter) if limited else self.shares(mini_batch, meter)
-        result = self.engine.step(self.ptx.join(self, losses, meter) if self.ptx else losses)
-        if self._kl_exceeded:
-            return replace(result, ends_update=True)
-        self._weights_unchanged = self._weights_unchanged and not result.applied
+        # The policy's loss.
+        own = AverageMeter()
+        for share in self.shares(mini_batch, lambda part: self.loss(part, update), own):
+            self.engine.backward(share)
+        ends_update = self._beyond_target(update, own)
+        meter.merge(own)
+
+        # The text's. It is read in a step that is left out too, so that its position follows from the mini-batches.
+        if self.ptx:
+            self.ptx.backward(self, meter)
+
+        # The step, on all ranks or on none.
+        if ends_update:
+            self.engine.drop_gradients()
+            return None
+        result = self.engine.step()
         if self.average and result.applied:
             self.average.update()
         return result
 
-    def _shares_within_target(self, mini_batch: Batch, meter: AverageMeter) -> Iterator[Tensor]:
-        """As `shares`. If the KL over all ranks' rows is above the target, the last share is NaN, with which
-        `TrainEngine.step` drops all gradients of the step on all ranks."""
-        parts, own = list(self.parts(mini_batch)), AverageMeter()
-        for part, counted in parts[:-1]:
-            yield self.balanced_share(part, mini_batch, counted, own)
-        last = self.balanced_share(parts[-1][0], mini_batch, parts[-1][1], own)
-        self._kl_exceeded = own.means()["approx_kl"] > (self.algorithm.target_kl or 0.0)
-        meter.merge(own)
-        yield last * math.nan if self._kl_exceeded else last
+    def _beyond_target(self, update: Update, meter: AverageMeter) -> bool:
+        """Whether the KL of a mini-batch's rows, over all ranks, is above `algorithm.target_kl`. A collective call in
+        all steps but those before the weights first change, when the ratio differs from 1 only by dropout and by what
+        generators compute differently."""
+        target = self.algorithm.target_kl
+        if target is None or not update.applied:
+            return False
+        return meter.means()["approx_kl"] > target
 
-    def loss(self, part: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, part: Batch, update: Update) -> PartLoss:
         """PPO's clipped loss of some rows, with the KL penalty and the entropy bonus if the loss includes them."""
         micro = MicroBatch(part, self.engine.device)
-        return self.objective(micro, *self.engine.forward(
-            micro.tokens, micro.packing, micro.predicted, self.algorithm.entropy_coef > 0,
-            mask=micro.sampling_mask))
+        logprobs, entropy = self.engine.forward(
+            micro.tokens, micro.packing, micro.predicted, self.algorithm.entropy_coef > 0, mask=micro.sampling_mask)
+        return self.objective(micro, logprobs, entropy, update)
 
-    def objective(
-        self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def objective(self, micro: MicroBatch, logprobs: Tensor, entropy: Tensor | None, update: Update) -> PartLoss:
         """The loss from `[n]` log-probabilities and entropies (None without a bonus) at the response tokens."""
         a = self.algorithm
+        new = micro.lay_out(logprobs)
+
+        # PPO's clipped loss.
         importance: dict[str, Any] = {} if a.importance == "none" else {
             "behaviour_logprobs": micro.grid("behaviour_logprobs"), "is_cap": a.importance_cap,
             "importance": a.importance, "importance_level": a.importance_level,
         }
-        new = micro.lay_out(logprobs)
         old = new.detach() if self.old_logprobs == "update" else micro.grid("old_logprobs")
         loss, stats = policy_loss(
             new, old, micro.grid("advantages"), micro.mask, a.clip_low, a.clip_high, a.dual_clip,
             aggregate=a.aggregate, ratio=a.ratio, row_weights=micro.row_weights, **importance,
         )
-        if self.old_logprobs != "policy" and self._weights_unchanged:
+
+        # The gap to the generators, while the weights are those that they sampled with.
+        if self.old_logprobs != "policy" and not update.applied:
             behaviour = micro.grid("behaviour_logprobs")
             stats["logprob_gap"] = masked_mean((new.detach() - behaviour).abs(), micro.mask)
             stats[GAPS] = gap_histogram(new.detach(), behaviour, micro.mask) / micro.mask.sum().clamp(min=1)
+
+        # The KL penalty.
         if a.kl_in_loss and micro.record.reference_logprobs is not None:
             kl = approx_kl(new, micro.grid("reference_logprobs"), a.kl.estimator)
             stats["kl_penalty"] = masked_mean(kl.detach(), micro.mask)
-            if self.kl_coef:  # otherwise it is only measured, and an infinite one must not become NaN in the loss
-                loss = loss + self.kl_coef * aggregate_mean(kl, micro.mask, a.aggregate, micro.row_weights)
+            if update.kl_coef:  # otherwise it is only measured, and an infinite one must not become NaN in the loss
+                loss = loss + update.kl_coef * aggregate_mean(kl, micro.mask, a.aggregate, micro.row_weights)
+
+        # The entropy bonus, aggregated as the policy loss is, so that micro-batches' parts add up to the whole.
         if entropy is not None:
             grid = micro.lay_out(entropy)
             stats["entropy"] = entropy_bonus(grid.detach(), micro.mask)
-            # Aggregated as the policy loss is, so that micro-batches' contributions add up to the whole.
             loss = loss - a.entropy_coef * aggregate_mean(grid, micro.mask, a.aggregate, micro.row_weights)
-        return loss, stats
+        return PartLoss(loss, {"loss": loss.detach()}, micro.response_tokens, stats)
 
     def export_average(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
         """Write the average of the weights as `export` writes the weights; requires `policy.ema_decay`."""
         average = self.average
         if average is None:
             raise ValueError("there is no average to export: set policy.ema_decay")
-        self.published.export(directory, card, term, lambda names, wanted: average.gather(
+        self.whole_model.export(directory, card, term, lambda names, wanted: average.gather(
             names, wanted, self.engine.gather))
 
     def copies(self) -> Writers:
         """The average of the weights and the position in the pretraining text."""
-        average = {f"average_{self.rank}.pt": partial(torch.save, self.average.copy())} if self.average else {}
-        text = {"ptx_0.json": partial(save_state, state=self.ptx.state_dict())} if self.ptx and self.rank == 0 else {}
-        return {**average, **text}
+        files: dict[str, Callable[[Path], object]] = {}
+        if self.average:
+            files[f"average_{self.rank}.pt"] = partial(torch.save, self.average.copy())
+        if self.ptx and self.rank == 0:
+            files["ptx_0.json"] = partial(save_state, state=self.ptx.state_dict())
+        return files
 
     def load(self, directory: str) -> None:
         """As `Learner.load`; errors also as in `WeightAverage.load` and `PretrainingMix.load`."""

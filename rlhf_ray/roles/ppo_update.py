@@ -7,13 +7,17 @@ ranks agree on whitening and on the number of backward passes without communicat
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 
 from rlhf_ray.algorithms.masking import denominator, masked_whiten
 from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.learner import LearnerConfig
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Batch, Experience, UpdateStats
 from rlhf_ray.roles.learner import Learner
@@ -38,22 +42,49 @@ def mini_batches(samples: int, epochs: int, per_epoch: int, seed: int, step: int
         yield from np.split(order, per_epoch)
 
 
+@dataclass
+class Update:
+    """The update under way, as its optimizer steps see it."""
+
+    kl_coef: float = 0.0
+    """Coefficient of a KL penalty in the loss."""
+    applied: int = 0
+    """Optimizer steps applied so far; with 0 the weights are still those from before the update."""
+
+
 class PPOLearner(Learner):
     """One rank of a model that is updated on experience: the policy or the critic."""
 
     algorithm: AlgorithmConfig
 
-    def count(self, part: Batch) -> float:
+    @staticmethod
+    def common_arguments(config: PPOConfig, learner: LearnerConfig, rank: int, steps: int) -> dict[str, Any]:
+        """Arguments that policy and critic have in common, for a rank in a run.
+
+        Args:
+            learner: the section of the model.
+            steps: updates of the model in the whole run.
+        """
+        return {
+            "config": learner,
+            "rank": rank,
+            "world": learner.workers,
+            "seed": config.run.seed,
+            "total_steps": steps * config.algorithm.epochs * config.algorithm.mini_batches,
+            "algorithm": config.algorithm,
+        }
+
+    def count(self, rows: Batch) -> float:
         """Number of response tokens or samples, depending on the loss's aggregation; rows are parts of a sample."""
-        micro = MicroBatch(part, "cpu")
+        micro = MicroBatch(rows, "cpu")
         return float(denominator(micro.mask, self.algorithm.aggregate, micro.row_weights))
 
-    def measured(self, part: Batch) -> float:
-        """Number of response tokens, for any aggregation of the loss."""
-        return float(part.response_mask.sum())
+    def optimize(self, mini_batch: Batch, update: Update, meter: AverageMeter) -> StepResult | None:
+        """One optimizer step of an update, by the losses of a mini-batch; None if the update ends before it."""
+        raise NotImplementedError
 
 
-def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step: int) -> UpdateStats:
+def run_update(learner: PPOLearner, batch: Batch, step: int, kl_coef: float = 0.0) -> UpdateStats:
     """Several epochs of mini-batch steps on one batch (Schulman et al. 2017, algorithm 1).
 
     Steps that are not applied, see `TrainEngine.step`, are counted and excluded from the metrics. After one that ends
@@ -69,26 +100,37 @@ def run_update(learner: Learner, batch: Batch, algorithm: AlgorithmConfig, step:
         if step != last.step + 1:
             raise TrainingError(f"update {step} was requested after update {last.step}: updates must be consecutive. "
                                 "Continue with --resume from the last checkpoint")
-    began, meter = time.perf_counter(), AverageMeter()
+    began = time.perf_counter()
+    epochs = learner.algorithm.epochs
+    per_epoch = learner.algorithm.mini_batches
+    update = Update(kl_coef)
+    meter = AverageMeter()  # of the steps that were applied
     norms: list[float] = []
-    skipped, rate, tokens = 0, 0.0, 0
-    planned = algorithm.epochs * algorithm.mini_batches
-    for samples in mini_batches(batch.sample_count, algorithm.epochs, algorithm.mini_batches, learner.seed, step):
-        before, rows = meter.copy(), batch.select(batch.rows_of(samples))
-        result = learner.optimize(rows, meter)
+    skipped = 0
+    rate = 0.0
+    tokens = 0
+
+    # One optimizer step for each mini-batch.
+    for samples in mini_batches(batch.sample_count, epochs, per_epoch, learner.seed, step):
+        rows = batch.select(batch.rows_of(samples))
         tokens += len(rows.tokens)
-        if result.ends_update:
-            meter = before
-            learner.engine.pass_over(planned - len(norms) - skipped)
+        of_step = AverageMeter()
+        result = learner.optimize(rows, update, of_step)
+        if result is None:
+            learner.engine.pass_over(epochs * per_epoch - update.applied - skipped)
             break
         rate = result.learning_rate
-        if result.applied:
-            norms.append(result.grad_norm)
-        else:
-            meter, skipped = before, skipped + 1
-    learner.engine.count_update(len(norms))
+        if not result.applied:
+            skipped += 1
+            continue
+        update.applied += 1
+        norms.append(result.grad_norm)
+        meter.merge(of_step)
+
+    # What the update did.
+    learner.engine.count_update(update.applied)
     metrics = {**meter.means(), "grad_norm": float(np.mean(norms)) if norms else math.nan, "learning_rate": rate}
     learner.last_update = UpdateStats(
-        step=step, applied=len(norms), skipped=skipped, seconds=time.perf_counter() - began,
-        tokens=tokens, metrics=metrics)
+        step=step, applied=update.applied, skipped=skipped, seconds=time.perf_counter() - began, tokens=tokens,
+        metrics=metrics)
     return learner.last_update

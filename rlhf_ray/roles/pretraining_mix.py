@@ -4,7 +4,7 @@ The loss is the mean over all predicted tokens of an optimizer step's rows on al
 gradient is added to the policy's. Every rank reads the text without a copy and selects the same rows.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,21 @@ class PretrainingMix:
             sizes: rows of each data set of a mix, in order; None for one data set.
             contents: digest of each data set.
         """
-        self.config, self._text = config, text
+        self.config = config
+        self._text = text
         self._cursor = PromptCursor(sizes or [len(text)], seed, True, config.weights, contents)
 
-    def join(self, learner: Learner, losses: Iterable[Tensor], meter: AverageMeter) -> Iterator[Tensor]:
-        """The losses of one optimizer step followed by the text's; adds `ptx_loss`, in nats per token, to the meter.
+    def backward(self, learner: Learner, meter: AverageMeter) -> None:
+        """Add the gradient of the next rows' loss to that of the learner's next optimizer step.
 
-        With a coefficient of 0 the text's loss is only measured.
+        With a coefficient of 0 the loss is only measured. Adds `ptx_loss`, in nats per token, to the meter.
         """
         rows = self.next_rows()
-        if self.config.coef == 0:
-            with torch.no_grad():
-                for _ in self.shares(learner, rows, meter):
-                    pass
-        yield from losses
-        if self.config.coef > 0:
-            yield from (self.config.coef * share for share in self.shares(learner, rows, meter))
+        trains = self.config.coef > 0
+        with torch.set_grad_enabled(trains):
+            for share in self.shares(learner, rows, meter):
+                if trains:
+                    learner.engine.backward(self.config.coef * share)
 
     def next_rows(self) -> Sequences:
         """The rows of the next optimizer step."""
@@ -56,7 +55,8 @@ class PretrainingMix:
 
     def shares(self, learner: Learner, rows: Sequences, meter: AverageMeter) -> Iterator[Tensor]:
         """This rank's parts of the mean loss of the rows; the sum over all ranks and micro-batches is the loss."""
-        engine, whole = learner.engine, float(predictable(rows).sum())
+        engine = learner.engine
+        whole = float(predictable(rows).sum())
         for part, counted in learner.parts(rows):
             micro = MicroBatch(part, engine.device)
             predicted = torch.as_tensor(np.flatnonzero(predictable(part)), device=engine.device)

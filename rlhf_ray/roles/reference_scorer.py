@@ -1,9 +1,14 @@
 """The reference scorer: log-probabilities of rollouts under a frozen model, usually the one that the policy started
 from."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
+from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.batching import inference_plan
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.frozen_model import largest_of, place_of
@@ -30,6 +35,17 @@ class ReferenceScorer(ProfiledByTorch):
         self._budget, self._longest = micro_batch_tokens, longest or micro_batch_tokens
         self._temperature = temperature
 
+    @staticmethod
+    def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
+        """Arguments of a rank in a run."""
+        return {
+            "model": derived.reference_model,
+            "micro_batch_tokens": config.reference.micro_batch_tokens,
+            "temperature": config.generator.sampling.temperature,
+            "longest": derived.longest_sample,
+            "shard": Shard.of_worker(rank, config.reference.shards),
+        }
+
     def start(self, address: str = "", timeout_s: float = 0.0) -> dict[str, float]:
         """Load the model and compare its packed passes with transformers' own; returns the comparison.
 
@@ -52,7 +68,7 @@ class ReferenceScorer(ProfiledByTorch):
             f"ReferenceScorer of {self._config.path!r}")
 
     @torch.no_grad()
-    def logprobs(self, *rollouts: Rollout) -> TokenScores:
+    def logprobs(self, rollouts: Sequence[Rollout]) -> TokenScores:
         """Log-probabilities of the response tokens at the sampling temperature, zero elsewhere. The rows of all
         rollouts are concatenated and share forward passes, and the ranks of a sharded model divide them."""
         rows, shard = concatenated(rollouts), self._shard

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
+from rlhf_ray.config.derived import Derived, judge_rewards
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.shard import WHOLE, Shard
@@ -36,6 +38,19 @@ class RewardScorer:
         self._sources = make_sources(rewards, policy, micro_batch_tokens, longest, shard)
         self._judge = make_sources(judge, policy, micro_batch_tokens, longest, shard) if judge else None
         self._turn = asyncio.Lock()
+
+    @staticmethod
+    def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
+        """Arguments of a rank in a run."""
+        return {
+            "rewards": config.rewards,
+            "policy": config.model,
+            "micro_batch_tokens": config.reward.micro_batch_tokens,
+            "on_failure": config.reward.on_failure,
+            "longest": derived.longest_sample,
+            "judge": judge_rewards(config),
+            "shard": Shard.of_worker(rank, config.reward.shards),
+        }
 
     async def start(self, address: str = "", timeout_s: float = 0.0) -> dict[str, float]:
         """Start all sources; returns what `WeightedSum.start` returns.

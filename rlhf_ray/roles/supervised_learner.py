@@ -31,7 +31,7 @@ from rlhf_ray.models.packing import Packing
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import UpdateStats
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
+from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, PartLoss
 
 
 class SupervisedLearner(Learner):
@@ -51,8 +51,10 @@ class SupervisedLearner(Learner):
             sizes: number of training rows of each data set of a mix, in order; None for one data set.
             weights: weight of each data set.
         """
-        self._train, self._held_out = train, held_out
-        self._sizes, self._weights = sizes or [len(train)], weights
+        self._train = train
+        self._held_out = held_out
+        self._sizes = sizes or [len(train)]
+        self._weights = weights
         self._begin()
 
     def update(self, step: int) -> UpdateStats:
@@ -61,9 +63,12 @@ class SupervisedLearner(Learner):
         Raises:
             TrainingError: as `TrainEngine.count_update`.
         """
-        began, meter = time.perf_counter(), AverageMeter()
+        began = time.perf_counter()
         batch = self._train.select(self._rows_of(step))
-        result = self.optimize(batch, meter)
+        meter = AverageMeter()
+        for share in self.shares(batch, self.loss, meter):
+            self.engine.backward(share)
+        result = self.engine.step()
         self.engine.count_update(result.applied)
         metrics = {**meter.means(), "grad_norm": result.grad_norm, "learning_rate": result.learning_rate}
         return UpdateStats(step=step, applied=int(result.applied), skipped=int(not result.applied),
@@ -76,9 +81,12 @@ class SupervisedLearner(Learner):
             return {}
         meter = AverageMeter()
         for part, counted in self.parts(self._held_out):
-            loss, stats = self.loss(part)
-            meter.add(self.count(part) if counted else 0.0, {"loss": loss, **stats})
+            meter.add(self.count(part) if counted else 0.0, self.loss(part).means)
         return meter.means()
+
+    def loss(self, part: Any) -> PartLoss:
+        """The loss of some rows, without gradients in an evaluation."""
+        raise NotImplementedError
 
     def run(self, rows: Sequences | StepRows, *args: Tensor) -> Any:
         """The module's forward pass on some rows; without gradients in an evaluation."""
@@ -87,7 +95,8 @@ class SupervisedLearner(Learner):
         return forward(micro.tokens, micro.packing, *args)
 
     def _begin(self) -> None:
-        self._cursor, self._reached = PromptCursor(self._sizes, self.seed, shuffle=True, weights=self._weights), 0
+        self._cursor = PromptCursor(self._sizes, self.seed, shuffle=True, weights=self._weights)
+        self._reached = 0
 
     def _rows_of(self, step: int) -> np.ndarray:
         """Rows of an update; a resumed learner skips the rows of earlier updates."""
@@ -105,15 +114,16 @@ class SFTLearner(SupervisedLearner):
         """The language model at temperature 1."""
         return PackedLanguageModel(load_causal_lm(self.model_config, self.mapped), chunks=self.chunks)
 
-    def loss(self, part: Sequences) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, part: Sequences) -> PartLoss:
         """Mean negative log-probability per predicted token, in nats."""
         predicted = torch.as_tensor(np.flatnonzero(predictable(part)), device=self.engine.device)
         logprobs, _ = self.run(part, predicted)
-        return -logprobs.sum() / max(1, len(predicted)), {}  # rows without loss tokens contribute nothing
+        loss = -logprobs.sum() / max(1, len(predicted))  # rows without loss tokens contribute nothing
+        return PartLoss(loss, {"loss": loss.detach()})
 
-    def count(self, part: Sequences) -> float:
+    def count(self, rows: Sequences) -> float:
         """Predicted tokens."""
-        return float(predictable(part).sum())
+        return float(predictable(rows).sum())
 
 
 class RewardModelLearner(SupervisedLearner):
@@ -130,7 +140,8 @@ class RewardModelLearner(SupervisedLearner):
             new_head: do not use the head of a reward model to start from.
         """
         super().__init__(config, model, rank, world, seed, total_steps, batch_size, longest)
-        self.head_dropout, self.new_head = head_dropout, new_head
+        self.head_dropout = head_dropout
+        self.new_head = new_head
 
     def build(self) -> PackedScalarModel:
         """A reward model with its own head, or the backbone of another model with a new one."""
@@ -138,20 +149,21 @@ class RewardModelLearner(SupervisedLearner):
         model = load_scalar_model(self.model_config, new_head=new_head, mapped=self.mapped)
         return PackedScalarModel(model, self.head_dropout)
 
-    def loss(self, part: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, part: Pairs) -> PartLoss:
         """Mean pairwise loss, beyond the pairs' margins if they have any; statistics: accuracy, mean score and mean
         margin (chosen minus rejected)."""
         both = Sequences.concat([part.chosen, part.rejected])
         scores = last_token_scores(self.run(both), Packing.of(both.lengths, self.engine.device))
         chosen, rejected = scores.chunk(2)
         margin = (chosen - rejected).detach()
-        stats = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean(), "score": scores.detach().mean()}
         margins = None if part.margins is None else torch.as_tensor(part.margins, device=margin.device)
-        return pairwise_loss(chosen, rejected, margins), stats
+        loss = pairwise_loss(chosen, rejected, margins)
+        return PartLoss(loss, {"loss": loss.detach(), "accuracy": (margin > 0).float().mean(),
+                               "margin": margin.mean(), "score": scores.detach().mean()})
 
-    def count(self, part: Pairs) -> float:
+    def count(self, rows: Pairs) -> float:
         """Pairs."""
-        return float(len(part))
+        return float(len(rows))
 
 
 class ProcessRewardLearner(SupervisedLearner):
@@ -167,25 +179,31 @@ class ProcessRewardLearner(SupervisedLearner):
         self._ids = StepTokens.of(self.steps, load_tokenizer(self.model_config))
         return PackedStepModel(load_causal_lm(self.model_config, self.mapped))
 
-    def loss(self, part: StepRows) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, part: StepRows) -> PartLoss:
         """Mean loss per labelled step, in nats; statistics: accuracy over steps (of the most probable label), and the
         mean probability of a correct step (`step_values`)."""
-        device, places = self.engine.device, np.flatnonzero(labelled(part))
+        device = self.engine.device
+        places = np.flatnonzero(labelled(part))
+
+        # The loss of the labels' tokens.
         labels = torch.as_tensor(part.labels[places], device=device)
         logits = self.run(part, torch.as_tensor(places, device=device))
         loss = process_reward_loss(logits, labels, torch.ones_like(labels, dtype=torch.bool),
                                    self._ids.labels)
+
+        # Statistics: whether the label is the most probable one, and how probable a correct step is.
         good = step_values(logits.detach(), self._ids.labels, self._ids.values)
         if self._ids.others:
             likeliest = torch.tensor(self._ids.labels, device=device)[logits.detach()[:, self._ids.labels].argmax(-1)]
             right = likeliest == labels
         else:
-            right = (good >= 0.5) == (labels >= 0.5 if labels.is_floating_point() else labels == self._ids.good)
-        return loss, {"accuracy": right.float().mean(), "probability": good.mean()}
+            is_good = labels >= 0.5 if labels.is_floating_point() else labels == self._ids.good
+            right = (good >= 0.5) == is_good
+        return PartLoss(loss, {"loss": loss.detach(), "accuracy": right.float().mean(), "probability": good.mean()})
 
-    def count(self, part: StepRows) -> float:
+    def count(self, rows: StepRows) -> float:
         """Labelled steps."""
-        return float(labelled(part).sum())
+        return float(labelled(rows).sum())
 
     def export(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
         """As `Learner.export`, plus process_reward.json with the step format."""

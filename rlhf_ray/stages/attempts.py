@@ -6,10 +6,10 @@ from typing import TypeVar
 
 from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.config.training_loop import LoggingConfig
-from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.errors import DiskStalled, WorkerError
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.workers.learner_restart import LearnerRestart
 
 R = TypeVar("R")
 Attempt = Callable[[MetricsWriter, Checkpoint | None, int | None, bool], Awaitable[R]]

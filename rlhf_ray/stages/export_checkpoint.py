@@ -18,7 +18,7 @@ from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.stages import PPOConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
+from rlhf_ray.config.stages import PPOConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig, role_facts
 from rlhf_ray.errors import CheckpointError, ConfigError
 from rlhf_ray.models.loading import check_model_directory
 from rlhf_ray.observability.metrics import metric_rows_from_end
@@ -30,8 +30,8 @@ from rlhf_ray.roles.supervised_learner import ProcessRewardLearner, RewardModelL
 
 TrainedConfig = SFTConfig | RewardModelConfig | ProcessRewardConfig | PPOConfig
 CONFIGS: Mapping[str, type[TrainedConfig]] = {
-    "policy_learner": PPOConfig, "sft_learner": SFTConfig, "reward_model_learner": RewardModelConfig,
-    "process_reward_learner": ProcessRewardConfig,
+    role_facts(PPOConfig)["policy"].worker: PPOConfig,
+    **{role_facts(cls)["learner"].worker: cls for cls in (SFTConfig, RewardModelConfig, ProcessRewardConfig)},
 }
 """Part of a checkpoint whose model is exported -> configuration of the run that writes it."""
 _CHECKPOINT = re.compile(r"step_(\d+)")
@@ -99,7 +99,7 @@ def _write(config: TrainedConfig, checkpoint: Checkpoint, learner_directory: Pat
         write_value_head(saved.whole(VALUE_HEAD), files["value_head"])
     if isinstance(config, PPOConfig) and config.policy.ema_decay is not None:
         files["model_ema"], average = place / "model_ema", saved.average()
-        learner.published.export(str(files["model_ema"]), card_of_average(card, config.policy.ema_decay), None,
+        learner.whole_model.export(str(files["model_ema"]), card_of_average(card, config.policy.ema_decay), None,
                                  lambda names, wanted: saved.gather_average(average, names, wanted))
     return files
 

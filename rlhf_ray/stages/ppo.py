@@ -7,15 +7,12 @@ from functools import partial
 from typing import Any
 
 from rlhf_ray.cluster.session import Session
-from rlhf_ray.config.derived import Derived, derive, placements_of, reward_sections
+from rlhf_ray.config.derived import Derived, derive, reward_sections
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
-from rlhf_ray.coordinator.generator_scaling import Scaling
-from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.node_drain import DrainWatch
 from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import WeightSync
@@ -55,7 +52,10 @@ from rlhf_ray.stages.runtime import (
     write_left_out,
 )
 from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
+from rlhf_ray.workers.generator_scaling import Scaling
 from rlhf_ray.workers.health_monitor import Detector, HealthMonitor
+from rlhf_ray.workers.learner_restart import LearnerRestart
+from rlhf_ray.workers.node_drain import DrainWatch
 
 __all__ = ["finalize_ledger", "preflight", "run", "show_live"]
 
@@ -101,7 +101,7 @@ async def _run(
 
         log = FaultLog(directory.faults, progress.warn, progress.note, directory.term, files.records)
         health = HealthMonitor(config.cluster, log)
-        roles = spawn_roles(config, runtime, health)
+        roles = spawn_roles(config, derived, runtime, health)
         if len(roles.generators) != configured:
             progress.note(f"{len(roles.generators)} generators, as set by `rlhf-ray scale` (configured: {configured})")
         prompts, held_out = await start_roles(config, derived, runtime, roles, progress)
@@ -130,7 +130,7 @@ async def _run(
         attempts = RunAttempts(config.logging, directory, learner_restart, builder.build)
         scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
                           partial(save_generator_count, directory, configured), progress.note, files)
-        drains = DrainWatch(stop, progress.warn, roles.learners(),
+        drains = DrainWatch(stop.ask, progress.warn, roles.learners(),
                             [group for group in roles.groups() if not roles.trains(group.role)])
 
         async with (live_status(lambda: attempts.coordinator, directory, show_live(config, directory), log.failed),
@@ -171,7 +171,7 @@ def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinat
     """A function that sets a run's live metrics on Ray's Prometheus endpoint, if they are enabled."""
     if not config.logging.ray_metrics:
         return lambda _: None
-    live, gauges = LiveGauges(pools_of(placements_of(config))), Gauges(directory.path.name)
+    live, gauges = LiveGauges(pools_of(config)), Gauges(directory.path.name)
     return lambda coordinator: gauges.set_live(live.read(coordinator))
 
 

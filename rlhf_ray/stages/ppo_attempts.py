@@ -10,7 +10,6 @@ from typing import Any
 
 from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.config.training_loop import LoggingConfig
-from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.loop import Coordinator, check_ledger
 from rlhf_ray.errors import ConfigError, WorkerError
 from rlhf_ray.observability.faults import note_restart
@@ -19,6 +18,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.stages.attempts import repeat_attempts
 from rlhf_ray.stages.evaluation_log import EvaluationLog
 from rlhf_ray.stages.run_export import export_run
+from rlhf_ray.workers.learner_restart import LearnerRestart
 
 Build = Callable[[MetricsWriter, EvaluationLog, int | None], Coordinator]
 """Makes the coordinator of an attempt that continues after a step (NOTHING: starts over; None: a new run)."""

@@ -2,111 +2,45 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
-from rlhf_ray.config.adapter_publication import publishes_adapters, why_merged
+from rlhf_ray.config.adapter_publication import why_merged
 from rlhf_ray.config.bundle_assignment import Bundles, assigned
 from rlhf_ray.config.combination_checks import check_pools, check_transport
 from rlhf_ray.config.data import PromptsConfig
-from rlhf_ray.config.derived import Derived, derive, judge_rewards, placements_of, reward_sections
+from rlhf_ray.config.derived import Derived, placements_of, reward_sections
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.stages import PPOConfig, ScorerConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
 from rlhf_ray.data.contents import Contents
-from rlhf_ray.engine.distributed import fixed_segments
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.generator_parity import SAMPLED, given_rows
 from rlhf_ray.models.model_families import Use, check_family, model_family
-from rlhf_ray.models.shard import Shard
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
-from rlhf_ray.roles.assembler import Assembler
-from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.data_readers import DataReader, PromptReader
-from rlhf_ray.roles.generator import Generator, generator_environment
-from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.reference_scorer import ReferenceScorer
-from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages.preflight import check_data, check_row_length
 from rlhf_ray.stages.runtime import Runtime, ending_note, learner_notes, probe_note, start_learners
 from rlhf_ray.workers.health_monitor import HealthMonitor
 from rlhf_ray.workers.role_groups import RoleGroups
+from rlhf_ray.workers.role_table import rows_of
 from rlhf_ray.workers.worker_group import WorkerGroup
 
 
-def spawn_roles(config: PPOConfig, runtime: Runtime, health: HealthMonitor | None = None) -> RoleGroups:
+def spawn_roles(
+    config: PPOConfig, derived: Derived, runtime: Runtime, health: HealthMonitor | None = None
+) -> RoleGroups:
     """Spawn all processes of the run; they load in parallel once `start_roles` calls them."""
-    derived, generation, temperature = derive(config), config.generator, config.generator.sampling.temperature
-    adapters, judge = publishes_adapters(config, model_family(config.model)), judge_rewards(config)
-    return RoleGroups(
-        generators=runtime.spawn(
-            "generator", Generator, generation,
-            lambda rank: {"model": config.model, "generation": generation, "seed": config.run.seed,
-                          "max_context": derived.longest_sample,
-                          "name": f"generator/{rank}", "in_flight": config.weights.in_flight,
-                          "transport": config.weights.transport, "record_masks": True,
-                          "lora": config.policy.lora if adapters else None},
-            {**generator_environment(generation), **runtime.scratch}, shutdown=Generator.stop,
-        ),
-        reference=runtime.spawn(
-            "reference_scorer", ReferenceScorer, config.reference,
-            lambda rank: {"model": derived.reference_model, "micro_batch_tokens": config.reference.micro_batch_tokens,
-                          "temperature": temperature, "longest": _longest_row(config, "reference"),
-                          "shard": _shard(config.reference, rank)},
-        ) if derived.starts_reference else None,
-        reward=runtime.spawn(
-            "reward_scorer", RewardScorer, config.reward,
-            lambda rank: {"rewards": config.rewards, "policy": config.model,
-                          "micro_batch_tokens": config.reward.micro_batch_tokens,
-                          "on_failure": config.reward.on_failure, "longest": _longest_row(config, "reward"),
-                          "judge": judge, "shard": _shard(config.reward, rank)},
-            shutdown=RewardScorer.stop,
-        ),
-        assembler=runtime.spawn(
-            "assembler", Assembler, config.assembler,
-            lambda _: {"algorithm": config.algorithm, "model": config.model,
-                       "longest": generation.sampling.max_tokens, "disk_timeout_s": config.cluster.disk_timeout_s},
-        ),
-        policy=runtime.spawn(
-            "policy_learner", ActorCriticLearner if derived.shares_backbone else PolicyLearner, config.policy,
-            lambda rank: {**_learner(config, "policy", rank), "temperature": temperature,
-                          "old_logprobs": derived.old_logprobs, "publishes_adapters": adapters},
-            fixed_segments() if config.weights.transport == "ipc" else None, shutdown=Learner.leave,
-        ),
-        critic=runtime.spawn(
-            "critic_learner", CriticLearner, config.critic,
-            lambda rank: _learner(config, "critic", rank), shutdown=Learner.leave,
-        ) if derived.starts_critic else None,
-        health=health or HealthMonitor(config.cluster),
-    )
-
-
-def _learner(config: PPOConfig, role: str, rank: int) -> Mapping[str, Any]:
-    """Arguments of a learner's rank. The policy makes no optimizer steps while the critic warms up."""
-    learner = getattr(config, role)
-    model = derive(config).critic_model if role == "critic" else config.model
-    steps = config.run.steps - (config.algorithm.critic_warmup_steps if role == "policy" else 0)
-    return {"config": learner, "model": model, "rank": rank, "world": learner.workers, "seed": config.run.seed,
-            "total_steps": max(1, steps) * config.algorithm.epochs * config.algorithm.mini_batches,
-            "algorithm": config.algorithm, "longest": _longest_row(config, role)}
-
-
-def _shard(config: ScorerConfig, rank: int) -> Shard:
-    """The part of its models that a scorer's rank holds."""
-    return Shard(rank % config.shards, config.shards)
-
-
-def _longest_row(config: PPOConfig, role: str) -> int:
-    """Longest row that a role receives, in tokens: a sample's, or for the policy also a row of pretraining text."""
-    sample = derive(config).longest_sample
-    return max(sample, config.ptx.max_tokens) if config.ptx and role == "policy" else sample
+    groups = {}
+    for row in rows_of(config, derived):
+        arguments = cache(partial(row.cls.arguments, config, derived))  # a rank's next process has those of its first
+        groups[row.section] = runtime.spawn_role(row, arguments)
+    return RoleGroups(groups, health or HealthMonitor(config.cluster))
 
 
 async def start_roles(

@@ -24,7 +24,7 @@ from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.roles.data_readers import PromptReader
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
-from rlhf_ray.roles.generator import Generator, generator_environment
+from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.pair_ranker import PairRanker
 from rlhf_ray.stages.preflight import (
     check_context,
@@ -44,6 +44,7 @@ from rlhf_ray.stages.scorers import check_scorer, rewards_of
 from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
 from rlhf_ray.workers.dispatcher import WorkerDispatcher
 from rlhf_ray.workers.health_monitor import HealthMonitor, as_started
+from rlhf_ray.workers.role_table import GENERATOR
 
 
 def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
@@ -112,12 +113,9 @@ class _Sampler:
     def __init__(self, config: PreferencesStageConfig, runtime: Runtime, health: HealthMonitor) -> None:
         self._config, self._health, model = config, health, config.model
         generation, pool = config.generator, PlacementConfig(pool=config.generator.pool, cpus=0)
-        self._generators = runtime.spawn(
-            "generator", Generator, generation,
-            lambda rank: {"model": model, "generation": generation, "seed": config.run.seed,
-                          "max_context": config.longest_sample, "name": f"generator/{rank}"},
-            {**generator_environment(generation), **runtime.scratch}, shutdown=Generator.stop,
-        )
+        self._generators = runtime.spawn_role(GENERATOR, lambda rank: {
+            "model": model, "generation": generation, "seed": config.run.seed, "max_context": config.longest_sample,
+            "name": f"generator/{rank}"})
         self._dispatcher = WorkerDispatcher(self._generators, health)
         self._judge = judge = scorer_rewards(config.pairs.judge, "pairs.judge")
         ranker = runtime.spawn("pair_ranker", PairRanker, pool,

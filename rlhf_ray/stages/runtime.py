@@ -20,7 +20,7 @@ from rlhf_ray.config.derived import model_paths, placements_of
 from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.config.stages import StageConfig, role_facts
 from rlhf_ray.config.training_loop import CheckpointConfig
 from rlhf_ray.data.answers import TurnEnds
 from rlhf_ray.data.load_report import LeftOutRows, left_out_lines
@@ -37,7 +37,9 @@ from rlhf_ray.observability.sinks import require_trackers
 from rlhf_ray.planning.findings import idle_gpus
 from rlhf_ray.planning.worker_placement import place
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.workers.worker_group import Method, Role, WorkerGroup
+from rlhf_ray.workers.role_table import RoleRow
+from rlhf_ray.workers.worker_group import WorkerGroup
+from rlhf_ray.workers.worker_handle import Method, Role
 
 T = TypeVar("T")
 SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0
@@ -51,32 +53,42 @@ class Runtime:
     def __init__(self, config: StageConfig, pools: Pools, scratch: Mapping[str, str] | None = None) -> None:
         """
         Args:
-            scratch: see the attribute of that name.
+            scratch: environment variables that put a worker's temporary files into a directory that the stage
+                removes.
         """
         self._config, self._pools, self._placements = config, pools, placements_of(config)
-        self.scratch = scratch or {}
-        """Environment variables that put a worker's temporary files into a directory that the stage removes."""
+        self._scratch = scratch or {}
         self._groups: list[tuple[WorkerGroup[Any], Method[Any, Any] | None]] = []
 
     def spawn(
         self, role: str, cls: type[Role], placement: PlacementConfig, arguments: Callable[[int], Mapping[str, Any]],
-        environment: Mapping[str, str] | None = None, shutdown: Method[Role, Any] | None = None,
+        environment: Mapping[str, str] | None = None, shutdown: Method[Role, Any] | None = None, section: str = "",
     ) -> WorkerGroup[Role]:
-        """Spawn the workers of one role. `shutdown` is the role's method for a clean shutdown."""
+        """Spawn the workers of one role.
+
+        Args:
+            shutdown: the role's method for a clean shutdown.
+            section: the configuration section of the placement; empty for roles without one.
+        """
         group = WorkerGroup(role, cls, placement, self._pools, arguments,
                             {**accelerator_environment(placement.gpus), **self._recording(), **(environment or {})},
                             self._config.cluster.call_timeout_s, self._config.logging.task_events,
-                            self._section(placement))
+                            section)
         self._groups.append((group, shutdown))
         return group
+
+    def spawn_role(self, row: RoleRow[Role], arguments: Callable[[int], Mapping[str, Any]]) -> WorkerGroup[Role]:
+        """Spawn the workers of a role that has a section, as its row and the section's facts say."""
+        environment = dict(row.environment(self._config)) if row.environment else {}
+        if row.temporary_files:
+            environment |= self._scratch
+        facts = role_facts(type(self._config))[row.section]
+        return self.spawn(facts.worker, row.cls, self._placements[row.section], arguments, environment, row.shutdown,
+                          row.section)
 
     def _recording(self) -> Mapping[str, str]:
         """Ray's record of calls has no times without this variable."""
         return {"RAY_PROFILING": "1"} if self._config.logging.task_events else {}
-
-    def _section(self, placement: PlacementConfig) -> str:
-        """The configuration section of a placement; empty for roles without one."""
-        return next((name for name, known in self._placements.items() if known is placement), "")
 
     async def shut_down(self, grace_s: float) -> None:
         """End all workers: by their shutdown methods within `grace_s`, then by killing them."""
@@ -107,7 +119,8 @@ async def open_runtime(config: StageConfig, say: Callable[[str], None] | None = 
         runtime = Runtime(config, pools, variables)
         try:
             models = {role: model_paths(config, role) for role in placements}
-            await require_shared_files(Path(config.run.dir), placements, models, pools)
+            writers = {section for section, facts in role_facts(type(config)).items() if facts.writes}
+            await require_shared_files(Path(config.run.dir), placements, models, writers, pools)
             yield runtime
             grace_s = SHUTDOWN_GRACE_S
         finally:

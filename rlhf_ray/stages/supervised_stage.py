@@ -13,8 +13,6 @@ from rlhf_ray.cluster.session import Session
 from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.coordinator.learner_restart import LearnerRestart
-from rlhf_ray.coordinator.node_drain import DrainWatch
 from rlhf_ray.coordinator.recovery import Geometry
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.stepwise_format import StepTokens
@@ -58,6 +56,9 @@ from rlhf_ray.stages.runtime import (
 from rlhf_ray.stages.supervised_loop import SupervisedConfig, SupervisedRun
 from rlhf_ray.workers.detectors import HeartbeatDetector
 from rlhf_ray.workers.health_monitor import HealthMonitor
+from rlhf_ray.workers.learner_restart import LearnerRestart
+from rlhf_ray.workers.node_drain import DrainWatch
+from rlhf_ray.workers.role_table import RoleRow
 from rlhf_ray.workers.worker_group import WorkerGroup
 
 
@@ -132,7 +133,7 @@ async def _run(
                         await run.export()
                         return run
 
-                    drains = DrainWatch(stop, progress.warn, [learners])
+                    drains = DrainWatch(stop.ask, progress.warn, [learners])
                     async with (background_task("the watch for drained nodes", drains.run, log.failed),
                                 health.at_work([detector])):
                         run = await repeat_attempts(attempt, directory, config.logging, restart, start, resume)
@@ -174,13 +175,10 @@ async def _prepare(
     config = stage.config
     reader = runtime.spawn("data_reader", DataReader, PlacementConfig(pool=config.learner.pool, cpus=0),
                          lambda _: {"model": config.model})
-    learners = runtime.spawn(
-        f"{stage.name}_learner", stage.learner, config.learner,
-        lambda rank: {"config": config.learner, "model": config.model, "rank": rank, "world": config.learner.workers,
-                      "seed": config.run.seed, "total_steps": config.run.steps,
-                      "batch_size": config.training.batch_size, "longest": config.data.max_tokens, **stage.options},
-        shutdown=SupervisedLearner.leave,
-    )
+    learners = runtime.spawn_role(RoleRow("learner", stage.learner, shutdown=SupervisedLearner.leave), lambda rank: {
+        "config": config.learner, "model": config.model, "rank": rank, "world": config.learner.workers,
+        "seed": config.run.seed, "total_steps": config.run.steps, "batch_size": config.training.batch_size,
+        "longest": config.data.max_tokens, **stage.options})
     progress.note(f"starting {len(learners)} learner(s) and reading {config.data.title}")
     if note := ending_note(config.model):
         progress.note(note)

@@ -1,17 +1,22 @@
-"""A role's class as a Ray actor class: how a call is encoded and timed, and the environment of the worker process."""
+"""A role's class as a Ray actor class: how a call is answered and timed, which callers are refused, and the environment
+of the worker process."""
 
+import asyncio
 import gc
 import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import ray
 
 from rlhf_ray.cluster.processes import PLAIN_PYTHON, Processes, own_processes
 from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.errors import WorkerLost
 from rlhf_ray.workers import heartbeat
+from rlhf_ray.workers.calls import Caller, CallSpec
+from rlhf_ray.workers.peers import PeerGroup, PeerReport, PeerTable
 
 KEEP_MEMORY = {
     "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -27,51 +32,76 @@ weights are allocated and freed in a different order in each pass; kept memory f
 use at a time."""
 
 
-class CallSpec(NamedTuple):
-    """What a worker is to do. Everything except the values passed by reference is one argument, because Ray spends time
-    on each argument."""
+class CallerFence:
+    """Refuses calls of other workers' processes that were given up, at the worker that they call.
 
-    method: str
-    outputs: int
-    plain: list[Any]
-    """All arguments, first those by position; None in place of each reference."""
-    names: list[str]
-    """Of the arguments by name, which come last."""
-    places: list[tuple[int, int]]
-    """Where each reference is: its argument, and its place in it if that is a list of references, else -1."""
+    The numbers of a rank's processes grow, so it suffices to know the newest one. A worker that has not heard of a
+    caller accepts it: handles to it are given out to processes in use only.
+    """
 
-    @classmethod
-    def of(cls, method: str, outputs: int, args: Sequence[Any],
-           named: Mapping[str, Any] | None = None) -> tuple[tuple[Any, ...], list[ray.ObjectRef]]:
-        """The call as a plain tuple, which serializes faster, and the references among its arguments and in lists of
-        them. Only Ray's own arguments arrive as their values."""
-        named = named or {}
-        plain, places, refs = [*args, *named.values()], [], []
-        for i, argument in enumerate(plain):
-            if isinstance(argument, ray.ObjectRef):
-                places.append((i, -1))
-                refs.append(argument)
-                plain[i] = None
-            elif isinstance(argument, list) and argument and isinstance(argument[0], ray.ObjectRef):
-                places += [(i, j) for j in range(len(argument))]
-                refs += argument
-                plain[i] = [None] * len(argument)
-        return tuple(cls(method, outputs, plain, list(named), places)), refs
+    def __init__(self) -> None:
+        self._newest: dict[tuple[str, int], int] = {}
+        """Incarnation by role and rank."""
+        self._under_way: dict[tuple[str, int], set[tuple[int, asyncio.Task[Any]]]] = {}
+        """By role and rank, the calls that can be cancelled, with the incarnation of their caller."""
 
-    def arguments(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """All arguments, by position and by name; `values` are those of the references."""
-        arguments = list(self.plain)
-        for (argument, place), value in zip(self.places, values, strict=True):
-            if place < 0:
-                arguments[argument] = value
-            else:
-                arguments[argument][place] = value
-        positional = len(arguments) - len(self.names)
-        return arguments[:positional], dict(zip(self.names, arguments[positional:], strict=True))
+    def refuse_before(self, caller: Caller) -> None:
+        """From now on refuse processes before this one, and cancel their calls under way."""
+        rank = (caller.role, caller.rank)
+        if caller.incarnation <= self._newest.get(rank, 0):
+            return
+        self._newest[rank] = caller.incarnation
+        for incarnation, task in self._under_way.get(rank, ()):
+            if incarnation < caller.incarnation:
+                task.cancel()
+
+    def require(self, caller: Caller, method: str) -> None:
+        """
+        Raises:
+            WorkerLost: the caller's process was given up. It names the caller, and not this worker.
+        """
+        self.refuse_before(caller)
+        newest = self._newest[caller.role, caller.rank]
+        if caller.incarnation < newest:
+            raise WorkerLost(
+                f"{caller.worker} calls {method} from its process {caller.incarnation}, which was given up (the "
+                f"newest is {newest})", caller.role, caller.rank, caller.incarnation, method, "stale")
+
+    @contextmanager
+    def around(self, caller: Caller, method: str) -> Iterator[None]:
+        """Surrounds a call that ends early when its caller is given up. Raises the same errors as `require`."""
+        self.require(caller, method)
+        task = asyncio.current_task()
+        assert task is not None
+        calls = self._under_way.setdefault((caller.role, caller.rank), set())
+        calls.add((caller.incarnation, task))
+        try:
+            yield
+        except asyncio.CancelledError:
+            self.require(caller, method)
+            raise
+        finally:
+            calls.discard((caller.incarnation, task))
 
 
 class Process:
-    """What every worker answers besides the methods of its role: about its process and its node."""
+    """What every worker answers besides the methods of its role: about its process, its node and its peers."""
+
+    caller_fence: CallerFence
+    peer_groups: Mapping[str, PeerGroup[Any]]
+    """The arguments of the role that are groups of peers, by the role of the peers."""
+
+    def refuse_callers_before(self, caller: Caller) -> None:
+        """Refuse the calls of a rank's processes before this one, which were given up."""
+        self.caller_fence.refuse_before(Caller(*caller))
+
+    def update_peers(self, role: str, table: PeerTable) -> None:
+        """Take over a table about the peers of a role."""
+        self.peer_groups[role].update(table)
+
+    def report_peers(self, role: str, wait_s: float) -> Coroutine[Any, Any, PeerReport]:
+        """See `PeerGroup.report`. (A method declared `async` would make every role an asynchronous actor of Ray.)"""
+        return self.peer_groups[role].report(wait_s)
 
     def rendezvous(self) -> str:
         """An address on the worker's node at which other ranks can join this one."""
@@ -101,23 +131,41 @@ def actor_class(cls: type) -> Any:
         seconds = time.perf_counter() - began
         return (*result, seconds) if outputs > 1 else (result, seconds)
 
+    def initialise(self: Any, *args: Any, **named: Any) -> None:
+        cls.__init__(self, *args, **named)  # type: ignore[misc]
+        self.caller_fence = CallerFence()
+        self.peer_groups = {group.role: group for group in named.values() if isinstance(group, PeerGroup)}
+
+    # Ray compares arguments with the signature before it starts a process.
+    initialise.__signature__ = inspect.signature(cls.__init__)  # type: ignore[attr-defined, misc]
+
     if is_async(cls):
 
         async def timed_call(self: Any, spec: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
-            began, call = time.perf_counter(), CallSpec(*spec)
+            began = time.perf_counter()
+            call = CallSpec(*spec)
+            if call.caller is None:
+                return outcome(await answer(self, call, values), call.outputs, began)
+            with self.caller_fence.around(Caller(*call.caller), call.method):
+                return outcome(await answer(self, call, values), call.outputs, began)
+
+        async def answer(self: Any, call: CallSpec, values: tuple[Any, ...]) -> Any:
             arguments, named = call.arguments(values)
             with gc_paused_for_start(call.method):
                 result = getattr(self, call.method)(*arguments, **named)
-                return outcome(await result if inspect.isawaitable(result) else result, call.outputs, began)
+                return await result if inspect.isawaitable(result) else result
     else:
 
         def timed_call(self: Any, spec: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:  # type: ignore[misc]
-            began, call = time.perf_counter(), CallSpec(*spec)
+            began = time.perf_counter()
+            call = CallSpec(*spec)
+            if call.caller is not None:
+                self.caller_fence.require(Caller(*call.caller), call.method)
             arguments, named = call.arguments(values)
             with gc_paused_for_start(call.method):
                 return outcome(getattr(self, call.method)(*arguments, **named), call.outputs, began)
 
-    members = {"timed_call": timed_call, "__doc__": cls.__doc__}
+    members = {"__init__": initialise, "timed_call": timed_call, "__doc__": cls.__doc__}
     return ray.remote(type(cls.__name__, (Process, cls), members))
 
 

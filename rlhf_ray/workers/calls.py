@@ -1,9 +1,13 @@
-"""One call to a worker: its results stay in the object store, its inputs are references, and it has a deadline."""
+"""One call to a worker: its results stay in the object store, its inputs are references, and it has a deadline.
+
+The caller is the driver, or another worker (`workers.peers`). A `Fence` is the caller's guard against late answers of a
+process that was given up; `Caller` names the process that calls, so that the worker can refuse late calls.
+"""
 
 import asyncio
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -69,6 +73,66 @@ class Deadline(NamedTuple):
     seconds: float
     field: str = ""
     """The configuration field that sets it; empty when none does."""
+
+
+class Caller(NamedTuple):
+    """The worker process that makes a call."""
+
+    role: str
+    rank: int
+    incarnation: int
+
+    @property
+    def worker(self) -> str:
+        """Name of the worker, e.g. "episode_runner/0"."""
+        return f"{self.role}/{self.rank}"
+
+
+class CallSpec(NamedTuple):
+    """What a worker is to do. Everything except the values passed by reference is one argument, because Ray spends time
+    on each argument."""
+
+    method: str
+    outputs: int
+    plain: list[Any]
+    """All arguments, first those by position; None in place of each reference."""
+    names: list[str]
+    """Of the arguments by name, which come last."""
+    places: list[tuple[int, int]]
+    """Where each reference is: its argument, and its place in it if that is a list of references, else -1."""
+    caller: tuple[str, int, int] | None = None
+    """A `Caller`; None if it is the driver."""
+
+    @classmethod
+    def of(cls, method: str, outputs: int, args: Sequence[Any], named: Mapping[str, Any] | None = None,
+           caller: "Caller | None" = None) -> tuple[tuple[Any, ...], list[ray.ObjectRef]]:
+        """The call as a plain tuple, which serializes faster, and the references among its arguments and in lists of
+        them. Only Ray's own arguments arrive as their values."""
+        named = named or {}
+        plain = [*args, *named.values()]
+        places: list[tuple[int, int]] = []
+        refs: list[ray.ObjectRef] = []
+        for i, argument in enumerate(plain):
+            if isinstance(argument, ray.ObjectRef):
+                places.append((i, -1))
+                refs.append(argument)
+                plain[i] = None
+            elif isinstance(argument, list) and argument and isinstance(argument[0], ray.ObjectRef):
+                places += [(i, j) for j in range(len(argument))]
+                refs += argument
+                plain[i] = [None] * len(argument)
+        return (method, outputs, plain, list(named), places, caller and tuple(caller)), refs
+
+    def arguments(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """All arguments, by position and by name; `values` are those of the references."""
+        arguments = list(self.plain)
+        for (argument, place), value in zip(self.places, values, strict=True):
+            if place < 0:
+                arguments[argument] = value
+            else:
+                arguments[argument][place] = value
+        positional = len(arguments) - len(self.names)
+        return arguments[:positional], dict(zip(self.names, arguments[positional:], strict=True))
 
 
 @dataclass(frozen=True)

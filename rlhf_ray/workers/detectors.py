@@ -4,20 +4,18 @@ produce no tokens."""
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.workers.calls import Deadline
-from rlhf_ray.workers.health_monitor import CHECKS, HealthMonitor
+from rlhf_ray.workers.health_monitor import CHECKS, LONGEST_PERIOD_S, GroupScheduler, HealthMonitor
 from rlhf_ray.workers.heartbeat import PERIOD_S
-from rlhf_ray.workers.scheduler import LeastLoadedScheduler
 from rlhf_ray.workers.worker_group import WorkerGroup
 
 LOOKS = 20
 """Looks at a heartbeat within the timeout."""
-LONGEST_PERIOD_S = 5.0
-"""Most seconds between two checks."""
 
 
 class HeartbeatDetector:
@@ -79,14 +77,16 @@ class Progress:
 
 
 class TokenProgress:
-    """Reports generators that have a call and produce no token for `heartbeat_timeout_s`: the process of a stopped
-    engine may still answer and show a heartbeat. While a generator loads weights it produces none, and an answer is
-    enough."""
+    """Reports generators that have open requests, the driver's or another worker's, and produce no token for
+    `heartbeat_timeout_s`: the process of a stopped engine may still answer and show a heartbeat. While a generator
+    loads weights it produces none, and an answer is enough; so it is when no request is open."""
 
     name = "the watch over generators"
 
-    def __init__(self, scheduler: LeastLoadedScheduler, health: HealthMonitor, heartbeat_timeout_s: float) -> None:
-        self._scheduler, self._health, self._heartbeat_timeout_s = scheduler, health, heartbeat_timeout_s
+    def __init__(self, scheduler: GroupScheduler, health: HealthMonitor, heartbeat_timeout_s: float) -> None:
+        self._scheduler = scheduler
+        self._health = health
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._period_s = min(LONGEST_PERIOD_S, heartbeat_timeout_s / CHECKS)
         self._progress: dict[int, Progress] = {}
 
@@ -97,7 +97,8 @@ class TokenProgress:
             await self.check()
 
     async def check(self) -> None:
-        """Check each generator once that has a long call. A check costs the driver as much as a call."""
+        """Check each generator once that has a long call, of the driver or of another worker. A check costs the driver
+        as much as a call."""
         role = self._scheduler.group.role
         calls = {rank: since for (name, rank), (since, _) in self._health.long_calls().items() if name == role}
         publishing = {task.worker for task in self._health.clock.under_way
@@ -106,22 +107,27 @@ class TokenProgress:
         await asyncio.gather(*(self._check(rank, since, rank in publishing) for rank, since in calls.items()))
 
     async def _check(self, rank: int, since: float, publishing: bool) -> None:
-        """Check one generator, whose oldest call began at `since`. `publishing`: it loads weights."""
-        group, now = self._scheduler.group, self._health.clock.now()
-        incarnation, finished = group.incarnation(rank), self._scheduler.finished[rank]
+        """Check one generator, whose oldest call began at `since` as far as the driver knows; the generator knows its
+        oldest open request. `publishing`: it loads weights."""
+        group = self._scheduler.group
+        now = self._health.clock.now()
+        incarnation = group.incarnation(rank)
+        finished = self._scheduler.finished[rank]
         last = self._progress.get(rank)
         if last is not None and last.incarnation != incarnation:
             last = None
         if last is not None and last.finished != finished:
-            last.finished, last.since = finished, now
+            last.finished = finished
+            last.since = now
             return
+        activity = None
         tokens = None if last is None else last.tokens
-        try:
-            tokens = await group.call(rank, Generator.tokens_made, deadline=Deadline(self._period_s)).value()
-            answered = True
-        except RLHFError:  # calls under way raise the error if it died or broke
-            answered = False
-        if last is None or tokens != last.tokens or (answered and publishing):
+        with suppress(RLHFError):  # calls under way raise the error if it died or broke
+            activity = await group.call(rank, Generator.activity, deadline=Deadline(self._period_s)).value()
+            tokens = activity.tokens
+            since = now - activity.oldest_s
+        works = activity is not None and (publishing or activity.requests == 0)
+        if last is None or tokens != last.tokens or works:
             self._progress[rank] = Progress(incarnation, tokens, finished, now)
             return
         silent_s = now - max(last.since, since)

@@ -28,7 +28,10 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 15.0, 600.0
 delay is twice the one before."""
 CHECKS = 4
 """Checks of a worker within the heartbeat timeout. Most calls are finished before the first one."""
+LONGEST_PERIOD_S = 5.0
+"""Most seconds between two checks."""
 
+GroupScheduler = LeastLoadedScheduler[WorkerGroup]
 Ready = Callable[[int, Callable[[], None]], Awaitable[str]]
 """Brings a worker that has just started to the state of the others, and readmits it by calling the second argument.
 Returns the worker's state in words, or an empty string."""
@@ -90,7 +93,7 @@ class HealthMonitor:
                  clock: StepClock | None = None) -> None:
         """`clock` has the calls under way."""
         self._config, self.log, self.clock = config or ClusterConfig(), log or FaultLog(), clock or StepClock()
-        self._schedulers: dict[str, LeastLoadedScheduler] = {}
+        self._schedulers: dict[str, GroupScheduler] = {}
         self._ready: dict[str, Ready] = {}
         self._learners: dict[str, WorkerGroup] = {}
         self._replacements: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -105,7 +108,7 @@ class HealthMonitor:
         self._delayed: set[tuple[str, int]] = set()
         """Those of them whose next restart is delayed."""
 
-    def register(self, scheduler: LeastLoadedScheduler, ready: Ready = as_started) -> None:
+    def register(self, scheduler: GroupScheduler, ready: Ready = as_started) -> None:
         """From now on, replace the workers of a scheduler when they are lost."""
         self._ready[scheduler.group.role], self._schedulers[scheduler.group.role] = ready, scheduler
 
@@ -224,7 +227,7 @@ class HealthMonitor:
             oldest[task.role, task.worker] = min(oldest.get((task.role, task.worker), call), call)
         return oldest
 
-    def _replace(self, scheduler: LeastLoadedScheduler, error: WorkerLost, work: int, silent_s: float | None) -> None:
+    def _replace(self, scheduler: GroupScheduler, error: WorkerLost, work: int, silent_s: float | None) -> None:
         group = scheduler.group
         ranks = group.replica(error.rank)  # those that hold a model together are replaced together
         rank = ranks[0]
@@ -251,7 +254,7 @@ class HealthMonitor:
         if worker in self.down:
             self.down[worker].work_again += work
 
-    async def _restart_until_ready(self, scheduler: LeastLoadedScheduler, rank: int) -> None:
+    async def _restart_until_ready(self, scheduler: GroupScheduler, rank: int) -> None:
         """Restart a worker until it is ready. After `max_restarts` in a row, or an error other than its loss, restarts
         are delayed; if no other worker of the group is left then, all calls to the group fail."""
         loss = self.down[scheduler.group.role, rank]
@@ -274,7 +277,7 @@ class HealthMonitor:
             except Exception as bug:
                 error = WorkerError(f"{loss.error.worker} cannot be restarted: {type(bug).__name__}: {bug}")
 
-    async def _restart(self, scheduler: LeastLoadedScheduler, rank: int, reason: str) -> None:
+    async def _restart(self, scheduler: GroupScheduler, rank: int, reason: str) -> None:
         group = scheduler.group
         loss = self.down[group.role, rank]
         await asyncio.gather(*(group.respawn(each, reason) for each in group.replica(rank)))
@@ -289,7 +292,7 @@ class HealthMonitor:
         self._record(loss, seconds, state)
         self.log.note(f"{group.role}/{rank} is back after {duration(seconds)}" + (f", {state}" if state else ""))
 
-    def _count_restart(self, scheduler: LeastLoadedScheduler, rank: int, error: RLHFError) -> int:
+    def _count_restart(self, scheduler: GroupScheduler, rank: int, error: RLHFError) -> int:
         """Number of the next restart since the worker last completed a call. After an error other than its loss it is
         more than `max_restarts`: the worker cannot start."""
         worker, completed = (scheduler.group.role, rank), scheduler.finished[rank]
@@ -308,7 +311,7 @@ class HealthMonitor:
             f"{worker} was lost once more after {self._config.max_restarts} restarts (cluster.max_restarts) "
             f"without completing a call in between: {error}", error.role)
 
-    def _others_left(self, scheduler: LeastLoadedScheduler, rank: int) -> bool:
+    def _others_left(self, scheduler: GroupScheduler, rank: int) -> bool:
         """Whether another worker of the group is available, or being restarted without a delay."""
         group = scheduler.group
         return any((group.role, other) not in self._delayed for other in group.ranks

@@ -1,5 +1,6 @@
 """The workers of a PPO run by role."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,26 +11,27 @@ from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.workers.calls import Call, Result
 from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.workers.health_monitor import HealthMonitor, Ready, as_started
-from rlhf_ray.workers.worker_group import Role, WorkerGroup
+from rlhf_ray.workers.role_table import ScorerRow, scorer_rows, section_of
+from rlhf_ray.workers.worker_group import WorkerGroup
+from rlhf_ray.workers.worker_handle import Role
 
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """Everything the coordinator calls."""
+    """Everything the coordinator calls.
 
-    generators: WorkerGroup[Generator]
-    reference: WorkerGroup[ReferenceScorer] | None
-    """None where the policy's own frozen base is the reference, and where nothing needs one."""
-    reward: WorkerGroup[RewardScorer]
-    assembler: WorkerGroup[Assembler]
-    policy: WorkerGroup[PolicyLearner]
-    critic: WorkerGroup[CriticLearner] | None
-    """None for estimators without a critic, and where the policy is its own."""
+    Example:
+        >>> roles = RoleGroups({"generator": generators, "policy": learners})
+        >>> roles.generators is generators, roles.of(ReferenceScorer)
+        (True, None)
+    """
+
+    by_section: Mapping[str, WorkerGroup[Any]]
+    """The group of each role that the run has, in the order in which a step calls them."""
     health: HealthMonitor = field(default_factory=HealthMonitor)
     """Replaces lost workers of the registered dispatchers."""
     dispatchers: dict[str, WorkerDispatcher[Any]] = field(default_factory=dict)
@@ -38,9 +40,42 @@ class RoleGroups:
     """By role, the duration of the start-up comparison of packed passes with those of transformers."""
 
     @property
+    def generators(self) -> WorkerGroup[Generator]:
+        """The vLLM workers."""
+        return self.by_section["generator"]
+
+    @property
+    def reward(self) -> WorkerGroup[RewardScorer]:
+        """The workers that compute the rewards."""
+        return self.by_section["reward"]
+
+    @property
+    def assembler(self) -> WorkerGroup[Assembler]:
+        """The workers that make experience."""
+        return self.by_section["assembler"]
+
+    @property
+    def policy(self) -> WorkerGroup[PolicyLearner]:
+        """The ranks of the policy."""
+        return self.by_section["policy"]
+
+    @property
     def actor_critic(self) -> WorkerGroup[ActorCriticLearner]:
         """The policy, where it is its own critic."""
         return cast(WorkerGroup[ActorCriticLearner], self.policy)
+
+    @property
+    def critic(self) -> WorkerGroup[CriticLearner] | None:
+        """The ranks of the critic; None for estimators without one, and where the policy is its own."""
+        return self.by_section.get("critic")
+
+    def of(self, cls: type[Role]) -> WorkerGroup[Role] | None:
+        """The workers of a class that has a row in the role table; None if the run has no such role."""
+        return self.by_section.get(section_of(cls))
+
+    def scorers(self) -> list[ScorerRow[Any]]:
+        """The rows of the frozen scorers that the run has."""
+        return [row for row in scorer_rows() if row.section in self.by_section]
 
     @property
     def clock(self) -> StepClock:
@@ -49,8 +84,7 @@ class RoleGroups:
 
     def groups(self) -> list[WorkerGroup[Any]]:
         """All groups, in the order in which a step calls them."""
-        reference = [] if self.reference is None else [self.reference]
-        return [self.generators, *reference, self.reward, self.assembler, *self.learners()]
+        return list(self.by_section.values())
 
     def learners(self) -> list[WorkerGroup[Learner]]:
         """The groups with a model under training."""

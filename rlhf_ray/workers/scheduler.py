@@ -6,18 +6,32 @@ Ranks that hold a model together count as one worker, under the first of them.
 import asyncio
 from bisect import bisect_left, insort
 from collections import Counter
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from rlhf_ray.errors import RLHFError
-from rlhf_ray.workers.worker_group import WorkerGroup
 
+
+class Ranked(Protocol):
+    """Workers with ranks: a `WorkerGroup` of the driver, or the peers of a worker."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """Present ranks."""
+
+    def replica(self, rank: int) -> list[int]:
+        """The ranks that hold one model together with `rank`."""
+
+
+Group = TypeVar("Group", bound=Ranked)
 IDLE_POLL_S = 0.05
 """Between two checks whether a worker that gets no more calls has finished its last."""
 
 
-class LeastLoadedScheduler:
+class LeastLoadedScheduler(Generic[Group]):
     """Chooses the worker of a group with the least work under way; of equals, the one with the lowest rank."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: Group) -> None:
         self.group = group
         self.finished: Counter[int] = Counter()
         """Calls that each rank has finished; consecutive restarts of a rank are counted between two of them."""
@@ -25,20 +39,26 @@ class LeastLoadedScheduler:
         self._order = [(0, rank) for rank in self._load]
         """(load, rank) of every available worker, sorted."""
         self._up = set(self._load)
-        self._failed: RLHFError | None = None
+        self.failed: RLHFError | None = None
+        """As given to `fail`."""
+        self.listeners: list[Callable[[], None]] = []
+        """Called after each change of the available ranks, and of `failed`."""
         self._waiting: set[asyncio.Future[None]] = set()
 
-    async def acquire(self, work: int) -> int:
+    async def acquire(self, work: int, prefer: int | None = None) -> int:
         """An available rank, whose load includes `work` (any unit) until `release`. While none is available, it waits
         for `take_back`.
+
+        Args:
+            prefer: this rank, whatever its load, if it is available.
 
         Raises:
             RLHFError: as given to `fail` or `interrupt`.
         """
-        while self._failed is None:
+        while self.failed is None:
             if self.any_up:
-                rank = self._order[0][1]
-                self._charge(rank, work)
+                rank = prefer if prefer in self._up else self._order[0][1]
+                self.charge(rank, work)
                 return rank
             waiting = asyncio.get_running_loop().create_future()
             self._waiting.add(waiting)
@@ -46,28 +66,31 @@ class LeastLoadedScheduler:
                 await waiting
             finally:
                 self._waiting.discard(waiting)
-        raise self._failed
+        raise self.failed
 
     def release(self, rank: int, work: int) -> None:
         """Remove work from a rank's load: it is done, or was abandoned."""
-        self._charge(rank, -work)
+        self.charge(rank, -work)
 
     def leave_out(self, rank: int) -> None:
         """Give a rank no more work until `take_back`."""
         if rank in self._up:
             self._up.discard(rank)
             del self._order[bisect_left(self._order, (self._load[rank], rank))]
+            self._tell()
 
     def take_back(self, rank: int) -> None:
         """Make a rank available: one that was left out, or a new one."""
         self._up.add(rank)
         insort(self._order, (self._load.setdefault(rank, 0), rank))
         self._wake()
+        self._tell()
 
     def fail(self, error: RLHFError) -> None:
         """Raise `error` in every `acquire` from now on, those that wait included."""
-        self._failed = error
+        self.failed = error
         self._wake()
+        self._tell()
 
     def interrupt(self, error: RLHFError) -> None:
         """Raise `error` in the calls of `acquire` that wait now: no worker will be available before the caller has
@@ -98,14 +121,19 @@ class LeastLoadedScheduler:
         """Available ranks."""
         return sorted(self._up)
 
-    def _charge(self, rank: int, work: int) -> None:
-        """Change a worker's load, and its position by bisection: there may be hundreds of workers."""
+    def charge(self, rank: int, work: int) -> None:
+        """Change a worker's load by work that it was given, here or by others, and its position by bisection: there may
+        be hundreds of workers."""
         if rank not in self._up:
             self._load[rank] += work
             return
         del self._order[bisect_left(self._order, (self._load[rank], rank))]
         self._load[rank] += work
         insort(self._order, (self._load[rank], rank))
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener()
 
     def _wake(self) -> None:
         for waiting in self._waiting:

@@ -1,10 +1,9 @@
 """The workers of one role: a plain class made a Ray actor, spawned in its pool, called one by one or all together."""
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Any, Concatenate, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, overload
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -13,25 +12,13 @@ from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_n
 from rlhf_ray.cluster.resource_pools import Pools, Seat
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import RLHFError
-from rlhf_ray.workers.actor_class import CallSpec, Process, actor_class, is_async, worker_environment
+from rlhf_ray.workers.actor_class import Process, actor_class, is_async, worker_environment
 from rlhf_ray.workers.calls import Call, Deadline, Fence, Result
 from rlhf_ray.workers.heartbeat import count_at, forget, key_of
+from rlhf_ray.workers.worker_handle import AsyncMethod, Method, Role, Startable, WorkerHandle
 
 KILLED_S = 2.0
 """Time for Ray to kill actors; Ray reports an actor that ends in another way as failed."""
-
-Role = TypeVar("Role", bound="Startable", covariant=True)
-Method = Callable[Concatenate[Role, ...], Result]
-"""A method of a role's class, as in `Generator.wake`. A worker calls its own method of that name, which may be that of
-a subclass."""
-AsyncMethod = Callable[Concatenate[Role, ...], Coroutine[Any, Any, Result]]
-
-
-class Startable(Protocol):
-    """A role: an ordinary class without knowledge of Ray, which can be started."""
-
-    def start(self, *args: Any) -> Any:
-        """Load what the role needs."""
 
 
 class WorkerGroup(Generic[Role]):
@@ -61,13 +48,17 @@ class WorkerGroup(Generic[Role]):
             section: the configuration section that `placement` comes from, under which `pools` knows the role; the
                 role's name when empty.
         """
-        self.role, self._section = role, section or role
+        self.role = role
+        self._section = section or role
         self.deadline = Deadline(call_timeout_s, "cluster.call_timeout_s")
         """Of a call that has none of its own."""
-        self._class, self._placement, self._pools = actor_class(cls), placement, pools
+        self._class = actor_class(cls)
+        self._placement = placement
+        self._pools = pools
         self._concurrency = 1000 if is_async(cls) else 1
         self._task_events = task_events
-        self._arguments, self._environment = arguments, worker_environment(placement, environment)
+        self._arguments = arguments
+        self._environment = worker_environment(placement, environment)
         self._workers = {rank: self._spawned(rank, 1) for rank in range(placement.workers)}
         self._former: dict[int, _Worker] = {}
         """Workers that were removed. A rank is never used again, so a new worker cannot be mistaken for an old one."""
@@ -90,6 +81,10 @@ class WorkerGroup(Generic[Role]):
     def incarnation(self, rank: int) -> int:
         """Number of the rank's present process, counted from 1."""
         return self._worker(rank).fence.incarnation
+
+    def handle(self, rank: int) -> WorkerHandle:
+        """The handle to the rank's present process."""
+        return self._worker(rank)
 
     def processes(self, rank: int) -> Processes | None:
         """The worker's processes as it reported them after its start, before that only its own; None before its first
@@ -121,7 +116,8 @@ class WorkerGroup(Generic[Role]):
     async def start_one(self, rank: int, *args: Any, timeout_s: float | None = None) -> Any:
         """Call one role's `start`, record the worker's processes, so that they can be killed in any state, and start
         its heartbeat. Its own process is recorded first, in case it has to be killed while it starts."""
-        worker, deadline = self._workers[rank], self._to_start(timeout_s)
+        worker = self._workers[rank]
+        deadline = self._to_start(timeout_s)
         worker.processes = await self.own_call(rank, Process.own_processes, deadline=deadline).value()
         started = await self.call(rank, Startable.start, *args, deadline=deadline).value()
         key = key_of(self.role, rank, worker.fence.incarnation)
@@ -205,14 +201,18 @@ class WorkerGroup(Generic[Role]):
         """
         return self.own_call(rank, method, *args, outputs=outputs, deadline=deadline, **named)
 
+    @overload
+    def own_call(self, rank: int, method: Callable[..., Coroutine[Any, Any, Result]], *args: Any, outputs: int = 1,
+                 deadline: Deadline | None = None, **named: Any) -> Call[Result]: ...
+
+    @overload
     def own_call(self, rank: int, method: Callable[..., Result], *args: Any, outputs: int = 1,
-                 deadline: Deadline | None = None, **named: Any) -> Call[Result]:
+                 deadline: Deadline | None = None, **named: Any) -> Call[Result]: ...
+
+    def own_call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
+                 **named: Any) -> Call[Any]:
         """As `call`, for what a worker answers besides the methods of its role (`Process`)."""
-        worker, name = self._worker(rank), method.__name__
-        spec, references = CallSpec.of(name, outputs, args, named)
-        *refs, timing = worker.timed_call(outputs + 1).remote(spec, *references)
-        return Call(self.role, rank, name, tuple(refs), timing, deadline or self.deadline, time.monotonic(),
-                    worker.fence)
+        return self._worker(rank).call(method, *args, deadline=deadline or self.deadline, outputs=outputs, **named)
 
     @overload
     def call_all(self, method: AsyncMethod[Role, Result], *args: Any, deadline: Deadline | None = None,
@@ -246,7 +246,7 @@ class WorkerGroup(Generic[Role]):
 
         def end() -> None:
             for worker in self._workers.values():
-                ray.kill(worker.handle)
+                ray.kill(worker.actor)
 
         kill(here, KILLED_S, end)
         forget(self.role)
@@ -268,22 +268,13 @@ class WorkerGroup(Generic[Role]):
             scheduling_strategy=PlacementGroupSchedulingStrategy(seat.group, seat.slot),
             runtime_env={"env_vars": self._environment},
         )
-        return _Worker(options.remote(**self._arguments(rank)), Fence(incarnation))
+        return _Worker(self.role, rank, options.remote(**self._arguments(rank)), Fence(incarnation))
 
 
-class _Worker:
-    """One process of a rank."""
+class _Worker(WorkerHandle):
+    """A process that this group has spawned."""
 
-    def __init__(self, handle: Any, fence: Fence) -> None:
-        self.handle, self.fence = handle, fence
-        self.processes: Processes | None = None
-        self._methods: dict[int, Any] = {}
-
-    def timed_call(self, returns: int) -> Any:
-        """The worker's one remote method; Ray checks its options only once."""
-        if returns not in self._methods:
-            self._methods[returns] = self.handle.timed_call.options(num_returns=returns)
-        return self._methods[returns]
+    processes: Processes | None = None
 
 
 async def _ended(worker: _Worker, reason: str) -> None:
@@ -291,4 +282,4 @@ async def _ended(worker: _Worker, reason: str) -> None:
     worker.fence.close(reason)
     if worker.processes is not None:  # before ray.kill, which would also kill the processes that clean up
         await kill_on_their_node(worker.processes)
-    ray.kill(worker.handle)
+    ray.kill(worker.actor)

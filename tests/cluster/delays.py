@@ -15,6 +15,7 @@ from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
+from tests.roles_in_runs import use_class
 
 LONGEST_S = 0.15
 
@@ -74,8 +75,6 @@ class DelayedCritic(CriticLearner):
 def delayed_roles() -> Iterator[None]:
     """Runs of the enclosed work have roles that answer late."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, cls in (("Generator", DelayedGenerator), ("RewardScorer", DelayedReward),
-                          ("ReferenceScorer", DelayedReference), ("Assembler", DelayedAssembler),
-                          ("PolicyLearner", DelayedPolicy), ("CriticLearner", DelayedCritic)):
-            patch.setattr(f"rlhf_ray.stages.ppo_roles.{name}", cls)
+        for cls in (DelayedGenerator, DelayedReward, DelayedReference, DelayedAssembler, DelayedPolicy, DelayedCritic):
+            use_class(patch, cls)
         yield

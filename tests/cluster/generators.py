@@ -9,7 +9,7 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 
 VOCAB = 512
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -52,16 +52,16 @@ def load_model(directory):
 def buckets_of(model, version, bucket_bytes=100_000):
     """A whole publication of the model's weights, in several buckets."""
     named = dict(model.named_parameters())
-    publisher = publisher_of(model, named, bucket_bytes)
-    assert publisher.plan.whole.buckets > 2
-    return [publisher.bucket(version, i) for i in range(publisher.plan.whole.buckets)]
+    sealed = sealed_buckets_of(model, named, bucket_bytes)
+    assert sealed.plan.whole.buckets > 2
+    return [sealed.bucket(version, i) for i in range(sealed.plan.whole.buckets)]
 
 
-def publisher_of(model, changing, bucket_bytes=100_000):
+def sealed_buckets_of(model, changing, bucket_bytes=100_000):
     """Publishes the model's weights; `changing` are the names of those that change."""
     named = dict(model.named_parameters())
     specs = [(n, tuple(p.shape), "float32") for n, p in named.items()]
-    return Publisher(specs, changing, bucket_bytes, lambda names: {n: named[n] for n in names})
+    return SealedBuckets(specs, changing, bucket_bytes, lambda names: {n: named[n] for n in names})
 
 
 async def publish(generator, model, version, **options):

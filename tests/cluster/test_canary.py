@@ -16,6 +16,7 @@ from rlhf_ray.roles.generator import Generator
 from tests.cluster.generators import make_generator
 from tests.cluster.resumed import steps
 from tests.cluster.tiny import SMALL
+from tests.roles_in_runs import use_class
 
 pytestmark = pytest.mark.cluster
 RATE = {"learning_rate": 1e-5, "grad_clip": 1.0}
@@ -80,7 +81,7 @@ def run_with(kind, configure, directory, monkeypatch, **sections):
     """A run of 3 steps with generators of this class, without a critic, a reference and a reward model."""
     from rlhf_ray.stages import ppo
 
-    monkeypatch.setattr("rlhf_ray.stages.ppo_roles.Generator", kind)
+    use_class(monkeypatch, kind)
     run = {**SMALL, "run": {"steps": 3}, "evaluation": None, "checkpoint": {"every": 0}, "critic": None,
            "rewards": {"main": {"type": "regex", "pattern": "w[0-9]*7"}},
            "algorithm": {"estimator": "grpo", "epochs": 2, "mini_batches": 2, "kl": {"coef": 0.0, "kind": "fixed"}},

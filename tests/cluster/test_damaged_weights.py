@@ -12,6 +12,7 @@ from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.records import WeightBucket
 from rlhf_ray.roles.generator import Generator
 from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
+from tests.roles_in_runs import use_class
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PLAN = {("generator/0", 1): 1, ("generator/1", 2): 2}
@@ -41,7 +42,7 @@ def test_damaged_buckets_are_sent_again_and_a_generator_that_gets_one_twice_is_r
 
     counts = tmp_path / "damaged"
     counts.mkdir()
-    monkeypatch.setattr("rlhf_ray.stages.ppo_roles.Generator", damaged_on_the_way(counts))
+    use_class(monkeypatch, damaged_on_the_way(counts))
     ppo.run(load(PPOConfig, configure(tmp_path / "run"), []))
     assert sorted(file.name for file in counts.iterdir()) == ["generator_0_1_0", "generator_1_2_0", "generator_1_2_1"]
     events = [(event["rank"], event["kind"]) for event in read_faults(tmp_path / "run/faults.jsonl")]

@@ -24,7 +24,6 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.direct_sync import ALONE_S
-from rlhf_ray.coordinator.generator_scaling import Scaling
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import ModelError, WorkerLost
@@ -35,6 +34,7 @@ from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.runtime import start_learners
 from rlhf_ray.weights.manifest import checksum
+from rlhf_ray.workers.generator_scaling import Scaling
 from rlhf_ray.workers.health_monitor import Decision, HealthMonitor
 from rlhf_ray.workers.role_groups import RoleGroups
 from rlhf_ray.workers.worker_group import WorkerGroup
@@ -83,9 +83,7 @@ async def role_groups_of(learner, generator, policy, transport, health=None):
             "algorithm": AlgorithmConfig(), "temperature": 1.0}, accelerator_environment(0), TIMEOUT_S)
         try:
             await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
-            yield RoleGroups(generators=generators, reference=None, reward=generators, assembler=generators,
-                             policy=learners,
-                             critic=None, health=health or HealthMonitor())
+            yield RoleGroups({"generator": generators, "policy": learners}, health=health or HealthMonitor())
             await learners.values(PolicyLearner.leave)
         finally:
             for group in (generators, learners):

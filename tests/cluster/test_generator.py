@@ -38,8 +38,8 @@ from tests.cluster.generators import (
     load_model,
     make_generator,
     publish,
-    publisher_of,
     reference_logprobs,
+    sealed_buckets_of,
 )
 from tests.models import make_tiny_llama
 from tests.threads import one_torch_thread
@@ -390,24 +390,24 @@ def test_matrices_that_get_packed_arrive_with_room_after_each_row_and_others_wit
     assert all(w.is_contiguous() for layer, w in doubles.items() if not isinstance(layer, LinearBase))
 
 
-async def publish_changing(generator, publisher, version):
+async def publish_changing(generator, sealed, version):
     """A publication without what does not change."""
-    count = publisher.plan.changing.buckets
-    await generator.begin_weights(version, version, count, False, publisher.unchanged())
+    count = sealed.plan.changing.buckets
+    await generator.begin_weights(version, version, count, False, sealed.unchanged())
     for index in range(count):
-        await generator.load_weights(publisher.bucket(version, index, whole=False), version)
+        await generator.load_weights(sealed.bucket(version, index, whole=False), version)
     await generator.finish_weights(version)
 
 
 def changed_after_a_whole_publication(loop, generator, model, changing):
-    """A publisher of a copy of `model`, published whole as version 1, after which tensors named `changing` changed."""
+    """Sealed buckets of a copy of `model`, published whole as version 1; then the tensors named `changing` changed."""
     model = copy.deepcopy(model)
-    publisher = publisher_of(model, changing)
+    sealed = sealed_buckets_of(model, changing)
 
     async def publish_whole():
-        await generator.begin_weights(1, 1, publisher.plan.whole.buckets)
-        for index in range(publisher.plan.whole.buckets):
-            await generator.load_weights(publisher.bucket(1, index), 1)
+        await generator.begin_weights(1, 1, sealed.plan.whole.buckets)
+        for index in range(sealed.plan.whole.buckets):
+            await generator.load_weights(sealed.bucket(1, index), 1)
         await generator.finish_weights(1)
 
     loop.run_until_complete(publish_whole())
@@ -415,16 +415,16 @@ def changed_after_a_whole_publication(loop, generator, model, changing):
         for name, parameter in model.named_parameters():
             if name in changing:
                 parameter.mul_(-1.5)
-    return publisher, model
+    return sealed, model
 
 
 def test_what_did_not_change_is_left_out_and_the_rest_takes_effect(loop, running, new_models):
     kind, generator, _ = running
     changing = expand_fused_groups({Q_PROJ, "model.norm.weight", "model.embed_tokens.weight"},
                                    generator.fused_groups())
-    publisher, changed = changed_after_a_whole_publication(loop, generator, new_models[kind], changing)
-    assert publisher.plan.changing.nbytes < publisher.plan.whole.nbytes
-    loop.run_until_complete(publish_changing(generator, publisher, 2))
+    sealed, changed = changed_after_a_whole_publication(loop, generator, new_models[kind], changing)
+    assert sealed.plan.changing.nbytes < sealed.plan.whole.nbytes
+    loop.run_until_complete(publish_changing(generator, sealed, 2))
     rollout = loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
     assert gap(changed, rollout) < 1e-4 and set(rollout.versions[rollout.response_mask]) == {2}
     assert gap(new_models[kind], rollout) > 1.0, "the change must show for this test to say anything"
@@ -432,9 +432,9 @@ def test_what_did_not_change_is_left_out_and_the_rest_takes_effect(loop, running
 
 def test_a_part_of_a_fused_layer_is_refused_and_the_old_weights_stay_whole(loop, running, new_models):
     kind, generator, _ = running
-    publisher, _ = changed_after_a_whole_publication(loop, generator, new_models[kind], {Q_PROJ})
+    sealed, _ = changed_after_a_whole_publication(loop, generator, new_models[kind], {Q_PROJ})
     with pytest.raises(WeightsError, match=r"'model.layers.0.self_attn.qkv_proj' received new .* without .*k_proj"):
-        loop.run_until_complete(publish_changing(generator, publisher, 2))
+        loop.run_until_complete(publish_changing(generator, sealed, 2))
     with pytest.raises(WeightsError, match="stays at weights version 1 and does not generate"):
         loop.run_until_complete(generator.generate(PROMPTS, KEYS, 1))
     loop.run_until_complete(publish(generator, new_models[kind], 2))

@@ -13,7 +13,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.models.model_families import FAMILIES, Use
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 from tests.cluster.generator_families import MODELS, TIED, UNTIED, VOCAB, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -63,10 +63,10 @@ async def sampled_before_and_after(directory, dtype, other):
         before = await generator.generate(prompts(), KEYS, 3)
         tensors = dict(other.named_parameters())
         specs = [(name, tuple(tensor.shape), dtype) for name, tensor in tensors.items()]
-        publisher = Publisher(specs, tensors, 100_000, lambda names: {name: tensors[name] for name in names})
-        await generator.begin_weights(1, 1, publisher.plan.whole.buckets)
-        for index in range(publisher.plan.whole.buckets):
-            await generator.load_weights(publisher.bucket(1, index), 1)
+        sealed = SealedBuckets(specs, tensors, 100_000, lambda names: {name: tensors[name] for name in names})
+        await generator.begin_weights(1, 1, sealed.plan.whole.buckets)
+        for index in range(sealed.plan.whole.buckets):
+            await generator.load_weights(sealed.bucket(1, index), 1)
         await generator.finish_weights(1)
         return before, await generator.generate(prompts(), KEYS, 3)
     finally:

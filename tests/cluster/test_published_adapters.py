@@ -17,7 +17,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import DamagedBucket, WeightsError
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 from tests.cluster.generator_families import MODELS, TIED, UNTIED, make_model
 from tests.cluster.generator_families import VOCAB as TOKENS
 from tests.cluster.generators import CONTEXT, KEYS, LONG, PROMPTS, SHORT, VOCAB, gap, load_model
@@ -43,16 +43,16 @@ class Learner:
             if parameter.requires_grad:
                 parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
 
-    def publisher(self, bucket_bytes=10_000):
+    def sealed(self, bucket_bytes=10_000):
         tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
         specs = [(name, shape, self.dtype) for name, shape in self.adapters.published_shapes(shapes)]
-        return Publisher(specs, [name for name, *_ in specs], bucket_bytes,
-                         lambda names: self.adapters.published(names, tensors))
+        return SealedBuckets(specs, [name for name, *_ in specs], bucket_bytes,
+                             lambda names: self.adapters.published(names, tensors))
 
     def buckets(self, version):
-        publisher = self.publisher()
-        return [publisher.bucket(version, index) for index in range(publisher.plan.whole.buckets)]
+        sealed = self.sealed()
+        return [sealed.bucket(version, index) for index in range(sealed.plan.whole.buckets)]
 
 
 def make_generator(directory, lora=LORA, dtype="float32", **options):
@@ -103,11 +103,11 @@ def test_a_publication_is_a_twentieth_of_the_merged_weights_and_memory_stays_fla
         directory = make_tiny_llama(tmp_path / "model", VOCAB, hidden=256, layers=4)
         learner, generator = Learner(directory), make_generator(directory)
         whole = sum(tensor.nbytes for tensor in load_model(directory).parameters())
-        publisher = learner.publisher()
-        assert publisher.plan.whole == publisher.plan.changing
-        assert publisher.plan.whole.nbytes == sum(sum(bucket.nbytes for bucket in bucket.entries)
-                                                  for bucket in learner.buckets(1))
-        assert publisher.plan.whole.nbytes / whole < 0.05, (publisher.plan.whole.nbytes, whole)
+        sealed = learner.sealed()
+        assert sealed.plan.whole == sealed.plan.changing
+        assert sealed.plan.whole.nbytes == sum(sum(bucket.nbytes for bucket in bucket.entries)
+                                               for bucket in learner.buckets(1))
+        assert sealed.plan.whole.nbytes / whole < 0.05, (sealed.plan.whole.nbytes, whole)
         await generator.start()
         try:
             sizes = []
@@ -118,7 +118,7 @@ def test_a_publication_is_a_twentieth_of_the_merged_weights_and_memory_stays_fla
             # Rounding grows with the adapters, to which every version adds.
             assert gap(learner.model, await generator.generate(PROMPTS, KEYS, 3)) < 5 * FLOAT32
             # Thirty adapters that stayed would be about twenty times as much.
-            assert sizes[-1] - sizes[9] < 1.5 * publisher.plan.whole.nbytes
+            assert sizes[-1] - sizes[9] < 1.5 * sealed.plan.whole.nbytes
         finally:
             await generator.stop()
 

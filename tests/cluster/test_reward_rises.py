@@ -17,9 +17,10 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.roles.reward_scorer import RewardScorer
-from rlhf_ray.stages import ppo, ppo_roles
+from rlhf_ray.stages import ppo
 from tests.cluster.conftest import SMALL, VOCAB
 from tests.models import make_counting_reward_model
+from tests.roles_in_runs import use_class
 
 pytestmark = pytest.mark.cluster
 STEPS = 20
@@ -74,7 +75,7 @@ def test_reward_rises_on_policy(on_policy):
 
 def test_the_permuted_control_learns_nothing(on_policy, configure, tmp_path, monkeypatch):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-    monkeypatch.setattr(ppo_roles, "RewardScorer", PermutedScores)
+    use_class(monkeypatch, PermutedScores)
     whole_batch = 64  # scores change places within a chunk
     _, control = learn(configure, tmp_path / "control", max_staleness=0, chunk=whole_batch)
     rewards, controls = (np.array([row["reward/mean"] for row in rows]) for rows in (on_policy[2], control))

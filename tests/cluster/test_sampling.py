@@ -101,8 +101,8 @@ def assert_learners_follow(directory, loop, generator, options):
     rollout = generated(loop, generator, MANY, **options)
     scorer = ReferenceScorer(ModelConfig(path=str(directory)), 4096, options.get("temperature", 1.0))
     scorer.start()
-    assert np.allclose(scorer.logprobs(rollout).values, rollout.logprobs, atol=1e-4)
-    unmasked = scorer.logprobs(replace(rollout, mask_sizes=None, mask_tokens=None))
+    assert np.allclose(scorer.logprobs([rollout]).values, rollout.logprobs, atol=1e-4)
+    unmasked = scorer.logprobs([replace(rollout, mask_sizes=None, mask_tokens=None)])
     assert not np.allclose(unmasked.values, rollout.logprobs, atol=1e-2), "the masks must matter"
     return rollout
 

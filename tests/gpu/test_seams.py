@@ -11,7 +11,7 @@ from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights import fingerprint as fingerprints
 from rlhf_ray.weights.direct_transport import handle_arguments, plain_handle
 from rlhf_ray.weights.fingerprint import fingerprint
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 
 pytestmark = pytest.mark.gpu
 
@@ -40,8 +40,8 @@ def test_buckets_of_a_gpu_are_those_of_main_memory(gpu):
     random = torch.Generator().manual_seed(0)
     tensors = {f"t{i}": torch.randn(1 << 20, generator=random) for i in range(24)}
     specs = [(name, (1 << 20,), "bfloat16") for name in tensors]
-    here = Publisher(specs, tensors, 1 << 23, lambda names: tensors)
-    there = Publisher(specs, tensors, 1 << 23, lambda names: {name: tensors[name].to(gpu) for name in names})
+    here = SealedBuckets(specs, tensors, 1 << 23, lambda names: tensors)
+    there = SealedBuckets(specs, tensors, 1 << 23, lambda names: {name: tensors[name].to(gpu) for name in names})
     before = None
     for index in [*range(here.plan.whole.buckets)] * 2:
         expected, bucket = here.bucket(1, index), there.bucket(1, index)

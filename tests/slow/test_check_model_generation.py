@@ -8,7 +8,7 @@ import torch
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.stages.model_checks import generation_part
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 from tests.real_models import make_real_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
@@ -34,11 +34,11 @@ def test_weights_that_do_not_arrive_are_noticed(model, monkeypatch):
     for file in sorted(Path(model.path).glob("*.safetensors")):
         files |= load_file(file)
 
-    class OldTensors(Publisher):
+    class OldTensors(SealedBuckets):
         def __init__(self, tensors, changing, bucket_bytes, gather):
             super().__init__(tensors, changing, bucket_bytes, lambda names: {name: files[name] for name in names})
 
-    monkeypatch.setattr(generation_part, "Publisher", OldTensors)
+    monkeypatch.setattr(generation_part, "SealedBuckets", OldTensors)
     _, publication = generation_part.check_generation(model, tokens=64)
     assert publication.verdict == "fails" and "differ by" in publication.detail
 

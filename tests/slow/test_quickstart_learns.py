@@ -12,7 +12,8 @@ from ray import cloudpickle
 from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.records import Prompts, RewardScores, Rollout
 from rlhf_ray.roles.reward_scorer import RewardScorer
-from rlhf_ray.stages import ppo, ppo_roles, quickstart
+from rlhf_ray.stages import ppo, quickstart
+from tests.roles_in_runs import use_class
 from tests.slow.conftest import SEEDS
 
 pytestmark = pytest.mark.slow
@@ -76,7 +77,7 @@ class PermutedScores(RewardScorer):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_permuted_scores_teach_nothing(seed, finished_quickstart, tmp_path, monkeypatch):
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-    monkeypatch.setattr(ppo_roles, "RewardScorer", PermutedScores)
+    use_class(monkeypatch, PermutedScores)
     directory, _ = finished_quickstart(seed)
     whole_batch_in_one_chunk = ["--generator.chunk=128", "--generator.max_sequences=128"]
     config = quickstart.RECIPE.config("ppo", directory, seed, [

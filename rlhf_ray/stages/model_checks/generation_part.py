@@ -23,7 +23,7 @@ from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.local_generator import local_generation_config
 from rlhf_ray.stages.model_checks.outcome import Outcome, refusal
 from rlhf_ray.stages.model_checks.pass_parts import SEED
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 
 RESPONSE = 24
 """Maximum tokens of a response."""
@@ -144,11 +144,11 @@ class _GenerationCheck:
         """Send the reference's weights to the generator, as a learner sends its own."""
         named = dict(self._reference.model.named_parameters())
         specs = [(name, tuple(p.shape), self._model.dtype) for name, p in named.items()]
-        publisher = Publisher(specs, set(named), BUCKET_BYTES, lambda names: {n: named[n].cpu() for n in names})
-        buckets = publisher.plan.whole.buckets
+        sealed = SealedBuckets(specs, set(named), BUCKET_BYTES, lambda names: {n: named[n].cpu() for n in names})
+        buckets = sealed.plan.whole.buckets
         await self._generator.begin_weights(1, 1, buckets)
         for index in range(buckets):
-            bucket = publisher.bucket(1, index)
+            bucket = sealed.bucket(1, index)
             assert bucket is not None  # the gather above returns tensors
             await self._generator.load_weights(bucket, 1)
         await self._generator.finish_weights(1)

@@ -25,7 +25,7 @@ ROW = 32
 """Tokens of the row on which merged adapters are compared."""
 MERGED = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Tolerated difference of log-probabilities between a model with adapters and one with merged weights, in nats, by the
-precision of the merged weights: `PublishedModel` sends them in the generator's."""
+precision of the merged weights: `GatheredModel` sends them in the generator's."""
 
 
 def check_passes(model: ModelConfig, tokens: int) -> list[Outcome]:

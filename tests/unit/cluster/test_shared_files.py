@@ -41,7 +41,8 @@ def test_each_node_is_asked_for_what_its_roles_read_and_write(config, tmp_path, 
     roles = placements_of(config)
     models = {role: model_paths(config, role) for role in roles}
     asyncio.run(shared_files.require_shared_files(
-        tmp_path / "run", roles, models, SimpleNamespace(nodes_of=NODES.__getitem__)))
+        tmp_path / "run", roles, models, {"policy", "critic", "assembler"},
+        SimpleNamespace(nodes_of=NODES.__getitem__)))
     named = {node: {Path(path).name.split("-")[0] for path in paths} for node, paths in asked.items()}
     assert named == {"g1": {"policy"}, "g2": {"policy"}, "s": {"policy", "reward"}, "l": {"policy", "reward", ".seen"}}
     assert list((tmp_path / "run").iterdir()) == [], "the mark is gone"

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, transport_of
-from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.load import STAGES
+from rlhf_ray.config.stages import PPOConfig, role_facts
 from rlhf_ray.coordinator.run_state import kl_controller
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.engine.deepspeed_engine import adamw, deepspeed_config, learning_rate
@@ -70,7 +71,7 @@ class Shown(Row):
 
 SUPERVISED = ("sft", "reward-model", "process-reward")
 LEARNERS = ("learner", "policy", "critic")
-ROLES = (*LEARNERS, "generator", "reference", "reward", "assembler")
+ROLES = tuple(dict.fromkeys(section for stage in STAGES.values() for section in role_facts(stage)))
 
 
 def of_roles(name: str, roles: tuple[str, ...] = LEARNERS) -> tuple[str, ...]:
@@ -213,7 +214,7 @@ ROWS: list[Row] = [
     Refused(of_roles("gpus", ROLES), 1, "more than a bundle"),
     Differs(of_roles("workers", ROLES), (1, 2), plan, given=CPUS),
     Differs(("generator.threads",), (1, 2), lambda config, _: generator_environment(config.generator)),
-    Shown(of_roles("threads", (*LEARNERS, "reference", "reward", "assembler")),
+    Shown(of_roles("threads", tuple(role for role in ROLES if role != "generator")),
           "tests/unit/workers/test_workers.py::test_the_environment_limits_threads_and_the_roles_own_settings_win"),
     # Logging
     Shown(("logging.tensorboard",),

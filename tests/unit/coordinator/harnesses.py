@@ -70,7 +70,8 @@ class PipelineHarness:
         self.generating -= len(keys)
         return rollout
 
-    async def forward(self, rank, method, *rollouts):
+    async def forward(self, rank, method, *passed, rollouts=()):
+        rollouts = passed or rollouts  # learners get them one by one, frozen scorers as a list
         self.batches[method].append([rollout["keys"] for rollout in rollouts])
         await self.delay()
         return method, rank

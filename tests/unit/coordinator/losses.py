@@ -8,9 +8,9 @@ from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
-from rlhf_ray.roles.generator import Generator
+from rlhf_ray.roles.generator import Generator, GeneratorActivity
 from rlhf_ray.workers.health_monitor import HealthMonitor
-from rlhf_ray.workers.worker_group import Startable
+from rlhf_ray.workers.worker_handle import Startable
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 
@@ -29,6 +29,7 @@ class LossyGenerators(StandInGroup):
         super().__init__("generator", self.behave, workers)
         self.doomed, self.unrestartable, self.begun = list(doomed), unrestartable, set()
         self.incarnations, self.given_up, self.tokens, self.versions = [1] * workers, [], 0, [0] * workers
+        self.requests = 1
 
     async def behave(self, rank, method, *args):
         await asyncio.sleep(0.1)
@@ -42,8 +43,8 @@ class LossyGenerators(StandInGroup):
         if method == "finish_weights":
             self.versions[rank] = args[0]
             return WeightsConfirmed(args[0], 0.5)
-        if method == "tokens_made":
-            return self.tokens
+        if method == "activity":
+            return GeneratorActivity(self.requests, 1e6, self.tokens)
         return rank
 
     def incarnation(self, rank):

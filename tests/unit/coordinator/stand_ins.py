@@ -87,5 +87,7 @@ def role_groups_of(health: HealthMonitor | None = None, **answers: Answer | Stan
     groups = {}
     for role in ("generators", "reference", "reward", "assembler", "policy", "critic"):
         given = answers.get(role, silent)
-        groups[role] = given if isinstance(given, StandInGroup | None) else StandInGroup(role, given)
-    return RoleGroups(**groups, health=health or HealthMonitor())
+        section = "generator" if role == "generators" else role
+        if given is not None:
+            groups[section] = given if isinstance(given, StandInGroup) else StandInGroup(role, given)
+    return RoleGroups(groups, health=health or HealthMonitor())

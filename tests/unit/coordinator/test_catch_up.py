@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.generator_scaling import Scaling
 from rlhf_ray.errors import NoWeightsPlan, WeightsError, WorkerError
 from rlhf_ray.records import PublicationSize, WeightsPlan
+from rlhf_ray.workers.generator_scaling import Scaling
 from tests.unit.coordinator.losses import PublishingHarness, lost
 from tests.unit.coordinator.stand_ins import StandInGroup
 
@@ -55,7 +55,7 @@ class WithRestartedLearners(PublishingHarness):
         """`late`: for how long a generator's buckets are on their way to it after they are gathered, in seconds."""
         super().__init__(**generators)
         self.policy, self._late = Learners(), late
-        object.__setattr__(self.roles, "policy", self.policy)
+        self.roles.by_section["policy"] = self.policy
         self.publication, self.received, self.mixed = {}, {}, []
         behave = self.group.behave
 

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.config.derived import placements_of
 from rlhf_ray.coordinator.live_gauges import WINDOW_S, LiveGauges, pools_of
 from rlhf_ray.observability.prometheus import LIVE
 from rlhf_ray.observability.spans import Task
@@ -97,7 +96,7 @@ def test_a_generator_that_did_not_confirm_is_behind(run, time):
 
 def test_the_pools_of_a_configuration_are_those_that_its_roles_name(ppo_config):
     config = ppo_config(pools={"default": {"cpus": 4}, "b": {"cpus": 4}}, policy={"pool": "b"})
-    pools = pools_of(placements_of(config))
+    pools = pools_of(config)
     assert (pools["generator"], pools["policy_learner"]) == ("default", "b")
 
 

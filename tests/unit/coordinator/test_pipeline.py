@@ -191,7 +191,8 @@ def test_a_policy_that_is_its_own_critic_gives_both_in_one_call(ppo_config, summ
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_without_a_reference_the_policy_s_frozen_base_is_asked_rank_by_rank(ppo_config, summary, ranks):
     async def run():
-        harness = PipelineHarness(ppo_config(prompts=2, steps=1), summary, ranks=ranks)
+        config = ppo_config(prompts=2, steps=1, policy={"lora": {}})
+        harness = PipelineHarness(config, summary, ranks=ranks)
 
         async def assemble(rank, method, *args, **columns):
             return args if method == "join" else await harness.assemble(rank, method, *args, **columns)

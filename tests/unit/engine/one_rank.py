@@ -5,6 +5,7 @@ A process of its own: joining a process group and choosing an accelerator are fo
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from rlhf_ray.config.learner import LearnerConfig, OptimizerConfig
 from rlhf_ray.engine import distributed
-from rlhf_ray.engine.deepspeed_engine import TrainEngine
+from rlhf_ray.engine.deepspeed_engine import StepResult, TrainEngine
 from rlhf_ray.errors import RLHFError
 from tests.not_finite import NoNumber
 
@@ -34,6 +35,13 @@ class TwoWeights(torch.nn.Module):
 def engine(zero_stage: int = 1) -> TrainEngine:
     optimizer = OptimizerConfig(learning_rate=0.1, warmup_steps=2, betas=(0.9, 0.99))
     return TrainEngine(TwoWeights(), LearnerConfig(optimizer=optimizer, zero_stage=zero_stage), total_steps=10)
+
+
+def step(it: TrainEngine, losses: Iterable[torch.Tensor] | None = None) -> StepResult:
+    """One optimizer step; without losses by the module's output."""
+    for loss in [it.forward(X).sum()] if losses is None else losses:
+        it.backward(loss)
+    return it.step()
 
 
 def modes(it: TrainEngine) -> list[bool]:
@@ -58,9 +66,9 @@ def at_another_stage(folder: Path) -> list[list[Any]]:
     for before, after, steps in ((0, 3, 0), (0, 3, 2), (3, 0, 0), (3, 0, 2)):
         first, second = engine(before), engine(after)
         for _ in range(steps):
-            first.step([first.forward(X).sum()])
+            step(first)
         second.load(save(first, folder / f"{before}{after}{steps}"))
-        found.append([[vars(it.step([it.forward(X).sum()])), weights(it), it.optimizer_steps]
+        found.append([[vars(step(it)), weights(it), it.optimizer_steps]
                       for it in (first, second)])
     return found
 
@@ -81,13 +89,29 @@ def failing_step(spoil: Any, zero_stage: int) -> dict[str, Any]:
     disturbed, plain = engine(zero_stage), engine(zero_stage)
     found = []
     for it in (disturbed, plain):
-        it.step([it.forward(X).sum()])
+        step(it)
         if it is disturbed:
-            between = weights(it), it.step(way(it.forward(X)).sum() for way in (spoil, lambda y: y)), weights(it)
-        after = vars(it.step([it.forward(X).sum()]))
+            losses = (way(it.forward(X)).sum() for way in (spoil, lambda y: y))
+            between = weights(it), step(it, losses), weights(it)
+        after = vars(step(it))
         found.append({"weights": weights(it), "steps": it.optimizer_steps, "after": after})
     return {"before": between[0], "applied": between[1].applied, "norm": str(between[1].grad_norm), "left": between[2],
             "disturbed": found[0], "plain": found[1]}
+
+
+def dropped_step(zero_stage: int) -> list[dict[str, Any]]:
+    """Two steps, between which the gradients of two other losses are dropped; and the two steps alone."""
+    found = []
+    for drops in (True, False):
+        it = engine(zero_stage)
+        results = [vars(step(it))]
+        if drops:
+            for factor in (0.3, 5.0):
+                it.backward(factor * it.forward(X).sum())
+            it.drop_gradients()
+        results.append(vars(step(it)))
+        found.append({"results": results, "weights": weights(it), "steps": it.optimizer_steps})
+    return found
 
 
 def skipped_updates() -> dict[str, Any]:
@@ -133,17 +157,17 @@ def put_aside(folder: Path) -> list[list[Any]]:
         made = []
         for aside in (True, False):
             it, results = engine(stage), []
-            for step in range(3):
-                if aside and step:
+            for number in range(3):
+                if aside and number:
                     it.reload_state()
-                results.append(vars(it.step([it.forward(X).sum()])))
+                results.append(vars(step(it)))
                 if aside:
                     it.offload_state()
-                if step == 1:
+                if number == 1:
                     save(it, folder / f"aside{stage}{aside}")
             resumed = engine(stage)
             resumed.load(folder / f"aside{stage}{aside}")
-            made.append([results, weights(it), vars(resumed.step([resumed.forward(X).sum()]))])
+            made.append([results, weights(it), vars(step(resumed))])
         found.append(made)
     return found
 
@@ -151,25 +175,26 @@ def put_aside(folder: Path) -> list[list[Any]]:
 def main(folder: Path) -> dict[str, Any]:
     distributed.join(distributed.free_address("127.0.0.1"), 0, 1, 60.0)
     whole, parts, unsharded = engine(), engine(), engine(zero_stage=0)
-    results = [vars(whole.step([whole.forward(X).sum()]))]
+    results = [vars(step(whole))]
     first = weights(whole)
-    parts.step(parts.forward(X).sum() * share for share in (0.25, 0.75))
+    step(parts, (parts.forward(X).sum() * share for share in (0.25, 0.75)))
     save(whole, folder)
     resumed = engine()
     resumed.load(folder)
     restored = {"weights": weights(resumed), "steps": resumed.optimizer_steps}
-    results += [vars(it.step([it.forward(X).sum()])) for it in (whole, resumed)]
+    results += [vars(step(it)) for it in (whole, resumed)]
     try:
         resumed.load(folder / "nowhere")
         missing = "nothing"
     except RLHFError as error:
         missing = f"{type(error).__name__}: {error}"
-    plain = vars(unsharded.step([unsharded.forward(X).sum()]))
+    plain = vars(step(unsharded))
     return {
         "unsharded": {"result": plain, "first": weights(unsharded)},
         "first": first, "in_parts": weights(parts), "results": results, "restored": restored, "missing": missing,
         "second": [weights(whole), weights(resumed)], "graph": whole.infer(X).requires_grad,
         "spoiled": {kind: [failing_step(spoil, stage) for stage in range(4)] for kind, spoil in SPOILED.items()},
+        "dropped": [dropped_step(stage) for stage in range(4)],
         "skipped_updates": skipped_updates(), "modes": modes(engine()),
         "at_another_stage": at_another_stage(folder),
         "put_aside": put_aside(folder),

@@ -71,7 +71,8 @@ def fetched(it: TrainEngine, rank: int) -> list[str]:
         own(coordinator, module, forward)
 
     PartitionedParameterCoordinator.fetch_sub_module = fetch
-    it.step([loss(it, rank)])
+    it.backward(loss(it, rank))
+    it.step()
     PartitionedParameterCoordinator.fetch_sub_module = own
     return kinds
 
@@ -91,7 +92,8 @@ def update(it: TrainEngine, rank: int) -> Tensor:
     """[n] how far all trained weights went."""
     before = weights(it)
     for _ in range(STEPS):
-        it.step([loss(it, rank)])
+        it.backward(loss(it, rank))
+    it.step()
     after = weights(it)
     return torch.cat([(after[name] - before[name]).flatten() for name in before])
 

@@ -34,7 +34,7 @@ def told(tmp_path_factory):
 def test_the_first_update_by_hand(told):
     # Loss 3 w1 - 4 w2: gradient (3, -4) of norm 5, clipped to norm 1. Adam's first step is the rate times its sign.
     assert told["results"][0] == pytest.approx(
-        {"applied": True, "grad_norm": 5.0, "learning_rate": 0.05, "ends_update": False}, rel=1e-5)
+        {"applied": True, "grad_norm": 5.0, "learning_rate": 0.05}, rel=1e-5)
     assert told["first"] == pytest.approx([0.95, 2.05], abs=1e-6)
 
 
@@ -91,6 +91,12 @@ def test_a_step_with_a_number_that_is_not_finite_is_as_if_it_had_never_been_trie
     assert not failed["applied"] and failed["norm"] in ("nan", "inf")
     assert failed["before"] == failed["left"]
     assert failed["disturbed"] == failed["plain"] and failed["plain"]["steps"] == 2
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_step_that_is_left_out_is_as_if_its_gradients_had_never_been_computed(told, stage):
+    dropped, plain = told["dropped"][stage]
+    assert dropped == plain and plain["steps"] == 2
 
 
 def test_several_updates_in_a_row_that_apply_nothing_are_too_many(told):

@@ -7,14 +7,14 @@ import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator import live_status, node_drain
-from rlhf_ray.coordinator.stop import StopRequest
+from rlhf_ray.coordinator import live_status
 from rlhf_ray.errors import BackgroundTaskError
 from rlhf_ray.observability import control_files
 from rlhf_ray.observability.background_task import RETRY_PAUSES_S, background_task
 from rlhf_ray.observability.control_files import answering
 from rlhf_ray.observability.faults import FaultLog, read_faults
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.workers import node_drain
 from rlhf_ray.workers.detectors import HeartbeatDetector
 from rlhf_ray.workers.health_monitor import HealthMonitor
 
@@ -145,7 +145,7 @@ def tasks_of_a_run(tmp_path, monkeypatch, told):
     return {
         "status": (status, lambda: live_status.live_status(status, directory, on_failure=tell)),
         "control": (questions, lambda: (answering(directory, {}, on_failure=tell), started.append(1))[0]),
-        "drains": (drains, lambda: background_task("drains", node_drain.DrainWatch(StopRequest(print), print, []).run,
+        "drains": (drains, lambda: background_task("drains", node_drain.DrainWatch(print, print, []).run,
                                                    tell)),
         "heartbeats": (watched, heartbeats),
     }

@@ -11,7 +11,7 @@ from plotly.offline import get_plotlyjs
 
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import DataError
-from rlhf_ray.observability.chart_specs import CHARTS, PHASES
+from rlhf_ray.observability.chart_specs import CHARTS, PHASE_COLOURS
 from rlhf_ray.observability.html_page import ASSETS, figures_json
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
 from rlhf_ray.observability.report import write_report
@@ -32,7 +32,7 @@ def write_rows(run_dir, rows):
 
 def ppo_row(step):
     values = {name: step / 10 for plan in CHARTS for name in plan.metrics if name.split("/")[0] not in ("sft", "eval")}
-    values |= {f"time/{phase}": 1.0 for phase in PHASES} | {"time/step": 5.0}
+    values |= {f"time/{phase}": 1.0 for phase in PHASE_COLOURS} | {"time/step": 5.0}
     return values | {"share/generator/busy": 0.75, "share/generator/policy_learner": 0.25,
                      "share/policy_learner/busy": 1.0}
 

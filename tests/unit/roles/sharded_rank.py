@@ -48,8 +48,8 @@ def reference(model: ModelConfig, shard: Shard, address: str) -> dict[str, Any]:
     scorer = ReferenceScorer(model, BUDGET, 0.7, shard=shard)
     started = scorer.start(address, 60.0)
     held = sum(managed_shard(p).nbytes if hasattr(p, "ds_id") else p.nbytes for p in scorer._model.parameters())
-    return {"logprobs": [scorer.logprobs(rollout) for rollout in rollouts()],
-            "together": scorer.logprobs(*rollouts()), "held": held, **started}
+    return {"logprobs": [scorer.logprobs([rollout]) for rollout in rollouts()],
+            "together": scorer.logprobs(rollouts()), "held": held, **started}
 
 
 def rewards_of(reward: str, functions: Path, broken: bool) -> dict[str, Any]:

@@ -16,12 +16,14 @@ from rlhf_ray.config.algorithm import AlgorithmConfig, PtxConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.supervised_records import Sequences
+from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.models.attention import register
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel
 from rlhf_ray.records import Batch, offsets_of
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.ppo_update import Update
 from tests.unit.roles.conftest import VOCABULARY
 
 TEXT = PtxConfig(path="unused", batch_size=3, coef=0.7)
@@ -86,7 +88,6 @@ def learner(cls, module, text=None, rank=0, world=1, budget=1000, **algorithm):
     made = cls(PolicyConfig(micro_batch_tokens=budget), ModelConfig(path="unused"), rank, world, 3, 1,
                AlgorithmConfig(value_coef=VALUE_COEF, **algorithm), 0.9)
     made.engine = SimpleNamespace(device="cpu", forward=module, infer=module)
-    made.kl_coef = KL_COEF
     if text is not None:
         made.take_pretraining_text(TEXT, text)
     return made
@@ -94,9 +95,11 @@ def learner(cls, module, text=None, rank=0, world=1, budget=1000, **algorithm):
 
 def total(made, part, meter=None):
     """The loss of one optimizer step, as this rank adds it up."""
-    meter = meter or AverageMeter()
-    losses = made.shares(part, meter)
-    return sum(made.ptx.join(made, losses, meter) if made.ptx else losses)
+    losses = []
+    made.engine.backward = losses.append
+    made.engine.step = lambda: StepResult(applied=True, grad_norm=1.0, learning_rate=0.1)
+    assert made.optimize(part, Update(KL_COEF), meter or AverageMeter()) is not None
+    return sum(losses)
 
 
 def slope(module, loss, directions):
@@ -155,9 +158,9 @@ def test_the_text_s_loss_is_added_with_its_coefficient(modules):
 
 def test_with_a_coefficient_of_zero_the_text_s_loss_is_only_measured(modules):
     made, meter = learner(PolicyLearner, modules[PolicyLearner]), AverageMeter()
-    losses = [torch.ones(()), torch.ones(())]
+    alone = total(learner(PolicyLearner, modules[PolicyLearner]), batch())
     made.take_pretraining_text(TEXT.model_copy(update={"coef": 0.0}), sequences())
-    assert list(made.ptx.join(made, losses, meter)) == losses and meter.means()["ptx_loss"] > 0
+    assert total(made, batch(), meter) == alone and meter.means()["ptx_loss"] > 0
 
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence"])
@@ -206,4 +209,4 @@ def test_what_stands_in_a_gap_has_no_effect_but_as_context(modules, cls, aggrega
     one, two = (total(learner(cls, modules[cls], **changes), p) for p in (part, spoilt))
     assert float(one) == float(two) and np.isfinite(float(one))
     counted = learner(cls, modules[cls], **changes)
-    assert counted.measured(part) == part.response_mask.sum()
+    assert counted.loss(part, Update()).tokens == part.response_mask.sum()

@@ -18,13 +18,13 @@ from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
 from rlhf_ray.records import GivenTokens, Prompts, SampleKey, TensorEntry, WeightRoute, offsets_of
 from rlhf_ray.roles import generator as module
 from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
-from rlhf_ray.roles.engines.interface import Completion
+from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 from rlhf_ray.roles.engines.partial_rollouts import PartialRolloutEngine
 from rlhf_ray.roles.generator import Generator, build_engine, transfer_info
 from rlhf_ray.roles.local_generator import LocalGenerator, local_generation_config
 from rlhf_ray.roles.prompt_input import PromptInput
 from rlhf_ray.weights.manifest import fused_groups
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 from tests.models import make_tiny_llama
 from tests.unit.roles.conftest import VOCABULARY
 
@@ -160,6 +160,60 @@ def test_each_key_gets_its_prompt_its_seed_and_the_room_that_is_left(generator, 
     assert rollout.finish_reasons == ["stop", "stop"]
 
 
+def sample_request(prompt, max_tokens=2, seed=11):
+    return SampleRequest(prompt, SAMPLING, max_tokens, seed, [1])
+
+
+def test_a_caller_s_own_requests_are_sampled_as_they_are(generator, engine):
+    """A rollout is made of the same completions."""
+    requests = [sample_request([2, 3], seed=1), sample_request([4], seed=2)]
+    completions = asyncio.run(generator.sample(requests))
+    assert engine.requests == [requests]
+    assert [c.tokens.tolist() for c in completions] == [[3, 1], [4, 1]]
+    assert [(c.logprobs.tolist(), c.versions.tolist(), c.finish_reason) for c in completions] == [
+        ([-0.5, -0.25], [3, 4], "stop")] * 2
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [([], 2), ([2] * 8, 1), ([2] * 5, 4), ([2], 0)])
+def test_a_request_that_does_not_fit_the_context_is_refused_and_no_other_is_sampled(
+        generator, engine, prompt, max_tokens):
+    said = rf"generator/1: a request has a prompt of {len(prompt)} tokens and asks for at most {max_tokens} more; .* 8 "
+    with pytest.raises(DataError, match=said):
+        asyncio.run(generator.sample([sample_request([2]), sample_request(prompt, max_tokens)]))
+    assert engine.requests == [] and generator.activity().requests == 0
+    asyncio.run(generator.sample([sample_request([2] * 5, 3)]))
+
+
+def test_requests_are_open_while_the_engine_samples_them_whoever_called(generator, engine, monkeypatch):
+    now, sampling = 100.0, asyncio.Event()
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    answer = engine.sample
+
+    async def slow(requests):
+        await sampling.wait()
+        return await answer(requests)
+
+    async def look():
+        nonlocal now
+        found = [generator.activity()]
+        engine.sample = slow
+        calls = [asyncio.create_task(generator.sample([sample_request([2]), sample_request([3])]))]
+        await asyncio.sleep(0)
+        now += 5.0
+        calls.append(asyncio.create_task(generator.generate(prompts([2]), [SampleKey(0, 0, 0)], 9)))
+        await asyncio.sleep(0)
+        found.append(generator.activity())
+        calls[0].cancel()
+        now += 1.0
+        await asyncio.sleep(0)
+        found.append(generator.activity())
+        sampling.set()
+        await calls[1]
+        return [*found, generator.activity()]
+
+    assert asyncio.run(look()) == [(0, 0.0, 7), (3, 5.0, 7), (1, 1.0, 7), (0, 0.0, 7)]
+
+
 def masked(engine, policy_model, sampling, masks, asked=None, record=True):
     """The rollout of two prompts, and the one request's settings; the engine returns these masks of its two tokens."""
     engine.masks = tuple(np.array(mask, np.int32) for mask in masks)
@@ -225,9 +279,9 @@ def published(policy_model):
 
     shapes = parameter_shapes(pretrained_config(policy_model), False)
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    publisher = Publisher([(name, shape, "float32") for name, shape in shapes.items()], list(shapes), 20_000,
-                          lambda names: {name: tensors[name] for name in names})
-    return lambda version: [publisher.bucket(version, i, True) for i in range(publisher.plan.whole.buckets)]
+    sealed = SealedBuckets([(name, shape, "float32") for name, shape in shapes.items()], list(shapes), 20_000,
+                           lambda names: {name: tensors[name] for name in names})
+    return lambda version: [sealed.bucket(version, i, True) for i in range(sealed.plan.whole.buckets)]
 
 
 async def publish(generator, buckets, version, number=1, **options):
@@ -255,8 +309,9 @@ def test_weights_that_do_not_fit_stop_generation_until_they_are_published_again(
         asyncio.run(publish(generator, published(3), 3))
     engine.broken = None
     assert generator._receiver.version == 0
-    with pytest.raises(WeightsError, match="does not generate"):
-        asyncio.run(generator.generate(prompts([2]), [SampleKey(0, 0, 0)], 9))
+    for sampling in (generator.generate(prompts([2]), [SampleKey(0, 0, 0)], 9), generator.sample([])):
+        with pytest.raises(WeightsError, match="does not generate"):
+            asyncio.run(sampling)
 
 
 def test_weights_of_one_fused_layer_stay_together(generator, engine):

@@ -17,8 +17,8 @@ from rlhf_ray.config.stages import CriticConfig
 from rlhf_ray.records import Batch, offsets_of
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.critic_learner import CriticLearner
-from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.ppo_update import Update
 
 KL_COEF = 0.3
 LENGTHS = [4, 2, 3]
@@ -113,26 +113,25 @@ def forward(tokens, packing, predicted, exact_entropy, mask=None):
 
 def policy_learner(cls, algorithm, old_logprobs="policy"):
     learner = cls(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, algorithm, 1.0, old_logprobs)
-    learner.kl_coef = KL_COEF
     learner.engine = SimpleNamespace(device="cpu", forward=forward)
     return learner
 
 
 def loss_of_policy(a):
-    return float(policy_learner(PolicyLearner, a).loss(batch())[0])
+    return float(policy_learner(PolicyLearner, a).loss(batch(), Update(KL_COEF)).loss)
 
 
 def loss_of_critic(a):
     learner = CriticLearner(CriticConfig(), ModelConfig(path="m"), 0, 1, 0, 1, a)
     before = np.append(whole(VALUES)[1:], 0.0)  # the value of the state before a token stands one token earlier
     learner.engine = SimpleNamespace(device="cpu", forward=lambda *_: torch.tensor(before))
-    return float(learner.loss(batch())[0])
+    return float(learner.loss(batch()).loss)
 
 
 def loss_of_both(a):
     learner = policy_learner(ActorCriticLearner, a)
     learner.engine.forward = lambda *asked, mask: (*forward(*asked, mask), torch.tensor(VALUES))
-    return float(learner.share(batch(), batch(), True, AverageMeter()))
+    return float(learner.loss(batch(), Update(KL_COEF)).loss)
 
 
 LEARNERS = {
@@ -142,8 +141,8 @@ LEARNERS = {
 
 
 def test_the_entropy_that_a_bonus_needs_is_reported():
-    _, stats = policy_learner(PolicyLearner, AlgorithmConfig(entropy_coef=0.2)).loss(batch())
-    assert float(stats["entropy"]) == pytest.approx(ENTROPY.mean(), abs=1e-9)
+    found = policy_learner(PolicyLearner, AlgorithmConfig(entropy_coef=0.2)).loss(batch(), Update())
+    assert float(found.token_means["entropy"]) == pytest.approx(ENTROPY.mean(), abs=1e-9)
 
 
 @pytest.mark.parametrize(("name", "options"), [(n, options) for n, (*_, many) in LEARNERS.items() for options in many])
@@ -159,7 +158,8 @@ def test_an_option_changes_the_loss_as_it_is_worked_out_by_hand(name, options):
 
 def test_the_updates_own_log_probabilities_stand_for_the_old_ones_where_they_are_chosen():
     learner = policy_learner(PolicyLearner, AlgorithmConfig(), "update")
-    assert float(learner.loss(batch())[0]) == pytest.approx(policy_oracle(AlgorithmConfig(), old=NEW), abs=1e-9)
+    loss = float(learner.loss(batch(), Update()).loss)
+    assert loss == pytest.approx(policy_oracle(AlgorithmConfig(), old=NEW), abs=1e-9)
     assert abs(policy_oracle(AlgorithmConfig(), old=NEW) - policy_oracle(AlgorithmConfig())) > 1e-3
 
 

@@ -14,6 +14,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import CriticConfig
+from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.models.attention import register
 from rlhf_ray.models.packed_model import Chunks, PackedActorCritic, PackedLanguageModel, PackedScalarModel
 from rlhf_ray.records import Batch, offsets_of
@@ -21,6 +22,7 @@ from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.micro_batch import AverageMeter
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.ppo_update import Update
 
 META = torch.device("meta")
 VOCABULARY, PROMPT = 40, 2
@@ -70,11 +72,11 @@ def test_the_passes_of_an_optimizer_step_read_nothing_from_the_device(model, cls
         packed = module(model)
     more = {} if cls is CriticLearner else {"temperature": 0.9}
     learner = cls(config(micro_batch_tokens=12), ModelConfig(path="unused"), 0, 1, 3, 1, algorithm=algorithm, **more)
-    learner.engine, learner.kl_coef = SimpleNamespace(device=META, forward=packed), 0.1
     losses, meter = [], AverageMeter()
-    for loss in learner.shares(rows, meter):
-        loss.backward()
-        losses.append(loss)
+    learner.engine = SimpleNamespace(
+        device=META, forward=packed, backward=lambda loss: losses.append(loss) or loss.backward(),
+        step=lambda: StepResult(applied=True, grad_norm=1.0, learning_rate=0.1))
+    learner.optimize(rows, Update(kl_coef=0.1), meter)
     assert len(losses) > 1 and {loss.device for loss in losses} == {META}
     with pytest.raises((NotImplementedError, RuntimeError)):
         meter.means()  # the one reading, after all passes

@@ -13,8 +13,9 @@ from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.records import Batch, Experience, SampleKey, offsets_of
-from rlhf_ray.roles.micro_batch import AverageMeter
+from rlhf_ray.roles.micro_batch import AverageMeter, PartLoss
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.ppo_update import Update
 
 # Two rows: one prompt token and two response tokens; one prompt token and one response token.
 OFFSETS, MASK = offsets_of([3, 2]), np.array([0, 1, 1, 0, 1], dtype=bool)
@@ -40,15 +41,15 @@ def loss_of():
     """loss_of(batch, kl_coef, source of the old log-probabilities, **algorithm) -> (loss, stats, gradient at the three
     response tokens)."""
 
-    def run(part, kl_coef=0.0, source="policy", **changes):
+    def run(part, kl_coef=0.0, source="policy", applied=0, **changes):
         learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(**changes), 1.0,
                                 source)
         new = torch.tensor(NEW, requires_grad=True)
         learner.engine = SimpleNamespace(device="cpu", forward=lambda *_, **__: (new, None))
-        learner.kl_coef = kl_coef
-        loss, stats = learner.loss(part)
-        loss.backward()
-        return loss.item(), {name: value.tolist() for name, value in stats.items()}, new.grad.tolist()
+        found = learner.loss(part, Update(kl_coef, applied))
+        found.loss.backward()
+        assert found.means["loss"] == found.loss and found.tokens == 3
+        return found.loss.item(), {name: value.tolist() for name, value in found.token_means.items()}, new.grad.tolist()
 
     return run
 
@@ -118,14 +119,14 @@ def test_each_update_weighs_the_penalty_by_the_coefficient_it_is_given():
                                 kl={"placement": "loss", "estimator": "k2"})
     learner, losses = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, algorithm, 1.0), []
 
-    def step(parts):
-        losses.append(sum(float(part) for part in parts))
+    def step():
         return StepResult(applied=True, grad_norm=1.0, learning_rate=0.1)
 
     def forward(tokens, packing, predicted, exact_entropy, mask):
         return torch.from_numpy(column(NEW))[tokens[predicted]], None  # tokens are numbered through
 
-    learner.engine = SimpleNamespace(device="cpu", step=step, forward=forward, count_update=lambda _: None)
+    learner.engine = SimpleNamespace(device="cpu", step=step, forward=forward, count_update=lambda _: None,
+                                     backward=lambda loss: losses.append(float(loss)))
     part = batch(reference=[-1.5, -1.75, -0.5])
     whole = Experience(**{f.name: getattr(part, f.name) for f in fields(Batch)},
                        keys=[SampleKey(0, row, 0) for row in range(2)])
@@ -139,11 +140,11 @@ def test_each_update_weighs_the_penalty_by_the_coefficient_it_is_given():
 def test_rows_that_do_not_count_add_nothing_to_loss_and_statistics(monkeypatch):
     """A rank with nothing left joins a collective pass with another's row."""
     learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
-    meter = AverageMeter()
-    monkeypatch.setattr(learner, "loss", lambda part: (torch.tensor(2.0), {"clip_fraction": torch.tensor(0.5)}))
-    assert float(learner.share(batch(), batch(), True, meter)) == 2.0
-    monkeypatch.setattr(learner, "loss", lambda part: (torch.tensor(7.0), {"clip_fraction": torch.tensor(1.0)}))
-    assert float(learner.share(batch(), batch(), False, meter)) == 0.0
+    meter, rows = AverageMeter(), batch()
+    losses = iter([PartLoss(torch.tensor(2.0), {"loss": torch.tensor(2.0)}, 3.0, {"clip_fraction": torch.tensor(0.5)}),
+                   PartLoss(torch.tensor(7.0), {"loss": torch.tensor(7.0)}, 3.0, {"clip_fraction": torch.tensor(1.0)})])
+    monkeypatch.setattr(learner, "parts", lambda _: [(rows, True), (rows, False)])
+    assert [float(share) for share in learner.shares(rows, lambda _: next(losses), meter)] == [2.0, 0.0]
     assert meter.means() == {"loss": 2.0, "clip_fraction": 0.5}
 
 
@@ -154,3 +155,4 @@ def test_the_gap_to_the_generator_is_measured_while_the_weights_are_those_that_g
     assert [gap_quantile(stats["logprob_gap_shares"], share) for share in (0.3, 0.6, 0.9)] == pytest.approx(
         [1e-7, 0.25, 0.5], rel=0.27)
     assert "logprob_gap" not in loss_of(part)[1], "the assembler measures it with the policy's own pass"
+    assert "logprob_gap" not in loss_of(part, source="update", applied=1)[1], "the weights have changed"

@@ -67,23 +67,25 @@ def test_the_epoch_does_not_depend_on_how_many_there_are():
     assert [b.tolist() for b in few] == [b.tolist() for b in many[:2]]
 
 
-def learner_of(optimize, counted):
+def learner_of(optimize, counted, **algorithm):
     """One that makes its optimizer steps so, and notes how many of each update were applied."""
-    return SimpleNamespace(optimize=optimize, seed=3, engine=SimpleNamespace(count_update=counted.append),
-                           last_update=None)
+    return SimpleNamespace(
+        optimize=optimize, seed=3, engine=SimpleNamespace(count_update=counted.append), last_update=None,
+        algorithm=AlgorithmConfig(**{"epochs": 2, "mini_batches": 2, **algorithm}))
 
 
 def test_an_update_makes_every_step_and_says_what_it_did():
     seen, counted = [], []
 
-    def optimize(batch, meter):
+    def optimize(batch, update, meter):
+        assert (update.kl_coef, update.applied) == (0.3, len(seen))
         seen.append(batch)
         meter.add(float(batch.response_mask.sum()), {"loss": torch.tensor(float(len(seen)))})
         return StepResult(applied=True, grad_norm=float(len(seen)), learning_rate=0.1 * len(seen))
 
     batch = training_batch([PARTS[0], experience_of([[None, 3.0], [None, 4.0]], first=5)], whiten=False)
     learner = learner_of(optimize, counted)
-    stats = run_update(learner, batch, AlgorithmConfig(epochs=2, mini_batches=2), step=7)
+    stats = run_update(learner, batch, step=7, kl_coef=0.3)
     assert counted == [4]
     assert (stats.step, stats.applied, stats.skipped, stats.tokens) == (7, 4, 0, 2 * 9)
     assert [part.tokens.tolist() for part in seen] == [
@@ -97,11 +99,11 @@ def test_an_update_makes_every_step_and_says_what_it_did():
 def mini_batches_of(batch, seed=3, step=7):
     seen = []
 
-    def optimize(part, _):
+    def optimize(part, *_):
         seen.append(part)
         return StepResult(applied=True, grad_norm=1.0, learning_rate=0.1)
 
-    run_update(learner_of(optimize, []), batch, AlgorithmConfig(epochs=2, mini_batches=2), step)
+    run_update(learner_of(optimize, []), batch, step)
     orders = [np.random.default_rng([seed, step, epoch]).permutation(batch.sample_count) for epoch in (0, 1)]
     return seen, [half.tolist() for order in orders for half in np.array_split(order, 2)]
 
@@ -149,15 +151,14 @@ def test_whitening_is_by_token_whatever_the_samples():
 def test_steps_that_were_not_applied_are_counted_and_leave_no_trace_in_the_means(spoiled):
     made, counted = [], []
 
-    def optimize(batch, meter):
+    def optimize(batch, update, meter):
         made.append(len(made) + 1)
         good = made[-1] not in spoiled
         meter.add(1.0, {"loss": torch.tensor(float(made[-1]) if good else float("nan"))})
         return StepResult(good, grad_norm=2.0 if good else float("inf"), learning_rate=0.1)
 
     learner = learner_of(optimize, counted)
-    stats = run_update(learner, Batch.concat([critic_batch([1.0] * 4, [1.0] * 4)] * 4),
-                       AlgorithmConfig(epochs=2, mini_batches=2), step=7)
+    stats = run_update(learner, Batch.concat([critic_batch([1.0] * 4, [1.0] * 4)] * 4), step=7)
     assert (stats.applied, stats.skipped) == (4 - len(spoiled), len(spoiled)) and counted == [stats.applied]
     if stats.applied:
         assert stats.metrics == pytest.approx({"loss": (1 + 3 + 4) / 3, "grad_norm": 2.0, "learning_rate": 0.1})
@@ -188,16 +189,14 @@ def test_explained_variance_needs_values():
 def test_a_step_that_ends_the_update_is_the_last_and_the_schedule_goes_on(at):
     made, counted, passed = [], [], []
 
-    def optimize(batch, meter):
+    def optimize(batch, update, meter):
         made.append(len(made) + 1)
         meter.add(1.0, {"loss": torch.tensor(float(made[-1]))})
-        ends = made[-1] == at
-        return StepResult(not ends, grad_norm=float("nan") if ends else 2.0, learning_rate=0.1, ends_update=ends)
+        return None if made[-1] == at else StepResult(True, grad_norm=2.0, learning_rate=0.1)
 
     learner = learner_of(optimize, counted)
     learner.engine.pass_over = passed.append
-    stats = run_update(learner, Batch.concat([critic_batch([1.0] * 4, [1.0] * 4)] * 4),
-                       AlgorithmConfig(epochs=2, mini_batches=2), step=7)
+    stats = run_update(learner, Batch.concat([critic_batch([1.0] * 4, [1.0] * 4)] * 4), step=7)
     assert made == list(range(1, at + 1)) and (stats.applied, stats.skipped) == (at - 1, 0)
     assert passed == [4 - (at - 1)], "the steps that were left out, this one included"
     assert stats.metrics["loss"] == pytest.approx(np.mean(range(1, at))), "what was left out is not in the means"
@@ -206,11 +205,12 @@ def test_a_step_that_ends_the_update_is_the_last_and_the_schedule_goes_on(at):
 
 def test_an_update_is_made_once_and_only_after_the_one_before():
     counted = []
-    learner = learner_of(lambda *_: StepResult(applied=True, grad_norm=1.0, learning_rate=0.1), counted)
-    batch, algorithm = Batch.concat([critic_batch([1.0] * 4, [1.0] * 4)] * 4), AlgorithmConfig(epochs=1, mini_batches=1)
-    first = run_update(learner, batch, algorithm, step=7)
-    assert run_update(learner, batch, algorithm, step=7) is first and counted == [1]
+    learner = learner_of(lambda *_: StepResult(applied=True, grad_norm=1.0, learning_rate=0.1), counted,
+                         epochs=1, mini_batches=1)
+    batch = Batch.concat([critic_batch([1.0] * 4, [1.0] * 4)] * 4)
+    first = run_update(learner, batch, step=7)
+    assert run_update(learner, batch, step=7) is first and counted == [1]
     for wrong in (6, 9):
         with pytest.raises(TrainingError, match=f"update {wrong} was requested after update 7"):
-            run_update(learner, batch, algorithm, step=wrong)
-    assert run_update(learner, batch, algorithm, step=8).step == 8 and counted == [1, 1]
+            run_update(learner, batch, step=wrong)
+    assert run_update(learner, batch, step=8).step == 8 and counted == [1, 1]

@@ -18,7 +18,7 @@ from rlhf_ray.records import Prompts, RewardScores, RewardTerms, SampleKey, Toke
 from rlhf_ray.rewards.protocol import finished, requests_of, rollout_texts
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.ppo_update import training_batch
+from rlhf_ray.roles.ppo_update import Update, training_batch
 from tests.unit.roles.conftest import assemble_one, rollout_of
 
 # Sample 0 is rows 0 and 1, sample 1 is row 2, sample 2 is rows 3 and 4; the first two are of one prompt.
@@ -138,8 +138,8 @@ def test_losses_by_sequence_weigh_samples_equally(segments, policy_model):
     means = [batch.row(i, "advantages")[batch.row(i, "response_mask")].mean() for i in range(5)]
     # The log-probabilities are those of before the update, so that all ratios are 1.
     expected = -(0.4 * means[0] + 0.6 * means[1] + means[2] + 0.25 * means[3] + 0.75 * means[4]) / 3
-    assert float(learner.loss(batch)[0]) == pytest.approx(expected, abs=1e-6)
+    assert float(learner.loss(batch, Update()).loss) == pytest.approx(expected, abs=1e-6)
     assert learner.count(batch) == pytest.approx(3)
     cut = [batch.select(rows) for rows in ([0, 3, 2], [4, 1])]
-    assert sum(float(learner.loss(part)[0]) * learner.count(part) / 3 for part in cut) == pytest.approx(
+    assert sum(float(learner.loss(part, Update()).loss) * learner.count(part) / 3 for part in cut) == pytest.approx(
         expected, abs=1e-6)

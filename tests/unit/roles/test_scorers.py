@@ -46,10 +46,10 @@ def test_rollouts_scored_together_get_what_each_gets_alone(rollout, policy_model
     assert compared.keys() == {"probe_seconds", "probe_difference"}
     assert 0 < compared["probe_seconds"] <= time.perf_counter() - began
     parts = [rollout.select(rows) for rows in np.array_split(np.arange(len(rollout)), 3)]
-    together = scorer.logprobs(*parts)
+    together = scorer.logprobs(parts)
     for part, scores in zip(parts, split_scores(together, parts), strict=True):
         assert np.array_equal(scores.offsets, part.offsets)
-        assert np.abs(scores.values - scorer.logprobs(part).values).max() < 1e-5
+        assert np.abs(scores.values - scorer.logprobs([part]).values).max() < 1e-5
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -57,7 +57,7 @@ def test_rollouts_scored_together_get_what_each_gets_alone(rollout, policy_model
 def test_the_reference_says_what_transformers_says(rollout, policy_model, transformers_model, temperature, budget):
     scorer = ReferenceScorer(policy_model, budget, temperature)
     scorer.start()
-    scores = scorer.logprobs(rollout)
+    scores = scorer.logprobs([rollout])
     model = transformers_model("AutoModelForCausalLM", policy_model.path)
     for i in range(len(rollout)):
         tokens = torch.from_numpy(rollout.row(i, "tokens").astype(np.int64))

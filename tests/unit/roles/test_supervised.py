@@ -31,11 +31,13 @@ def sequences(lengths, mask=None):
 class RowRecorder(SupervisedLearner):
     """A learner without a model that says which rows an update was made on: each is one token, its number."""
 
-    engine = SimpleNamespace(count_update=lambda applied: None)
+    engine = SimpleNamespace(
+        count_update=lambda applied: None,
+        step=lambda: SimpleNamespace(applied=True, grad_norm=0.0, learning_rate=0.0))
 
-    def optimize(self, batch, meter):
-        self.rows = batch.tokens.tolist()
-        return SimpleNamespace(applied=True, grad_norm=0.0, learning_rate=0.0)
+    def shares(self, mini_batch, loss, meter):
+        self.rows = mini_batch.tokens.tolist()
+        return []
 
     def rows_of(self, step):
         self.update(step)
@@ -129,12 +131,13 @@ def test_steps_with_three_labels_have_the_cross_entropy_among_them(step_learner)
                            StepTokens(0, 2, 3, [], (5,), (1.0, 0.0, 0.5)), logits)
     part = StepRows(offsets=offsets_of([4]), tokens=np.array([1, 0, 0, 0], np.int32),
                     placeholders=np.array([False, True, True, True]), labels=np.array([-100, 2, 5, 5]))
-    loss, stats = learner.loss(part)
+    found = learner.loss(part)
     among = logits[:, [2, 3, 5]].double().numpy()
     shares = np.exp(among) / np.exp(among).sum(1, keepdims=True)
-    assert float(loss) == pytest.approx(-np.log(shares[[0, 1, 2], [0, 2, 2]]).mean(), rel=1e-5)
-    assert float(stats["accuracy"]) == pytest.approx(2 / 3), "the third is taken for a bad one"
-    assert float(stats["probability"]) == pytest.approx((shares @ [1, 0, 0.5]).mean(), rel=1e-5)
+    assert found.means["loss"] == found.loss
+    assert float(found.loss) == pytest.approx(-np.log(shares[[0, 1, 2], [0, 2, 2]]).mean(), rel=1e-5)
+    assert float(found.means["accuracy"]) == pytest.approx(2 / 3), "the third is taken for a bad one"
+    assert float(found.means["probability"]) == pytest.approx((shares @ [1, 0, 0.5]).mean(), rel=1e-5)
 
 
 def test_a_soft_label_of_one_half_counts_as_a_good_step(step_learner):
@@ -143,4 +146,4 @@ def test_a_soft_label_of_one_half_counts_as_a_good_step(step_learner):
     learner = step_learner(StepsConfig(placeholder="?"), StepTokens(0, 2, 3, [], (), (1.0, 0.0)), logits)
     part = StepRows(offsets=offsets_of([3]), tokens=np.array([1, 0, 0], np.int32),
                     placeholders=np.array([False, True, True]), labels=np.array([np.nan, 0.5, 0.5]))
-    assert float(learner.loss(part)[1]["accuracy"]) == 1
+    assert float(learner.loss(part).means["accuracy"]) == 1

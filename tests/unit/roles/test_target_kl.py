@@ -4,7 +4,7 @@ The model's log-probabilities move at each optimizer step by a given amount; all
 """
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -46,15 +46,25 @@ class Engine:
 
     def __init__(self):
         self.applied, self.passed = 0, 0
+        self.losses, self.steps = [], []
+        """Losses since the last step, and the sum of those of each step."""
 
     def forward(self, tokens, packing, predicted, exact_entropy, mask=None):
         logprobs = torch.full((len(predicted),), -1.0 + MOVED * self.applied)
         return logprobs, None, torch.full((len(predicted),), 0.5)
 
-    def step(self, losses):
-        good = all(math.isfinite(float(loss)) for loss in losses)
+    def backward(self, loss):
+        self.losses.append(loss)
+
+    def step(self):
+        self.steps.append(sum(self.losses))
+        self.losses = []
+        good = math.isfinite(float(self.steps[-1]))
         self.applied += good
         return StepResult(good, 1.0 if good else math.nan, 0.1)
+
+    def drop_gradients(self):
+        self.losses = []
 
     def pass_over(self, steps):
         self.passed += steps
@@ -86,10 +96,19 @@ def test_the_first_mini_batch_beyond_the_target_ends_the_update(cls, target, mad
     update = learner.update if cls is PolicyLearner else lambda *given: learner.update_both(*given)[0]
     stats = update(0, 0.0, experience())
     assert (stats.applied, stats.skipped, learner.engine.passed) == (made, 0, 4 - made)
+    assert len(learner.engine.steps) == made and not learner.engine.losses, "what was computed beyond it is dropped"
     assert stats.metrics["optimizer_steps"] == made
     assert stats.metrics["approx_kl"] == pytest.approx(np.mean([kl(step) for step in range(made)]), rel=1e-4, abs=1e-7)
     following = update(1, 0.0, experience())
     assert following.applied == 1, "the next update begins with a step, wherever the policy is"
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_does_not_end_the_update():
+    spoilt = experience()
+    advantages = spoilt.advantages.copy()
+    advantages[1] = np.nan
+    stats = learner_of(target_kl=1.01 * kl(3)).update(0, 0.0, replace(spoilt, advantages=advantages))
+    assert (stats.applied, stats.skipped) == (2, 2), "one of the two mini-batches of each epoch"
 
 
 def test_without_a_target_every_step_is_made_and_the_kl_is_reported_in_three_ways():
@@ -123,14 +142,12 @@ def test_the_routers_are_balanced_in_every_step_with_a_target_too(cls):
             return torch.tensor(3.0)
 
     def losses(**algorithm):
-        learner, found = learner_of(cls, **algorithm), []
+        learner = learner_of(cls, **algorithm)
         if coefficient:
             learner.config = learner.config.model_copy(update={"router_aux_loss_coef": coefficient})
             learner._router_balance = Balance()
-        step = learner.engine.step
-        learner.engine.step = lambda parts: step([found.append(sum(kept := list(parts))), *kept][1:])
         stats = (learner.update if cls is PolicyLearner else learner.update_both)(0, 0.0, experience())
-        return torch.stack(found), stats[0] if isinstance(stats, tuple) else stats
+        return torch.stack(learner.engine.steps), stats[0] if isinstance(stats, tuple) else stats
 
     coefficient = 0.0
     without, _ = losses(target_kl=9.0)

@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import CheckpointError, SupersededError, WorkerError
 from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.stages.ppo_roles import _learner
+from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.runtime import Runtime, kept_if_refused, run_async, while_owned
 from tests.unit.owners import Watch, host, take_over
 
@@ -97,10 +99,14 @@ def config(**sections):
                      run={"steps": 10, "seed": 3}, **sections)
 
 
+def arguments(learner, it, rank=0):
+    return learner.arguments(it, derive(it), rank)
+
+
 def test_learners_know_their_optimizer_steps_and_the_policy_rests_while_the_critic_warms_up():
     it = config(algorithm={"epochs": 2, "mini_batches": 4, "critic_warmup_steps": 3}, policy={"workers": 2},
                 pools={"default": {"cpus": 2}})
-    policy, critic = _learner(it, "policy", 1), _learner(it, "critic", 0)
+    policy, critic = arguments(PolicyLearner, it, 1), arguments(CriticLearner, it)
     assert (policy["total_steps"], critic["total_steps"]) == (7 * 8, 10 * 8)
     assert (policy["rank"], policy["world"], policy["seed"]) == (1, 2, 3)
     assert policy["model"] is it.model and policy["algorithm"] is it.algorithm and policy["config"] is it.policy
@@ -109,9 +115,9 @@ def test_learners_know_their_optimizer_steps_and_the_policy_rests_while_the_crit
 @pytest.mark.parametrize("init, path", [("policy", "m"), ("reward", "r")])
 def test_the_critic_starts_from_what_is_configured(init, path):
     it = config(critic={"init": init})
-    assert _learner(it, "critic", 0)["model"].path == path
-    assert _learner(it, "policy", 0)["model"].path == "m"
+    assert arguments(CriticLearner, it)["model"].path == path
+    assert arguments(PolicyLearner, it)["model"].path == "m"
 
 
 def test_a_policy_that_never_learns_still_has_a_schedule():
-    assert _learner(config(algorithm={"critic_warmup_steps": 9}), "policy", 0)["total_steps"] == 8
+    assert arguments(PolicyLearner, config(algorithm={"critic_warmup_steps": 9}))["total_steps"] == 8

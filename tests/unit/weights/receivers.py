@@ -1,9 +1,9 @@
-"""Receivers of small tensors, and the buckets that a publisher makes of them."""
+"""Receivers of small tensors, and sealed buckets of these tensors."""
 
 import torch
 
-from rlhf_ray.weights.publisher import Publisher
 from rlhf_ray.weights.receiver import Receiver
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5), "c": torch.zeros(2, 2)}
 SHAPES = {name: tuple(t.shape) for name, t in TENSORS.items()}
@@ -19,17 +19,17 @@ class Names:
         self.names.extend(entry.name for entry, _ in tensors)
 
 
-def publisher_of(tensors=TENSORS, changing=None, bucket_bytes=20):
+def sealed_buckets_of(tensors=TENSORS, changing=None, bucket_bytes=20):
     """Publishes `tensors`; 20 bytes give one of them a bucket."""
     specs = [(n, tuple(t.shape), "float32") for n, t in tensors.items()]
     changing = tensors if changing is None else changing
-    return Publisher(specs, changing, bucket_bytes, lambda names: {n: tensors[n] for n in names})
+    return SealedBuckets(specs, changing, bucket_bytes, lambda names: {n: tensors[n] for n in names})
 
 
 def buckets_of(version, tensors=TENSORS):
     """All buckets of a whole publication, one tensor each."""
-    publisher = publisher_of(tensors)
-    return [publisher.bucket(version, i) for i in range(publisher.plan.whole.buckets)]
+    sealed = sealed_buckets_of(tensors)
+    return [sealed.bucket(version, i) for i in range(sealed.plan.whole.buckets)]
 
 
 def make_receiver(version=4, stage=Names):

@@ -13,7 +13,7 @@ from rlhf_ray.errors import WeightsError
 from rlhf_ray.roles.generator import transfer_info
 from rlhf_ray.weights.direct_sender import broadcast_route, open_sender
 from rlhf_ray.weights.nccl_ipc_backend import VerifiedGlooEngine, offer_info
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 from tests.unit.engine.listening_rank import listeners
 
 TENSORS = {"a": torch.randn(40, 30), "b": torch.randn(7), "c": torch.randn(1000)}
@@ -42,7 +42,7 @@ class Both:
         route = broadcast_route(torch.device("cpu"), "127.0.0.1", world=3)
         self.models, self.failures = [Model(), Model()], []
         self.engines = [engine_of(model) for model in self.models]
-        self.publisher = Publisher(SPECS, TENSORS, 2500, lambda names: None)
+        self.sealed = SealedBuckets(SPECS, TENSORS, 2500, lambda names: None)
 
         def meet():
             self.sender = open_sender(route, 0)
@@ -65,8 +65,8 @@ class Both:
             thread.join(60)
 
     def publish(self, change=lambda offer: offer):
-        for index in range(self.publisher.plan.whole.buckets):
-            offer, tensors = self.publisher.offer(1, index, True, lambda names: {n: TENSORS[n] for n in names})
+        for index in range(self.sealed.plan.whole.buckets):
+            offer, tensors = self.sealed.offer(1, index, True, lambda names: {n: TENSORS[n] for n in names})
             offer = replace(change(offer), handles=self.sender.offer(tensors))
             receive = [partial(engine.update_weights, offer_info(offer)) for engine in self.engines]
             self.together(self.sender.send, *receive)
@@ -79,7 +79,7 @@ def both():
 
 
 def test_every_receiver_gets_every_tensor_as_it_was_announced(both):
-    assert both.publisher.plan.whole.buckets == 2
+    assert both.sealed.plan.whole.buckets == 2
     both.publish()
     assert not both.failures
     for model in both.models:
@@ -100,6 +100,6 @@ def test_nothing_listens_on_another_address_than_the_learner_s_node(monkeypatch)
 
 def test_a_tensor_with_another_digest_reaches_no_model(both):
     both.publish(lambda offer: replace(offer, digests=["0" * 32, *offer.digests[1:]]))
-    assert len(both.failures) == 2 * both.publisher.plan.whole.buckets, "and nobody is left waiting"
+    assert len(both.failures) == 2 * both.sealed.plan.whole.buckets, "and nobody is left waiting"
     assert all(isinstance(error, WeightsError) and "arrived with digest" in str(error) for error in both.failures)
     assert "a" not in both.models[0].loaded

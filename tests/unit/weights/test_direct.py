@@ -14,8 +14,8 @@ from rlhf_ray.roles.generator import transfer_info
 from rlhf_ray.weights.direct_transport import handle_arguments, plain_handle
 from rlhf_ray.weights.manifest import plan_buckets
 from rlhf_ray.weights.nccl_ipc_backend import VerifiedGlooEngine
-from rlhf_ray.weights.publisher import Publisher
 from rlhf_ray.weights.receiver import Receiver
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
 SPECS = [(name, tuple(tensor.shape), "bfloat16") for name, tensor in TENSORS.items()]
@@ -24,8 +24,8 @@ SPECS = [(name, tuple(tensor.shape), "bfloat16") for name, tensor in TENSORS.ite
 @pytest.fixture
 def offer():
     """An offer of both tensors in bfloat16, and what the sender would send."""
-    publisher = Publisher(SPECS, TENSORS, 1000, lambda names: None)
-    return publisher.offer(3, 0, True, lambda names: {name: TENSORS[name] for name in names})
+    sealed = SealedBuckets(SPECS, TENSORS, 1000, lambda names: None)
+    return sealed.offer(3, 0, True, lambda names: {name: TENSORS[name] for name in names})
 
 
 class TestHandles:
@@ -67,10 +67,10 @@ class TestOffers:
                 receiver.finish(3)
 
     def test_what_was_sent_once_may_be_left_out_by_its_digest(self):
-        publisher = Publisher(SPECS, ["a"], 1000, lambda names: None)
-        publisher.offer(1, 0, True, lambda names: {name: TENSORS[name] for name in names})
-        assert publisher.unchanged().keys() == {"b"}
-        assert [e.name for e in publisher.offer(2, 0, False, lambda names: TENSORS)[0].entries] == ["a"]
+        sealed = SealedBuckets(SPECS, ["a"], 1000, lambda names: None)
+        sealed.offer(1, 0, True, lambda names: {name: TENSORS[name] for name in names})
+        assert sealed.unchanged().keys() == {"b"}
+        assert [e.name for e in sealed.offer(2, 0, False, lambda names: TENSORS)[0].entries] == ["a"]
 
 
 class TestLoader:
@@ -185,7 +185,7 @@ class TestMeetingAgain:
         from rlhf_ray.roles.policy_learner import PolicyLearner
 
         made = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0)
-        made.publication.model = SimpleNamespace(device=torch.device("cuda"))
+        made.engine = SimpleNamespace(device=torch.device("cuda"))
         return made
 
     @pytest.fixture
@@ -227,7 +227,7 @@ class TestMeetingAgain:
 
         senders, open_it = [], direct_sender.open_sender
         monkeypatch.setattr(direct_sender, "open_sender", lambda *args: senders.append(open_it(*args)) or senders[-1])
-        learner.publication.model = SimpleNamespace(device=torch.device("cpu"))
+        learner.engine = SimpleNamespace(device=torch.device("cpu"))
         config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0), model_config=None)
         receiver = VerifiedGlooEngine(None, config, torch.device("cpu"), None)
         broadcasts = []
@@ -245,5 +245,5 @@ class TestMeetingAgain:
 
 
 def test_plans_are_the_same_for_every_transport():
-    publisher = Publisher(SPECS, TENSORS, 12, lambda names: TENSORS)
-    assert publisher.plan.whole.buckets == len(plan_buckets(SPECS, 12)) == 2
+    sealed = SealedBuckets(SPECS, TENSORS, 12, lambda names: TENSORS)
+    assert sealed.plan.whole.buckets == len(plan_buckets(SPECS, 12)) == 2

@@ -6,7 +6,7 @@ import torch
 
 from rlhf_ray.weights.host_buffers import HostBuffers, bytes_needed
 from rlhf_ray.weights.manifest import digest_of, plan_buckets, seal
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 
 SPECS = [("a", (3, 5), "float32"), ("b", (7,), "bfloat16"), ("c", (), "float64"), ("d", (0, 2), "float32"),
          ("e", (65,), "int8")]
@@ -47,8 +47,8 @@ def test_no_digest_is_computed_before_its_bytes_have_arrived(entries):
 
 def test_a_publication_through_buffers_is_the_one_without(monkeypatch):
     tensors = tensors_of(3)
-    plain = Publisher(SPECS, tensors, 100, lambda names: tensors)
-    buffered = Publisher(SPECS, tensors, 100, lambda names: tensors)
+    plain = SealedBuckets(SPECS, tensors, 100, lambda names: tensors)
+    buffered = SealedBuckets(SPECS, tensors, 100, lambda names: tensors)
     buffers = HostBuffers(max(map(bytes_needed, buffered._whole)), pinned=False)
     monkeypatch.setattr(buffered, "_in_main_memory", buffers.copy)
     for index in range(plain.plan.whole.buckets):

@@ -6,7 +6,7 @@ import pytest
 
 from rlhf_ray.errors import DamagedBucket, WeightsError
 from rlhf_ray.weights.manifest import seal
-from tests.unit.weights.receivers import TENSORS, Names, buckets_of, make_receiver, publisher_of
+from tests.unit.weights.receivers import TENSORS, Names, buckets_of, make_receiver, sealed_buckets_of
 
 
 def publish(receiver, version, **options):
@@ -72,7 +72,7 @@ def test_a_damaged_bucket_is_expected_again_and_interrupts_nothing():
 def test_a_stage_never_sees_a_damaged_tensor_nor_what_comes_after_it_and_then_all_of_the_bucket_again():
     stage = Names()
     receiver = make_receiver(stage=lambda: stage)
-    whole = publisher_of(bucket_bytes=1 << 20).bucket(5, 0)
+    whole = sealed_buckets_of(bucket_bytes=1 << 20).bucket(5, 0)
     first, second, third = (array.copy() for array in whole.arrays)
     second[0] ^= 255
     receiver.begin(5, 1)
@@ -86,13 +86,13 @@ def test_a_stage_never_sees_a_damaged_tensor_nor_what_comes_after_it_and_then_al
 
 def test_a_bucket_sent_again_with_other_tensors_is_refused():
     receiver = make_receiver()
-    whole = publisher_of(bucket_bytes=1 << 20).bucket(5, 0)
+    whole = sealed_buckets_of(bucket_bytes=1 << 20).bucket(5, 0)
     damaged = whole.arrays[1].copy()
     damaged[0] ^= 255
     receiver.begin(5, 1)
     with pytest.raises(DamagedBucket):
         receiver.load(replace(whole, arrays=[whole.arrays[0], damaged, whole.arrays[2]]))
-    other = publisher_of({**TENSORS, "a": TENSORS["a"] + 1}, bucket_bytes=1 << 20).bucket(5, 0)
+    other = sealed_buckets_of({**TENSORS, "a": TENSORS["a"] + 1}, bucket_bytes=1 << 20).bucket(5, 0)
     with pytest.raises(WeightsError, match="'a' is in buckets 0 and 0"):
         receiver.load(other)
     assert_not_ready(receiver, 4)
@@ -183,64 +183,64 @@ def test_a_failure_while_applying_keeps_the_old_version_unready():
     assert_not_ready(receiver, 4)
 
 
-def publish_changing(receiver, publisher, version):
+def publish_changing(receiver, sealed, version):
     """A publication without what does not change, confirmed."""
-    count = publisher.plan.changing.buckets
-    receiver.begin(version, count, unchanged=publisher.unchanged())
+    count = sealed.plan.changing.buckets
+    receiver.begin(version, count, unchanged=sealed.unchanged())
     for index in range(count):
-        receiver.load(publisher.bucket(version, index, whole=False))
+        receiver.load(sealed.bucket(version, index, whole=False))
     receiver.finish(version)
     return receiver.confirm()
 
 
-def publish_whole(receiver, publisher, version):
-    """A whole publication of `publisher`, confirmed."""
-    receiver.begin(version, publisher.plan.whole.buckets)
-    for index in range(publisher.plan.whole.buckets):
-        receiver.load(publisher.bucket(version, index))
+def publish_whole(receiver, sealed, version):
+    """A whole publication of `sealed`, confirmed."""
+    receiver.begin(version, sealed.plan.whole.buckets)
+    for index in range(sealed.plan.whole.buckets):
+        receiver.load(sealed.bucket(version, index))
     receiver.finish(version)
     return receiver.confirm()
 
 
 def test_after_a_whole_publication_others_may_leave_out_what_did_not_change():
-    receiver, publisher = make_receiver(), publisher_of(changing={"b"})
-    publish_whole(receiver, publisher, 5)
-    assert [publish_changing(receiver, publisher, version) for version in (6, 7)] == [6, 7]
+    receiver, sealed = make_receiver(), sealed_buckets_of(changing={"b"})
+    publish_whole(receiver, sealed, 5)
+    assert [publish_changing(receiver, sealed, version) for version in (6, 7)] == [6, 7]
     receiver.require_ready()
 
 
 def test_what_the_receiver_was_built_with_is_never_taken_for_granted():
-    receiver, publisher = make_receiver(), publisher_of(changing={"b"})
-    publish_whole(make_receiver(), publisher, 5)
+    receiver, sealed = make_receiver(), sealed_buckets_of(changing={"b"})
+    publish_whole(make_receiver(), sealed, 5)
     with pytest.raises(WeightsError, match="does not have 2 of 2 tensors that weights version 6 leaves out"):
-        publish_changing(receiver, publisher, 6)
+        publish_changing(receiver, sealed, 6)
     receiver.require_ready()  # a refused announcement breaks nothing
-    assert publish_whole(receiver, publisher, 6) == 6
+    assert publish_whole(receiver, sealed, 6) == 6
 
 
 def test_other_bytes_under_the_same_name_are_not_what_was_left_out():
     receiver = make_receiver()
-    publish_whole(receiver, publisher_of({**TENSORS, "c": TENSORS["c"] + 1}, changing={"b"}), 5)
-    ours = publisher_of(changing={"b"})
+    publish_whole(receiver, sealed_buckets_of({**TENSORS, "c": TENSORS["c"] + 1}, changing={"b"}), 5)
+    ours = sealed_buckets_of(changing={"b"})
     publish_whole(make_receiver(), ours, 5)
     with pytest.raises(WeightsError, match="does not have 1 of 2 tensors .*, 'c' among them"):
         publish_changing(receiver, ours, 6)
 
 
 def test_after_a_break_nothing_counts_as_held():
-    receiver, publisher = make_receiver(), publisher_of(changing={"b"})
-    publish_whole(receiver, publisher, 5)
-    receiver.begin(6, 1, unchanged=publisher.unchanged())
+    receiver, sealed = make_receiver(), sealed_buckets_of(changing={"b"})
+    publish_whole(receiver, sealed, 5)
+    receiver.begin(6, 1, unchanged=sealed.unchanged())
     with pytest.raises(WeightsError, match="without bucket"):
         receiver.finish(6)
     with pytest.raises(WeightsError, match="does not have 2 of 2"):
-        receiver.begin(7, 1, unchanged=publisher.unchanged())
-    assert publish_whole(receiver, publisher, 7) == 7
+        receiver.begin(7, 1, unchanged=sealed.unchanged())
+    assert publish_whole(receiver, sealed, 7) == 7
 
 
 def test_a_tensor_that_was_to_be_left_out_is_refused():
-    receiver, publisher = make_receiver(), publisher_of(changing={"b"})
-    publish_whole(receiver, publisher, 5)
-    receiver.begin(6, 3, unchanged=publisher.unchanged())
+    receiver, sealed = make_receiver(), sealed_buckets_of(changing={"b"})
+    publish_whole(receiver, sealed, 5)
+    receiver.begin(6, 3, unchanged=sealed.unchanged())
     with pytest.raises(WeightsError, match="'a' arrived in bucket 0, but was announced as unchanged"):
-        receiver.load(publisher.bucket(6, 0))
+        receiver.load(sealed.bucket(6, 0))

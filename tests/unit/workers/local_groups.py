@@ -14,7 +14,11 @@ def local_group(monkeypatch, remote=lambda *_: [], workers=1, role="reward_score
     actor = SimpleNamespace(remote=lambda **_: SimpleNamespace(timed_call=timed_call))
     monkeypatch.setattr(worker_group, "actor_class", lambda cls: SimpleNamespace(options=lambda **_: actor))
     monkeypatch.setattr(worker_group, "ray", SimpleNamespace(kill=lambda _: None, ObjectRef=worker_group.ray.ObjectRef))
-    pools = SimpleNamespace(has_room=lambda _: True, leave=lambda *_: None,
+
+    async def leave_lost_nodes(*_):
+        """No node is lost."""
+
+    pools = SimpleNamespace(has_room=lambda _: True, leave=lambda *_: None, leave_lost_nodes=leave_lost_nodes,
                             seat=lambda _, rank, __: Seat(*[object()] * len(Seat._fields)))
     return worker_group.WorkerGroup(role, object, PlacementConfig(workers=workers), pools, lambda rank: {}, {},
                                     call_timeout_s)

@@ -19,7 +19,7 @@ from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
 from rlhf_ray.workers.dispatcher import retry_on_lost_object
 from rlhf_ray.workers.health_monitor import Decision, HealthMonitor
 from rlhf_ray.workers.scheduler import LeastLoadedScheduler
-from tests.unit.coordinator.losses import PublishingHarness, ReplacementHarness, lost
+from tests.unit.coordinator.losses import LossyGenerators, PublishingHarness, ReplacementHarness, lost
 from tests.unit.coordinator.stand_ins import StandInGroup
 
 
@@ -76,7 +76,7 @@ def test_a_successor_that_hangs_before_it_is_back_is_given_up():
 
     async def run():
         await it.ask_all(1)
-        old = lost(it.group, 0, "tokens_made", "hung")
+        old = lost(it.group, 0, "activity", "hung")
         await asyncio.sleep(0.95)
         assert it.group.incarnations[0] == 2 and (("generator", 0) in it.health.down)
         it.health.lost(old)
@@ -302,7 +302,7 @@ def test_a_learner_that_hangs_while_it_gathers_is_told_as_soon_as_it_is_given_up
 
     it.policy = StandInGroup("policy", learner, workers=2)
     it.policy.incarnation = lambda rank: 1
-    object.__setattr__(it.roles, "policy", it.policy)
+    it.roles.by_section["policy"] = it.policy
 
     async def run():
         with pytest.raises(WorkerLost, match="policy/1 stale in weight_bucket"):
@@ -380,7 +380,7 @@ def test_one_that_has_answered_since_the_last_look_is_not_asked(monkeypatch):
         return await watched
 
     assert 40 < run_in_virtual_time(run()) < 46, "it was silent after 30 s, for a lease of 10 s"
-    assert asked[0] == "tokens_made" and len(asked) < 8, asked
+    assert asked[0] == "activity" and len(asked) < 8, asked
 
 
 def test_nobody_is_asked_in_the_first_part_of_a_call(monkeypatch):
@@ -399,12 +399,35 @@ def test_nobody_is_asked_in_the_first_part_of_a_call(monkeypatch):
     assert run_in_virtual_time(run()) is None and asked == []
 
 
+def test_a_generator_without_an_open_request_is_not_hung_whatever_its_callers_say():
+    """A caller that was stopped goes on to say that it waits."""
+    it = Watched()
+    it.group.requests = 0
+    assert run_in_virtual_time(it.look_on(60, phase="sample")) is None
+
+
+def test_a_generator_is_silent_since_its_own_oldest_request_and_not_since_the_driver_s_oldest_call():
+    it, answer = Watched(), LossyGenerators.behave
+
+    async def younger(rank, method, *args):
+        activity = await answer(it.group, rank, method, *args)
+        return activity._replace(oldest_s=max(0.0, asyncio.get_running_loop().time() - 1020.0))
+
+    it.group.answer = younger
+
+    async def run():
+        await asyncio.sleep(1000.0 - asyncio.get_running_loop().time())
+        return await it.look_on(60)
+
+    assert 30 < run_in_virtual_time(run()) < 36
+
+
 def test_while_it_takes_weights_an_answer_is_enough():
     assert run_in_virtual_time(Watched().look_on(60, phase="publish")) is None
 
 
 def test_one_that_does_not_answer_is_hung_whatever_it_does():
-    it = Watched(doomed=[(0, "tokens_made")] * 100)
+    it = Watched(doomed=[(0, "activity")] * 100)
     assert 10 < run_in_virtual_time(it.look_on(60, phase="publish")) < 18
 
 

@@ -2,7 +2,10 @@
 
 import asyncio
 
+from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.roles.reference_scorer import ReferenceScorer
+from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.workers.scheduler import LeastLoadedScheduler
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of, silent
 
@@ -37,6 +40,14 @@ def test_without_a_reference_nobody_speaks_of_one():
     roles = role_groups_of(reference=None)
     assert [group.role for group in roles.groups()] == ["generators", "reward", "assembler", "policy", "critic"]
     assert "reference" not in roles.workers()
+
+
+def test_groups_are_found_by_their_class():
+    roles = role_groups_of(reference=None)
+    assert roles.of(RewardScorer) is roles.reward and roles.of(Generator) is roles.generators
+    assert roles.of(ReferenceScorer) is None
+    assert [row.cls for row in roles.scorers()] == [RewardScorer]
+    assert [row.cls for row in role_groups_of().scorers()] == [ReferenceScorer, RewardScorer]
 
 
 def test_working_time_is_noted_under_role_and_phase():

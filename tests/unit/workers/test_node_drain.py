@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rlhf_ray.coordinator import node_drain
-from rlhf_ray.coordinator.node_drain import DrainWatch
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.observability.background_task import background_task
+from rlhf_ray.workers import node_drain
+from rlhf_ray.workers.node_drain import DrainWatch
 
 
 class Group:
@@ -48,7 +48,7 @@ def heed(monkeypatch):
             nonlocal loop
             loop, stop = asyncio.get_running_loop(), StopRequest(lambda _: None)
             groups = [Group("policy_learner", "a", "b")], [Group("generator", "b", "c", None)]
-            async with background_task("drains", DrainWatch(stop, told.append, *groups).run):
+            async with background_task("drains", DrainWatch(stop.ask, told.append, *groups).run):
                 await asyncio.wait_for(enough.wait(), 10)
             return stop.requested
 
@@ -89,7 +89,7 @@ def test_a_learner_that_starts_on_a_node_which_is_being_drained_already_ends_the
     monkeypatch.setattr(node_drain, "draining_nodes", drained)
 
     async def run():
-        watch = DrainWatch(stop, told.append, [learner], [Group("generator", "b")])
+        watch = DrainWatch(stop.ask, told.append, [learner], [Group("generator", "b")])
         async with background_task("drains", watch.run):
             while stop.requested is None:
                 await asyncio.sleep(0.01)

@@ -7,35 +7,53 @@ others. A sample has a seed of its own, so its result does not depend on the gen
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.workers.dispatcher import WorkerDispatcher
+from rlhf_ray.workers.health_monitor import GroupScheduler
 from rlhf_ray.workers.role_groups import RoleGroups
-from rlhf_ray.workers.scheduler import LeastLoadedScheduler
 
 REMOVED = "it was removed by rlhf-ray scale"
 SHUTDOWN_GRACE_S = 10.0
 """Time for a generator to shut its engine down."""
 
 
+class PublishedWeights(Protocol):
+    """What a change of the number of generators needs of the publication of weights
+    (`coordinator.weight_sync.WeightSync`)."""
+
+    version: int
+    """The newest published version."""
+
+    async def catch_up(self, rank: int, readmit: Callable[[], None]) -> str:
+        """Publish the present version to a generator that has just started, then readmit it."""
+
+    async def over(self) -> None:
+        """Wait until a publication under way, and the update before it, is over."""
+
+
 class Scaling:
     """Changes the number of generators of a run; one request at a time."""
 
-    def __init__(self, config: ClusterConfig, roles: RoleGroups, weights: WeightSync, possible: Callable[[int], object],
-                 changed: Callable[[int], None], say: Callable[[str], None], files: RunFiles | None = None) -> None:
+    def __init__(self, config: ClusterConfig, roles: RoleGroups, weights: PublishedWeights,
+                 possible: Callable[[int], object], changed: Callable[[int], None], say: Callable[[str], None],
+                 files: RunFiles | None = None) -> None:
         """
         Args:
             possible: raises a `ConfigError` if the configuration does not allow this number.
             changed: stores the new number; called in the thread for records.
             say: receives messages about the progress.
         """
-        self._config, self._roles, self._weights = config, roles, weights
-        self._possible, self._changed, self._say = possible, changed, say
+        self._config = config
+        self._roles = roles
+        self._weights = weights
+        self._possible = possible
+        self._changed = changed
+        self._say = say
         self._files = files or RunFiles()
         self._one_at_a_time = asyncio.Lock()
 
@@ -68,7 +86,8 @@ class Scaling:
 
     async def _add(self, count: int) -> None:
         """Add all of them, or none."""
-        dispatcher, group = self._roles.dispatcher(self._roles.generators), self._roles.generators
+        group = self._roles.generators
+        dispatcher = self._roles.dispatcher(group)
         ranks: list[int] = []
         try:
             while len(ranks) < count:
@@ -91,7 +110,8 @@ class Scaling:
             await self._weights.catch_up(rank, lambda: dispatcher.scheduler.take_back(rank))
 
     async def _remove(self, count: int) -> None:
-        group, health = self._roles.generators, self._roles.health
+        group = self._roles.generators
+        health = self._roles.health
         scheduler = self._roles.dispatcher(group).scheduler
         away = [rank for rank in group.ranks if (group.role, rank) in health.down]
         ranks = sorted((away + [rank for rank in reversed(group.ranks) if rank not in away])[:count])
@@ -103,7 +123,7 @@ class Scaling:
         again = sum(done)
         self._say(f"{_named(ranks)} removed" + (f"; {again} samples are generated again by others" if again else ""))
 
-    async def _retire(self, scheduler: LeastLoadedScheduler, rank: int) -> int:
+    async def _retire(self, scheduler: GroupScheduler, rank: int) -> int:
         """End a generator that gets no more work; returns how many of its samples others must generate."""
         await scheduler.idle(rank, self._config.heartbeat_timeout_s)
         await self._weights.over()  # the next one begins without it

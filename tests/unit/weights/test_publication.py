@@ -10,8 +10,9 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.roles import publication
-from rlhf_ray.roles.publication import Publication, PublishedAdapters, PublishedModel
+from rlhf_ray.weights import gathered_tensors
+from rlhf_ray.weights.gathered_tensors import GatheredAdapters, GatheredModel
+from rlhf_ray.weights.publication import Publication
 from tests.models import make_tiny_tokenizer
 from tests.tiny_families import DECODERS, config_of, randomised
 
@@ -20,7 +21,7 @@ CARD = SimpleNamespace()
 
 @pytest.fixture
 def model_of(monkeypatch):
-    """model_of(rank, lockstep) -> (its PublishedModel, what it gathers, what it writes)."""
+    """model_of(rank, lockstep) -> (its GatheredModel, what it gathers, what it writes)."""
 
     def make(rank, lockstep):
         gathered, written = [], []
@@ -29,8 +30,8 @@ def model_of(monkeypatch):
         adapters = SimpleNamespace(trained_names=lambda _: ["a"], peft_config="config", peft_state=lambda t: t,
                                    sources=lambda names: [f"{name}.base" for name in names],
                                    merged=lambda names, tensors: ("merged", names, tensors))
-        monkeypatch.setattr(publication, "export_adapter", lambda *arguments: written.append(arguments))
-        return PublishedModel(engine, adapters, ModelConfig(path="m"), rank, lockstep), gathered, written
+        monkeypatch.setattr(gathered_tensors, "export_adapter", lambda *arguments: written.append(arguments))
+        return GatheredModel(engine, adapters, ModelConfig(path="m"), rank, lockstep), gathered, written
 
     return make
 
@@ -69,7 +70,7 @@ def test_rank_0_returns_the_adapters_and_all_ranks_gather_sharded_ones(rank, loc
         gathered.append((names, wanted)) or dict.fromkeys(names, 0)))
     adapters = SimpleNamespace(published_sources=lambda names: [f"{name}.default" for name in names],
                                published=lambda names, tensors: ("scaled", names, tensors))
-    tensors = PublishedAdapters(engine, adapters, "bfloat16", rank, lockstep).gather(["a"])
+    tensors = GatheredAdapters(engine, adapters, "bfloat16", rank, lockstep).gather(["a"])
     assert gathered == [(["a.default"], not rank)] * gathers
     assert tensors == (None if rank else ("scaled", ["a"], {"a.default": 0}))
 
@@ -92,10 +93,10 @@ def test_buffers_that_are_saved_are_exported(tmp_path, monkeypatch):
         parameter_shapes=lambda: [(n, tuple(w.shape)) for n, w in weights.items()])
     make_tiny_tokenizer(tmp_path / "tokenizer", 64)
     tokenizer = load_tokenizer(ModelConfig(path=str(tmp_path / "tokenizer")))
-    monkeypatch.setattr(publication, "load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr(gathered_tensors, "load_tokenizer", lambda _: tokenizer)
     card = ModelCardInfo(stage="sft", step=1, base_model="m", trained_on="d")
     with torch.no_grad():
-        PublishedModel(engine, None, ModelConfig(path="m"), 0, False).export(str(tmp_path / "model"), card)
+        GatheredModel(engine, None, ModelConfig(path="m"), 0, False).export(str(tmp_path / "model"), card)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert torch.equal(dict(again.named_buffers())[name], bias)
     assert all(torch.equal(w, weights[n]) for n, w in again.named_parameters())

@@ -6,7 +6,7 @@ import torch
 from rlhf_ray.errors import TrainingError, WeightsError
 from rlhf_ray.records import PublicationSize
 from rlhf_ray.weights.manifest import expand_fused_groups, fused_groups
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.sealed_buckets import SealedBuckets
 
 SPECS = [("a", (3, 4), "float32"), ("b", (5,), "float32"), ("c", (2, 2), "float32")]
 LAYER = "model.layers.0.self_attn"
@@ -14,7 +14,7 @@ LAYER = "model.layers.0.self_attn"
 
 def test_one_bucket_is_gathered_at_a_time_and_ranks_that_do_not_send_give_nothing():
     asked = []
-    silent = Publisher(SPECS, {"a", "b", "c"}, 20, lambda names: asked.append(names))
+    silent = SealedBuckets(SPECS, {"a", "b", "c"}, 20, lambda names: asked.append(names))
     assert [silent.bucket(5, i) for i in range(3)] == [None, None, None]
     assert asked == [["a"], ["b"], ["c"]]
     with pytest.raises(WeightsError, match="has buckets 0 to 2, not 3"):
@@ -28,14 +28,14 @@ def test_what_does_not_change_is_neither_gathered_nor_counted():
         asked.extend(names)
         return tensors
 
-    publisher = Publisher(SPECS, {"a", "c"}, 1000, gather)
-    assert publisher.plan.whole == PublicationSize(1, 84) and publisher.plan.changing == PublicationSize(1, 64)
+    sealed = SealedBuckets(SPECS, {"a", "c"}, 1000, gather)
+    assert sealed.plan.whole == PublicationSize(1, 84) and sealed.plan.changing == PublicationSize(1, 64)
     with pytest.raises(WeightsError, match="1 tensors were never published"):
-        publisher.unchanged()
-    whole = publisher.bucket(5, 0)
+        sealed.unchanged()
+    whole = sealed.bucket(5, 0)
     asked.clear()
-    assert [entry.name for entry in publisher.bucket(6, 0, whole=False).entries] == ["a", "c"] == asked
-    assert publisher.unchanged() == {"b": whole.digests[1]}
+    assert [entry.name for entry in sealed.bucket(6, 0, whole=False).entries] == ["a", "c"] == asked
+    assert sealed.unchanged() == {"b": whole.digests[1]}
 
 
 def test_tensors_of_one_fused_layer_go_together():
@@ -56,14 +56,14 @@ def test_experts_of_one_layer_go_together():
 def test_weights_that_are_not_finite_are_not_published(value, send):
     tensors = {name: torch.ones(shape) for name, shape, _ in SPECS}
     tensors["b"][3] = value
-    publisher = Publisher(SPECS, {"a", "b", "c"}, 50, lambda names: tensors)
-    publish = publisher.bucket if send == "bucket" else lambda *at: publisher.offer(*at, True, lambda names: tensors)
+    sealed = SealedBuckets(SPECS, {"a", "b", "c"}, 50, lambda names: tensors)
+    publish = sealed.bucket if send == "bucket" else lambda *at: sealed.offer(*at, True, lambda names: tensors)
     publish(5, 0)
     with pytest.raises(TrainingError, match="weights version 5 are not published: tensor 'b' is not finite"):
         publish(5, 1)
 
 
 def test_what_becomes_infinite_in_the_precision_of_the_generators_is_not_published():
-    large = Publisher([("a", (2,), "float16")], {"a"}, 50, lambda names: {"a": torch.tensor([1.0, 1e6])})
+    large = SealedBuckets([("a", (2,), "float16")], {"a"}, 50, lambda names: {"a": torch.tensor([1.0, 1e6])})
     with pytest.raises(TrainingError, match="tensor 'a' is not finite"):
         large.bucket(5, 0)

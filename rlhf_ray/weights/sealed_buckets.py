@@ -20,26 +20,31 @@ from rlhf_ray.weights.fingerprint import fingerprint
 from rlhf_ray.weights.host_buffers import HostBuffers, Wait, bytes_needed
 from rlhf_ray.weights.manifest import TensorSpec, as_announced, checksum, pack, plan_buckets, seal
 
-Gather = Callable[[list[str]], Mapping[str, torch.Tensor] | None]
+GatherTensors = Callable[[list[str]], Mapping[str, torch.Tensor] | None]
 """Whole tensors by name. On sharded models it is a collective call: every rank makes it, and ranks that do not send may
 return None."""
 
 
-class Publisher:
+class SealedBuckets:
     """One model's weights as sealed buckets.
+
+    Example::
+
+        buckets = SealedBuckets([("a", (3, 4), "bfloat16")], ["a"], bucket_bytes=1000, gather=lambda names: tensors)
+        first = buckets.bucket(version=1, index=0)
 
     Args:
         tensors: all tensors of the model, in the order in which they are sent.
         changing: names of the tensors that training changes.
         bucket_bytes: size of the largest bucket; see `manifest.plan_buckets`.
-        gather: see `Gather`.
+        gather: see `GatherTensors`.
 
     Raises:
         WeightsError: as `manifest.plan_buckets`.
     """
 
     def __init__(
-        self, tensors: Sequence[TensorSpec], changing: Collection[str], bucket_bytes: int, gather: Gather
+        self, tensors: Sequence[TensorSpec], changing: Collection[str], bucket_bytes: int, gather: GatherTensors
     ) -> None:
         self._whole = plan_buckets(tensors, bucket_bytes)
         self._changing = plan_buckets([spec for spec in tensors if spec[0] in changing], bucket_bytes)
@@ -77,7 +82,9 @@ class Publisher:
         self._record_digests(entries, bucket.digests)
         return bucket
 
-    def offer(self, version: int, index: int, whole: bool, gather: Gather) -> tuple[WeightOffer, dict[str, Tensor]]:
+    def offer(
+        self, version: int, index: int, whole: bool, gather: GatherTensors
+    ) -> tuple[WeightOffer, dict[str, Tensor]]:
         """Describe a bucket whose tensors stay on their device; returns it with the tensors in the announced dtypes.
 
         Args:

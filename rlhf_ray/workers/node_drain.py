@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from rlhf_ray.cluster.nodes import draining_nodes, own_node
-from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.workers.worker_group import WorkerGroup
 
 LOOK_S = 2.0
@@ -19,14 +18,17 @@ LOOK_S = 2.0
 class DrainWatch:
     """Handles each draining node once."""
 
-    def __init__(self, stop: StopRequest, warn: Callable[[str], None], learners: Sequence[WorkerGroup],
+    def __init__(self, ask_to_stop: Callable[[str], None], warn: Callable[[str], None], learners: Sequence[WorkerGroup],
                  others: Sequence[WorkerGroup] = ()) -> None:
         """
         Args:
-            stop: requested when the driver or a learner is on a draining node.
+            ask_to_stop: called with the reason when the driver or a learner is on a draining node.
             warn: called with a warning for each draining node with a worker.
         """
-        self._stop, self._warn, self._learners, self._others = stop, warn, learners, others
+        self._ask_to_stop = ask_to_stop
+        self._warn = warn
+        self._learners = learners
+        self._others = others
         self._driver = own_node()
         self._reported: set[tuple[str, bool]] = set()
         """Nodes with a warning, and whether the run ends because of them. A learner may start on a draining node after
@@ -53,7 +55,7 @@ class DrainWatch:
         self._warn(f"the node of {', '.join(workers)} is being drained and goes away{when}" + (
             ": the run is saved and ends" if bound else "; they are then replaced on another node with free resources"))
         if bound:
-            self._stop.ask("the drain of its node")
+            self._ask_to_stop("the drain of its node")
 
 
 def workers_on(node: str, groups: Iterable[WorkerGroup]) -> list[str]:

@@ -7,11 +7,11 @@ import pytest
 
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.learner_restart import LearnerRestart
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted, WorkerError, WorkerLost
 from rlhf_ray.observability.faults import FaultLog, read_faults
 from rlhf_ray.workers.health_monitor import HealthMonitor
+from rlhf_ray.workers.learner_restart import LearnerRestart
 from tests.checkpoints import new_checkpoint
 
 

@@ -1,10 +1,8 @@
-"""The trained model as others get it: exported in Hugging Face format, or published to the generators."""
+"""The trained model as others get it: whole tensors, gathered from the ranks, for exports and for the generators."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,30 +12,31 @@ from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.engine.deepspeed_engine import TrainEngine
 from rlhf_ray.engine.saved_weights import SavedWeights
-from rlhf_ray.errors import NoWeightsPlan
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.observability.owner_record import Term
-from rlhf_ray.records import WeightBucket, WeightOffer, WeightRoute, WeightsPlan
-from rlhf_ray.weights.manifest import TensorSpec, expand_fused_groups, torch_dtype
-from rlhf_ray.weights.publisher import Publisher
+from rlhf_ray.weights.manifest import TensorSpec, torch_dtype
 
-if TYPE_CHECKING:
-    from rlhf_ray.weights.direct_sender import Sender
-
-Gather = Callable[[list[str], bool], dict[str, Tensor]]
-"""As `TrainEngine.gather`."""
+GatherParameters = Callable[[list[str], bool], dict[str, Tensor]]
+"""As `TrainEngine.gather`: the module's own parameters by name, and whether this rank needs them."""
 
 
-class PublishedTensors(ABC):
+class GatheredTensors(ABC):
     """One rank's view of tensors that are computed from the trained module's parameters.
 
     Gathering is a collective call under ZeRO-3 (`lockstep`).
+
+    Example::
+
+        model = GatheredModel(engine, adapters=None, model=config.model, rank=rank, lockstep=False)
+        names = [name for name, shape, dtype in model.specs()]
+        tensors = model.gather(names[:8])  # None on other ranks than 0
     """
 
     def __init__(self, engine: TrainEngine | SavedWeights, rank: int, lockstep: bool) -> None:
-        self.device, self._engine = engine.device, engine
-        self._rank, self._lockstep = rank, lockstep
+        self._engine = engine
+        self._rank = rank
+        self._lockstep = lockstep
 
     @abstractmethod
     def specs(self) -> list[TensorSpec]:
@@ -47,7 +46,7 @@ class PublishedTensors(ABC):
     def changing(self) -> list[str]:
         """Names of the tensors that training changes."""
 
-    def gather(self, names: list[str], source: Gather | None = None) -> dict[str, Tensor] | None:
+    def gather(self, names: list[str], source: GatherParameters | None = None) -> dict[str, Tensor] | None:
         """Whole tensors by name, on the device of the parameters; None on other ranks than 0.
 
         Args:
@@ -71,20 +70,22 @@ class PublishedTensors(ABC):
         """The tensors, from whole parameters."""
 
 
-class PublishedModel(PublishedTensors):
+class GatheredModel(GatheredTensors):
     """The model in its own precision, under the base model's names, with adapters merged in."""
 
     def __init__(self, engine: TrainEngine | SavedWeights, adapters: Adapters | None,
                  model: ModelConfig | NewModelConfig, rank: int, lockstep: bool) -> None:
         """`model`: its precision and tokenizer are those of the published model."""
         super().__init__(engine, rank, lockstep)
-        self._adapters, self._model = adapters, model
+        self._adapters = adapters
+        self._model = model
 
     def specs(self) -> list[TensorSpec]:
         """Name, shape and precision of every parameter, in a fixed order."""
         shapes = self._engine.parameter_shapes()
-        return [(name, shape, self._model.dtype)
-                for name, shape in (self._adapters.base_shapes(shapes) if self._adapters else shapes)]
+        if self._adapters:
+            shapes = self._adapters.base_shapes(shapes)
+        return [(name, shape, self._model.dtype) for name, shape in shapes]
 
     def changing(self) -> list[str]:
         """Names of the parameters that training changes."""
@@ -92,19 +93,22 @@ class PublishedModel(PublishedTensors):
         return [name for name, *_ in self.specs() if trained.intersection(self._sources([name]))]
 
     def export(
-        self, directory: str, card: ModelCardInfo, term: Term | None = None, source: Gather | None = None
+        self, directory: str, card: ModelCardInfo, term: Term | None = None, source: GatherParameters | None = None
     ) -> None:
         """Write the model in Hugging Face format (rank 0; all ranks take part in gathering it).
 
         Args:
             source: as for `gather`.
         """
+        # The parameters, one at a time.
         state = {}
         for name, _, dtype in self.specs():
             gathered = self.gather([name], source) or {}
             state.update({name: t.to(torch_dtype(dtype)).cpu() for name, t in gathered.items()})
         if self._rank:
             return
+
+        # The file's other parts: configuration, buffers and tokenizer.
         inner = self._engine.module.model
         with torch.device("meta"):
             skeleton = type(inner)(inner.config)
@@ -137,20 +141,21 @@ class PublishedModel(PublishedTensors):
         return self._adapters.merged(names, parameters) if self._adapters else parameters
 
 
-class PublishedAdapters(PublishedTensors):
+class GatheredAdapters(GatheredTensors):
     """The adapters alone, in the model's own precision (see `Adapters.published`)."""
 
     def __init__(self, engine: TrainEngine, adapters: Adapters, dtype: str, rank: int, lockstep: bool) -> None:
         super().__init__(engine, rank, lockstep)
-        self._adapters, self._dtype = adapters, dtype
+        self._adapters = adapters
+        self._dtype = dtype
 
     def specs(self) -> list[TensorSpec]:
-        """As `PublishedTensors.specs`."""
+        """As `GatheredTensors.specs`."""
         return [(name, shape, self._dtype)
                 for name, shape in self._adapters.published_shapes(self._engine.parameter_shapes())]
 
     def changing(self) -> list[str]:
-        """As `PublishedTensors.changing`: all."""
+        """As `GatheredTensors.changing`: all."""
         return [name for name, *_ in self.specs()]
 
     def _sources(self, names: list[str]) -> list[str]:
@@ -158,83 +163,3 @@ class PublishedAdapters(PublishedTensors):
 
     def _computed(self, names: list[str], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         return self._adapters.published(names, parameters)
-
-
-class Publication:
-    """One rank's part of sending the weights.
-
-    Raises:
-        NoWeightsPlan: by methods that need one, if `plan` was not called.
-    """
-
-    def __init__(self, rank: int, lockstep: bool) -> None:
-        self._rank, self._lockstep = rank, lockstep
-        self.model: PublishedTensors
-        self._publisher: Publisher | None = None
-        self._sender: Sender | None = None
-
-    def plan(self, bucket_bytes: int, fused_groups: list[list[str]]) -> WeightsPlan:
-        """Plan publications in buckets of at most `bucket_bytes`.
-
-        Args:
-            fused_groups: names of tensors that a generator can only replace together.
-        """
-        changing = expand_fused_groups(self.model.changing(), fused_groups)
-        self._publisher = Publisher(self.model.specs(), changing, bucket_bytes, self.model.gather)
-        return self._publisher.plan
-
-    def bucket(self, version: int, index: int, whole: bool = True) -> WeightBucket | None:
-        """One bucket of the current weights, on rank 0; the others take part in gathering it. Collective under ZeRO-3.
-
-        Args:
-            whole: the publication contains all tensors.
-        """
-        return self._planned().bucket(version, index, whole)
-
-    def broadcast_route(self, host: str, world: int) -> WeightRoute:
-        """How a broadcast from this process to `world` - 1 others is joined; `host` is this node's address."""
-        from rlhf_ray.weights.direct_sender import broadcast_route
-
-        return broadcast_route(self.model.device, host, world)
-
-    def connect(self, route: WeightRoute) -> None:
-        """Prepare to send weights from GPU to GPU; waits for the generators of a broadcast."""
-        from rlhf_ray.weights.direct_sender import open_sender
-
-        self.disconnect()
-        self._sender = open_sender(route, self._rank)
-
-    def disconnect(self) -> None:
-        """Leave the generators, if connected."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.close()
-
-    def offer(self, version: int, index: int, whole: bool = True) -> WeightOffer | None:
-        """As `bucket`, but the bytes stay on the GPU until generators read them or `send` sends them. A collective call
-        under ZeRO-3, and if every rank supplies handles."""
-        if self._sender is None and not self._lockstep:
-            return None
-        publisher = self._planned()
-        offer, tensors = publisher.offer(version, index, whole, self.model.gather_everywhere)
-        handles = self._sender.offer(tensors) if self._sender else []
-        return None if self._rank else replace(offer, handles=handles)
-
-    def send(self) -> None:
-        """Broadcast the offered bucket."""
-        if self._sender is not None:
-            self._sender.send()
-
-    def release(self) -> None:
-        """Free the offered buckets at the end of a publication."""
-        if self._sender is not None:
-            self._sender.release()
-
-    def unchanged(self) -> dict[str, str] | None:
-        """Digests of the tensors that training does not change, on rank 0; errors as in `Publisher.unchanged`."""
-        return None if self._rank else self._planned().unchanged()
-
-    def _planned(self) -> Publisher:
-        if self._publisher is None:
-            raise NoWeightsPlan("this learner has no plan for publishing its weights; call plan_weights first")
-        return self._publisher

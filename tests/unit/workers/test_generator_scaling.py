@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.generator_scaling import Scaling
 from rlhf_ray.errors import ClusterError, ConfigError, ModelError
+from rlhf_ray.workers.generator_scaling import Scaling
 from tests.unit.coordinator.losses import LossyGenerators, PublishingHarness, ReplacementHarness, lost
 
 

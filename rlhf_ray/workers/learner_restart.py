@@ -7,20 +7,29 @@ weights, optimizer state and coordinator state of the same step. Generators, sco
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
-from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.errors import RunInterrupted, WorkerError, first_line
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.workers.health_monitor import Decision, HealthMonitor
 from rlhf_ray.workers.worker_group import WorkerGroup
 
 
+class StopState(Protocol):
+    """What a restart has to know and to tell about a request to stop the run (`coordinator.stop.StopRequest`)."""
+
+    requested: str | None
+    """Name of the signal, or of another reason; None while no stop is requested."""
+    can_save: bool
+    """Whether there is a state to save before the run ends."""
+
+
 class LearnerRestart:
     """Restarts the learners, and counts restarts without a new checkpoint in between."""
 
     def __init__(self, limit: int, health: HealthMonitor, learners: Sequence[WorkerGroup], store: CheckpointStore,
-                 start: Callable[[], Awaitable[None]], warn: Callable[[str], None], stop: StopRequest,
+                 start: Callable[[], Awaitable[None]], warn: Callable[[str], None], stop: StopState,
                  files: RunFiles | None = None) -> None:
         """
         Args:
@@ -30,8 +39,13 @@ class LearnerRestart:
             stop: when a stop is requested, learners are not restarted.
         """
         self._files = files or RunFiles()
-        self._limit, self._health, self._learners, self._store = limit, health, learners, store
-        self._start, self._warn, self._stop = start, warn, stop
+        self._limit = limit
+        self._health = health
+        self._learners = learners
+        self._store = store
+        self._start = start
+        self._warn = warn
+        self._stop = stop
         self._losses = 0
         self._committed: int | None = None
         """Step of the newest checkpoint at the last loss of a learner."""
@@ -47,7 +61,8 @@ class LearnerRestart:
                 checkpoint in between.
             RunInterrupted: a stop was requested.
         """
-        began, learner_lost = time.perf_counter(), await self._is_learners(error)
+        began = time.perf_counter()
+        learner_lost = await self._is_learners(error)
         try:
             if self._stop.requested:
                 raise RunInterrupted(f"stopped by {self._stop.requested} when a worker was lost; --resume continues "
