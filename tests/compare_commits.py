@@ -37,6 +37,8 @@ LEFT_OUT = {
 }
 """What is not compared, since a clock tells it. A share of no time has no metric."""
 NO_METRICS, CLOCK_METRICS, CLOCK_SUMMARY = LEFT_OUT.values()
+HERE = "the run's directory"
+"""What stands for its path in texts."""
 TEXTS = ("evaluation.json", "preferences.jsonl", "left_out.jsonl", "config.yaml", "checkpoints/*/coordinator.json",
          "model*/*.json", "model*/*.md", "adapter*/*.json")
 """Files that are compared line by line."""
@@ -326,8 +328,9 @@ def texts(run: Path) -> Iterator[tuple[str, Any]]:
     """Evaluations, pairs, rows that were left out, the state in checkpoints and other texts by line; the summary."""
     for path in sorted(path for pattern in TEXTS for path in run.glob(pattern)):
         for number, line in enumerate(lines(path), start=1):
-            yield f"{path.relative_to(run)} line {number}", line.replace(str(run), "the run's directory")
-    for name, value in json.loads((run / "summary.json").read_text()).items():
+            yield f"{path.relative_to(run)} line {number}", line.replace(str(run), HERE)
+    summary = (run / "summary.json").read_text().replace(str(run), HERE)
+    for name, value in json.loads(summary).items():
         yield f"summary.json: {name}", "a clock's" if name in CLOCK_SUMMARY else value
 
 
