@@ -175,9 +175,12 @@ model = {head}.from_pretrained("path/to/this/directory")
 
 
 def _adapter_loading(info: ModelCardInfo) -> str:
-    head, options, setting = "AutoModelForCausalLM", "", ""
+    head = "AutoModelForCausalLM"
+    options = ""
+    setting = ""
     if info.stage == "reward_model":
-        head, options = "AutoModelForSequenceClassification", ", num_labels=1"
+        head = "AutoModelForSequenceClassification"
+        options = ", num_labels=1"
         setting = "\nbase.config.get_text_config().pad_token_id = None  # the score is that of the last token"
     return f"""from peft import PeftModel
 from transformers import {head}

@@ -119,7 +119,8 @@ def reward_sections(config: PPOConfig) -> dict[str, RewardConfig]:
 
 def derive(config: PPOConfig) -> Derived:
     """What follows from the configuration of a PPO run, which need not have passed its checks."""
-    own_critic, training = config.critic.backbone == "own", config.generator.sampling
+    own_critic = config.critic.backbone == "own"
+    training = config.generator.sampling
     uses_reference = bool(needs_reference(config))
     held_out = config.evaluation.sampling if config.evaluation else None
     reward_models = [reward for reward in config.rewards.values() if isinstance(reward, ModelReward)]
@@ -146,7 +147,8 @@ def derive(config: PPOConfig) -> Derived:
 
 def needs_reference(config: PPOConfig) -> list[str]:
     """The settings that need log-probabilities of a reference: ["early_stop.kl_above=0.1"]."""
-    coef, metric = config.algorithm.kl.coef, config.checkpoint.best_metric
+    coef = config.algorithm.kl.coef
+    metric = config.checkpoint.best_metric
     needed = {  # the adaptive coefficient is positive
         f"algorithm.kl.coef={coef:g}": coef > 0,
         f"reference.path={config.reference.path}": config.reference.path is not None,
@@ -253,7 +255,9 @@ def shares_one_gpu(config: PPOConfig) -> bool:
     """Whether the only generator is certain to share the GPU of a policy rank. In a pool of several bundles, two
     generators may be in one bundle and two ranks in another. Two generators on one GPU would read a bucket by one
     handle, whose memory is given back when the first has read it."""
-    generator, policy, pool = config.generator, config.policy, config.pools.get(config.generator.pool)
+    generator = config.generator
+    policy = config.policy
+    pool = config.pools.get(config.generator.pool)
     fractions = generator.gpus > 0 and policy.gpus > 0 and generator.gpus + policy.gpus <= 1
     alone = generator.workers == 1 and generator.pool == policy.pool
     return pool is not None and alone and (pool.bundles, pool.gpus) == (1, 1) and fractions
@@ -287,7 +291,8 @@ def evaluation_metrics(config: SFTConfig | RewardModelConfig | ProcessRewardConf
         return {"loss", "accuracy", "margin", "score"}
     if isinstance(config, ProcessRewardConfig):
         return {"loss", "accuracy", "probability"}
-    derived, evaluation = derive(config), config.evaluation
+    derived = derive(config)
+    evaluation = config.evaluation
     powers = [2**i for i in range(evaluation.samples_per_prompt.bit_length())] if evaluation else []
     optional = {
         "kl": derived.uses_reference and derived.evaluates_the_policy_itself, "perplexity": derived.uses_reference,

@@ -16,7 +16,8 @@ class BroadcastGroup:
     """The receivers of a publication. A generator that is lost leaves the group, and the others continue."""
 
     def __init__(self, dispatcher: WorkerDispatcher[Generator], ranks: Iterable[int]) -> None:
-        self._dispatcher, self.ranks = dispatcher, list(ranks)
+        self._dispatcher = dispatcher
+        self.ranks = list(ranks)
         self.losses: list[WorkerLost] = []
         """Losses of the generators that left, in order."""
         self._next_loss: asyncio.Future[None] | None = None

@@ -31,7 +31,8 @@ class ChunkCalls:
     """Calls the roles for chunks, concurrently for any number of them. Has no state of chunks."""
 
     def __init__(self, roles: RoleGroups, derived: Derived) -> None:
-        self._roles, self._derived = roles, derived
+        self._roles = roles
+        self._derived = derived
         self._scorers = roles.scorers()
         self._assembler = roles.dispatcher(roles.assembler)
         self._learners_free = asyncio.Event()
@@ -76,7 +77,8 @@ class ChunkCalls:
     async def learner_passes(self, chunks: Sequence[Chunk]) -> Columns:
         """The columns `old_logprobs`, one for each policy rank (empty if no pass is made for them), and `values`, one
         for each critic rank (empty without a critic)."""
-        roles, rollouts = self._roles, _rollouts(chunks)
+        roles = self._roles
+        rollouts = _rollouts(chunks)
         passes = self._derived.old_logprobs == "policy"
         if passes or roles.critic:
             await self._learners_free.wait()

@@ -23,7 +23,8 @@ class Phases:
 
     def __init__(self, generator: GenerationConfig, policy: PPOLearnerConfig, critic: PPOLearnerConfig,
                  roles: RoleGroups) -> None:
-        self._dispatcher, self._level = roles.dispatcher(roles.generators), generator.sleep_level
+        self._dispatcher = roles.dispatcher(roles.generators)
+        self._level = generator.sleep_level
         learners = [(policy, roles.policy), *([(critic, roles.critic)] if roles.critic else [])]
         self._offloading: list[WorkerGroup[Learner]] = [group for own, group in learners if own.offload_between_phases]
         self._asleep: set[int] = set()

@@ -46,8 +46,12 @@ class Evaluator:
                  prompts: PromptSource, warn: Callable[[str], None] = lambda _: None) -> None:
         """`config` has a section `evaluation`."""
         assert config.evaluation is not None
-        self._config, self._evaluation, self._derived = config, config.evaluation, derived
-        self._roles, self._calls, self._warn = roles, calls, warn
+        self._config = config
+        self._evaluation = config.evaluation
+        self._derived = derived
+        self._roles = roles
+        self._calls = calls
+        self._warn = warn
         self._rollouts = RolloutSource(roles.dispatcher(roles.generators), prompts, self._evaluation.seed,
                                        self._evaluation.sampling)
         self.rows = prompts.rows
@@ -66,7 +70,8 @@ class Evaluator:
         return await retry_on_lost_object(self._measure, self._config.cluster.max_restarts)
 
     async def _measure(self) -> Evaluation:
-        config, roles = self._config, self._roles
+        config = self._config
+        roles = self._roles
         size = config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
         parts, unscored = await self._measured(chunks)

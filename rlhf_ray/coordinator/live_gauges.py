@@ -24,10 +24,12 @@ class LiveGauges:
 
     def __init__(self, pools: Mapping[str, str], now: Callable[[], float] = time.monotonic) -> None:
         """`pools` gives each role's pool, see `pools_of`."""
-        self._pool, self._now = pools, now
+        self._pool = pools
+        self._now = now
         self._seen: deque[tuple[float, dict[str, float]]] = deque()
         """(time, busy share of each pool's workers)."""
-        self._step, self._since = -1, now()
+        self._step = -1
+        self._since = now()
         self._generators: set[int] = set()
         """Ranks of all generators so far."""
 
@@ -37,9 +39,11 @@ class LiveGauges:
                 *self._behind(coordinator)]
 
     def _progress(self, coordinator: Coordinator) -> Iterator[LiveValue]:
-        state, now = coordinator.state, self._now()
+        state = coordinator.state
+        now = self._now()
         if state.step != self._step:
-            self._step, self._since = state.step, now
+            self._step = state.step
+            self._since = now
         yield LiveValue("live/step", state.step, {})
         yield LiveValue("live/steps", coordinator.config.run.steps, {})
         yield LiveValue("live/samples", state.samples, {})
@@ -47,7 +51,9 @@ class LiveGauges:
 
     def _workers(self, coordinator: Coordinator) -> Iterator[LiveValue]:
         roles = coordinator.roles
-        now, under_way, down = roles.clock.now(), roles.clock.under_way, roles.health.down.keys()
+        now = roles.clock.now()
+        under_way = roles.clock.under_way
+        down = roles.health.down.keys()
         missing = Counter(role for role, _ in roles.health.missing)
         lost = Counter(role for role, _ in down) - missing
         busy = Counter(role for role, _ in {(task.role, task.worker) for task in under_way} - down)
@@ -73,7 +79,8 @@ class LiveGauges:
             yield LiveValue("live/pool_busy", sum(shares) / len(shares), {"pool": pool})
 
     def _behind(self, coordinator: Coordinator) -> Iterator[LiveValue]:
-        version, roles = coordinator.state.step, coordinator.roles
+        version = coordinator.state.step
+        roles = coordinator.roles
         down = [rank for role, rank in roles.health.down if role == roles.generators.role]
         present = {*roles.dispatcher(roles.generators).scheduler.up, *down}
         self._generators |= present
@@ -83,7 +90,8 @@ class LiveGauges:
 
 
 def _held(coordinator: Coordinator) -> Iterator[LiveValue]:
-    buffer, quarantine = coordinator.buffer.stats(), coordinator.pipeline.quarantine
+    buffer = coordinator.buffer.stats()
+    quarantine = coordinator.pipeline.quarantine
     for state, samples in (("ready", buffer.samples_ready), ("under_way", buffer.samples_reserved),
                            ("training", buffer.samples_leased)):
         yield LiveValue("live/buffer", samples, {"state": state})

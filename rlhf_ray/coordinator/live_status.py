@@ -69,7 +69,8 @@ async def _keep_writing(
 
 def snapshot(coordinator: Coordinator) -> dict[str, Any]:
     """The contents of status.json: step, buffer, workers and their calls."""
-    buffer, state = coordinator.buffer.stats(), coordinator.state
+    buffer = coordinator.buffer.stats()
+    state = coordinator.state
     return {
         "time": time.time(), "step": state.step, "steps": coordinator.config.run.steps, "samples": state.samples,
         "max_staleness": coordinator.config.coordinator.max_staleness,
@@ -107,7 +108,8 @@ def worker_locations(roles: RoleGroups) -> list[dict[str, Any]]:
 
 def _by_worker(clock: StepClock) -> list[dict[str, Any]]:
     """One line per worker and kind of work: how many calls, and the age of the oldest in seconds; oldest first."""
-    now, ages = clock.now(), defaultdict(list)
+    now = clock.now()
+    ages = defaultdict(list)
     for task in clock.under_way:
         ages[f"{task.role}/{task.worker}", task.phase].append(now - task.since)
     lines = [{"worker": worker, "phase": phase, "calls": len(found), "seconds": round(max(found), 3)}
@@ -121,7 +123,8 @@ def _by_phase(coordinator: Coordinator) -> list[dict[str, Any]]:
     for chunk in coordinator.buffer.under_way():
         if chunk.phase is not Phase.ADMITTED:
             by_phase[chunk.phase].append(chunk)
-    now, lines = coordinator.roles.clock.now(), []
+    now = coordinator.roles.clock.now()
+    lines = []
     for phase, chunks in by_phase.items():
         oldest = min(chunks, key=lambda chunk: chunk.since)
         lines.append({"doing": phase, "chunks": len(chunks), "samples": sum(chunk.samples for chunk in chunks),

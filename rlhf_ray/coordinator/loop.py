@@ -115,7 +115,8 @@ class Coordinator:
         resume."""
         await self.recovery.settled(wait=False)
         await self.profiler.begin(self.state.step + 1)
-        began, received = self.roles.clock.now(), traffic.received
+        began = self.roles.clock.now()
+        received = traffic.received
         # Without this check a batch that is ready would be trained before the stop, again and again.
         async with self._saved_before_the_end():
             await self._check_generators()
@@ -188,8 +189,10 @@ class Coordinator:
 
     async def _step(self, lease: Lease, began: float, received: int) -> None:
         """Learn from a batch, publish, record. `began`, `received`: clock and traffic before its rollout."""
-        version, coef = self.state.step, self.state.kl.value
-        depth, canary = self.buffer.stats(), self.weights.canary
+        version = self.state.step
+        coef = self.state.kl.value
+        depth = self.buffer.stats()
+        canary = self.weights.canary
         saving = self.samples.begin(version + 1, lease)
         async with self.weights.changing():
             with self.calls.forward_passes_held():
@@ -250,7 +253,8 @@ class Coordinator:
         shown = {"reward": "reward/mean", "gold": "reward/gold", "kl": "kl/sequence",
                  "samples_per_second": "throughput/samples_per_second"}
         self.progress.update(self.state.step, **{label: row[name] for label, name in shown.items() if name in row})
-        gap, alarm = row["rollout/logprob_gap_p99"], self.config.weights.logprob_gap_alarm
+        gap = row["rollout/logprob_gap_p99"]
+        alarm = self.config.weights.logprob_gap_alarm
         if row["staleness/max"] == 0 and gap > alarm:
             self.progress.warn(f"generators and learner of the same version differ by more than {alarm:g} nats "
                                f"(weights.logprob_gap_alarm) at one token of a hundred, by up to {gap:.2g} at the "
@@ -323,7 +327,8 @@ def check_ledger(coordinator: Coordinator, place: Path | str) -> None:
     Raises:
         CheckpointError: names some of the samples.
     """
-    ledger, position = coordinator.pipeline.ledger, coordinator.state.cursor.position
+    ledger = coordinator.pipeline.ledger
+    position = coordinator.state.cursor.position
     remedy = "resume from another checkpoint, or start a new run"
     if unmatched := sorted(key.numbers for key in ledger.open_keys() ^ set(coordinator.open_keys())):
         raise CheckpointError(f"{place}: its ledger and its state disagree on {len(unmatched)} open samples, such as "

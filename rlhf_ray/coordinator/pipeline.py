@@ -34,8 +34,13 @@ class Pipeline:
     def __init__(self, config: PPOConfig, roles: RoleGroups, calls: ChunkCalls, state: RunState, buffer: ReplayBuffer,
                  prompts: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None) -> None:
         """`quarantine` removes prompts with a sample that has no score; if None, such a prompt ends the run."""
-        self.config, self._roles, self._calls, self.state = config, roles, calls, state
-        self.buffer, self.ledger, self.quarantine = buffer, ledger, quarantine
+        self.config = config
+        self._roles = roles
+        self._calls = calls
+        self.state = state
+        self.buffer = buffer
+        self.ledger = ledger
+        self.quarantine = quarantine
         self._prompts = PromptsAhead(prompts, state.cursor)
         self._rollouts = RolloutSource(roles.dispatcher(roles.generators), self._prompts, config.run.seed)
         self.chat = prompts.chat
@@ -167,7 +172,8 @@ class Pipeline:
 
     def _next_keys(self, samples: int) -> list[SampleKey]:
         """Samples to admit: first those that lost their place, then the cursor's next."""
-        returned, per_prompt = self.state.returned, self.config.coordinator.samples_per_prompt
+        returned = self.state.returned
+        per_prompt = self.config.coordinator.samples_per_prompt
         keys = returned[:samples]
         del returned[:samples]
         rows = self._prompts.draw((samples - len(keys)) // per_prompt)

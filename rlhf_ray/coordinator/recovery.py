@@ -65,7 +65,8 @@ class SavePace:
 
     def __init__(self, every_minutes: float, now: Callable[[], float] = time.monotonic) -> None:
         """`every_minutes`: `checkpoint.every_minutes`; 0 is never."""
-        self._every_s, self._now = 60 * every_minutes, now
+        self._every_s = 60 * every_minutes
+        self._now = now
         self._began = now()
         self._took_s: float | None = 0.0
         """None while a checkpoint is under way."""
@@ -105,9 +106,14 @@ class Recovery:
             pace: is told of each checkpoint's beginning and end.
         """
         self._pace = pace or SavePace(0)
-        self.geometry, self.experience = geometry, dict(experience or {})
-        self.store, self.roles, self.state, self.buffer = store, roles, state, buffer
-        self.ledger, self.files = ledger, files or RunFiles()
+        self.geometry = geometry
+        self.experience = dict(experience or {})
+        self.store = store
+        self.roles = roles
+        self.state = state
+        self.buffer = buffer
+        self.ledger = ledger
+        self.files = files or RunFiles()
         self.longest_pause_s = 0.0
         """The longest pause that `save` returned."""
         self.writing: UnderWay | None = None
@@ -127,7 +133,8 @@ class Recovery:
         """
         began = time.perf_counter()
         await self.settled()
-        step, self.writing = self.state.step, UnderWay(self.state.step, time.monotonic())
+        step = self.state.step
+        self.writing = UnderWay(self.state.step, time.monotonic())
         self._pace.begin()
         try:
             directory = await self.files.checkpoints.run(self.store.begin, step)
@@ -244,7 +251,8 @@ class Recovery:
     def _drop_waiting(self, saved: dict[str, Any], reason: str) -> list[SampleKey]:
         """Give up ready experience; returns its samples, to be admitted again."""
         keys = [SampleKey(*key) for chunk in saved["buffer"]["ready"] for key in chunk["keys"]]
-        saved["buffer"]["ready"], saved["summaries"] = [], []
+        saved["buffer"]["ready"] = []
+        saved["summaries"] = []
         self.ledger.give_up(keys, reason)
         return keys
 

@@ -98,7 +98,9 @@ class RunState:
         self.scores.load_state_dict(state["scores"])
         self.best.load_state_dict(state["best"])
         self.early_stop.load_state_dict(state["early_stop"])
-        self.step, self.samples, self.unmeasured = state["step"], state["samples"], state["unmeasured"]
+        self.step = state["step"]
+        self.samples = state["samples"]
+        self.unmeasured = state["unmeasured"]
         self.published = self.step
         in_flight = dict(state["in_flight"])
         for chunk in under_way:

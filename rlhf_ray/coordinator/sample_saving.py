@@ -30,8 +30,13 @@ class SampleSaving:
             directory: samples/ of the run.
             old_known: whether a learner computes the old log-probabilities of a batch before the update.
         """
-        self._saved, self._roles, self._prompts = saved, roles, prompts
-        self._directory, self._term, self._old_known, self._warn = directory, term, old_known, warn
+        self._saved = saved
+        self._roles = roles
+        self._prompts = prompts
+        self._directory = directory
+        self._term = term
+        self._old_known = old_known
+        self._warn = warn
         self._under_way: list[asyncio.Task[dict[str, float]]] = []
 
     def begin(self, step: int, lease: Lease) -> asyncio.Task[dict[str, float]]:

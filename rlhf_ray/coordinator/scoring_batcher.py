@@ -60,7 +60,8 @@ class ScoringBatcher:
 
     def _start_batch(self) -> None:
         self._start_at(None)
-        batch, self._pending = [(chunk, scored) for chunk, scored in self._pending if not scored.done()], []
+        batch = [(chunk, scored) for chunk, scored in self._pending if not scored.done()]
+        self._pending = []
         if batch:  # empty if all were cancelled
             task = asyncio.create_task(self._run(batch))
             self._tasks.add(task)

@@ -41,7 +41,10 @@ class StepProfiler:
             say: shows a message to the user.
             write_timeline: writes Ray's timeline of calls to a file, if Ray records it.
         """
-        self._directory, self._roles, self._at_step, self._say = directory, roles, at_step, say
+        self._directory = directory
+        self._roles = roles
+        self._at_step = at_step
+        self._say = say
         self._write_timeline = write_timeline
         self._asked: list[asyncio.Future[dict[str, Any]]] = []
         self._workers: list[tuple[WorkerGroup[Profiled], int]] | None = None
@@ -94,7 +97,9 @@ class StepProfiler:
 
     def close(self) -> None:
         """Refuse open requests, and stop the profilers of an unfinished step in workers that outlive the learners."""
-        workers, self._workers, self._closed = self._workers or [], None, True
+        workers = self._workers or []
+        self._workers = None
+        self._closed = True
         for group, rank in workers:
             if not self._roles.trains(group.role):
                 group.call(rank, Profiled.drop_profile)  # its result and its failure do not matter

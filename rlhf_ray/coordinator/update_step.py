@@ -46,9 +46,13 @@ class Learning:
 
     def __init__(self, config: AlgorithmConfig, shares_backbone: bool, roles: RoleGroups, state: RunState,
                  buffer: ReplayBuffer, ledger: Ledger, warn: Callable[[str], None]) -> None:
-        self._config, self._shares_backbone = config, shares_backbone
-        self._roles, self._state, self._warn = roles, state, warn
-        self._buffer, self._ledger = buffer, ledger
+        self._config = config
+        self._shares_backbone = shares_backbone
+        self._roles = roles
+        self._state = state
+        self._warn = warn
+        self._buffer = buffer
+        self._ledger = ledger
 
     async def learn(self, lease: Lease) -> tuple[Learned, list[ExperienceSummary]]:
         """Update policy and critic, which makes a new version; returns the result and the batch's summaries.
@@ -65,7 +69,9 @@ class Learning:
 
     async def _update_all(self, lease: Lease) -> Learned:
         """Update policy and critic from the same experience, concurrently."""
-        roles, step, coef = self._roles, self._state.step, self._state.kl.value
+        roles = self._roles
+        step = self._state.step
+        coef = self._state.kl.value
         batch = lease.experiences
         if self._shares_backbone:
             both = roles.actor_critic.call_all(ActorCriticLearner.update_both, step, coef, *batch)
@@ -88,7 +94,8 @@ class Learning:
     def _acknowledge(self, lease: Lease, learned: Learned) -> list[ExperienceSummary]:
         """Acknowledge the lease and count the version. An update that changed no weight does not change the scores'
         moments; one that did not change the policy, as while only the critic warms up, leaves the KL coefficient."""
-        state, summaries = self._state, [chunk.summary for chunk in lease.chunks]
+        state = self._state
+        summaries = [chunk.summary for chunk in lease.chunks]
         self._buffer.ack(lease, state.step)
         state.step += 1
         if learned.applied:

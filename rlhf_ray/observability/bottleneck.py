@@ -60,7 +60,8 @@ def waiting_shares(
     """
     if end <= start:
         raise ValueError(f"the window has no time in it: {start:.6f}..{end:.6f}")
-    line, shares = timeline(spans, start, end, workers), {}
+    line = timeline(spans, start, end, workers)
+    shares = {}
     for role, count in workers.items():
         working = np.minimum(line.busy[role], count)
         idle = line.seconds * (count - working)
@@ -94,7 +95,8 @@ def _causes(role: str, line: Timeline) -> Iterator[tuple[str, NDArray[np.bool_]]
         present = [r for r in station if r in line.busy]
         if present:
             busy = np.stack([line.busy[r] for r in present])
-            works, most = left & busy.any(0), busy.argmax(0)
+            works = left & busy.any(0)
+            most = busy.argmax(0)
             yield from ((r, works & (most == i)) for i, r in enumerate(present))
             left &= ~works
     yield COORDINATOR, left

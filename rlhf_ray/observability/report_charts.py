@@ -108,7 +108,8 @@ def _latest(plan: ChartPlan, lines: dict[str, Any]) -> str:
 
 def lines_of(title: str, steps: list[int], values: list[float], colour: str, smooth: bool) -> list[go.Scatter]:
     """A line; for long series a faint line of the steps under a strong line of their running mean."""
-    x, y = thin(steps, MAX_POINTS), thin(values, MAX_POINTS)
+    x = thin(steps, MAX_POINTS)
+    y = thin(values, MAX_POINTS)
     mode = "lines" if len(x) > 12 else "lines+markers"
     if len(x) < SMOOTH_FROM or not smooth:
         return [go.Scatter(mode=mode, x=x, y=y, name=title, marker_size=6,

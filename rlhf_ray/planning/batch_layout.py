@@ -23,7 +23,8 @@ def batch_layout_of(config: StageConfig) -> dict[str, str]:
     if isinstance(config, PreferencesStageConfig):
         return {"samples": "two for each prompt"}
     assert isinstance(config, SFTConfig | RewardModelConfig | ProcessRewardConfig)
-    rows, longest = config.training.batch_size, config.data.max_tokens
+    rows = config.training.batch_size
+    longest = config.data.max_tokens
     whole = "pairs of rows" if isinstance(config, RewardModelConfig) else "rows"
     updates = f"{config.run.steps} updates" if config.run.epochs is None else config.run.length
     return {"update": f"{rows} {whole} of up to {longest} tokens, {updates}",
@@ -32,7 +33,9 @@ def batch_layout_of(config: StageConfig) -> dict[str, str]:
 
 def _ppo(config: PPOConfig) -> dict[str, str]:
     derived = derive(config)
-    c, a, samples = config.coordinator, config.algorithm, config.coordinator.samples_per_step
+    c = config.coordinator
+    a = config.algorithm
+    samples = config.coordinator.samples_per_step
     longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
     tokens = f"{config.prompts.max_tokens} + {config.generator.sampling.max_tokens} = {longest} tokens"
     found = {

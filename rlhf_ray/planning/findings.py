@@ -75,11 +75,14 @@ def _sequences(config: StageConfig, roles: Sequence[Role], memory: dict[str, Mem
         if not isinstance(generator, GenerationConfig):
             continue
         prompts = config.prompts.max_tokens  # type: ignore[attr-defined]
-        response, field = generator.sampling.max_tokens, "generator.sampling.max_tokens"
+        response = generator.sampling.max_tokens
+        field = "generator.sampling.max_tokens"
         if isinstance(config, PPOConfig):
             derived = derive(config)
-            response, field = derived.longest_response, derived.longest_response_field
-        longest, shape = prompts + response, role.models[0]
+            response = derived.longest_response
+            field = derived.longest_response_field
+        longest = prompts + response
+        shape = role.models[0]
         if shape.context is not None and longest > shape.context:
             yield Finding("refused", f"prompts.max_tokens={prompts} + {field}={response} = {longest} tokens is over "
                                      f"the context of {role.named!r}, {shape.context}; lower one of them")

@@ -48,7 +48,8 @@ def roles_of(config: StageConfig, shapes: Shapes) -> list[Role]:
     if isinstance(config, PPOConfig):
         return _ppo(config, shapes)
     if isinstance(config, PreferencesStageConfig):
-        shape, longest = shapes(config.model, "model"), config.prompts.max_tokens + config.generator.sampling.max_tokens
+        shape = shapes(config.model, "model")
+        longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
         return [_generator(config.generator, shape, config.model.path, longest, 0.0),
                 _reader("prompt_reader", config.generator.pool)]
     if isinstance(config, SFTConfig | RewardModelConfig | ProcessRewardConfig):
@@ -57,7 +58,9 @@ def roles_of(config: StageConfig, shapes: Shapes) -> list[Role]:
 
 
 def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
-    shape, named, derived = shapes(config.model, "model"), config.model.path, derive(config)
+    shape = shapes(config.model, "model")
+    named = config.model.path
+    derived = derive(config)
     longest = derived.longest_sample
     adapters = adapter_bytes(config, shape)
     bucket = bucket_bytes(config, shape)

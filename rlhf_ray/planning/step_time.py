@@ -96,7 +96,8 @@ def _ppo(
     whole = (max(*seconds, both) if staleness else sum(seconds)) + took["publication"]
     bound = "publication" if took["publication"] > max(seconds) else max(sides)[1]
     if took["coordinator"] > whole:
-        whole, bound = took["coordinator"], "coordinator"
+        whole = took["coordinator"]
+        bound = "coordinator"
     whole, bound = _on_cores(took, roles, nodes, whole, bound)
     return StepTime(took, whole, bound, config.coordinator.samples_per_step)
 
@@ -156,7 +157,8 @@ def gathering_s(role: Role, device: Hardware, work: Workload, chunk: int) -> flo
 def update_s(role: Role, device: Hardware, work: Workload) -> float:
     """Seconds of all optimizer steps of an update: passes, communication of gradients, and AdamW. Rows are not split,
     so no mini-batch is faster than its longest row on one rank."""
-    config, shape = role.placement, role.models[0]
+    config = role.placement
+    shape = role.models[0]
     assert isinstance(config, LearnerConfig)
     threads = 1 if config.gpus else config.threads
     rows = work.samples / work.mini_batches
@@ -182,9 +184,11 @@ def publication_s(
     (Ray's release test sends 1 GiB from a 20 Gb/s node to 49 others in 16.9 s, 1.3 times the rate of the card:
     release/perf_metrics/scalability/object_store.json). A broadcast by NCCL passes each node once.
     """
-    policy, generator = roles["policy"], roles["generator"]
+    policy = roles["policy"]
+    generator = roles["generator"]
     assert isinstance(policy.placement, LearnerConfig) and isinstance(generator.placement, GenerationConfig)
-    nbytes, device = publication_bytes(config, policy.models[0]), devices["policy"]
+    nbytes = publication_bytes(config, policy.models[0])
+    device = devices["policy"]
     sharded = stage_of(policy.placement) == 3
     gathered = gather_s(policy.models[0], device, policy.placement.workers) if sharded else 0.0
     if config.policy.lora is not None:

@@ -297,7 +297,9 @@ class ReplayBuffer:
             self._check_new(chunk, saved["min_version"], saved["nbytes"])
             summary = (summaries or {}).get(saved["order"])
             self._hold(chunk, experiences[saved["order"]], saved["min_version"], saved["nbytes"], summary)
-        self._version, self._trained, self._next_order = state["version"], state["trained"], state["next_order"]
+        self._version = state["version"]
+        self._trained = state["trained"]
+        self._next_order = state["next_order"]
         for place, samples in state["reserved"]:
             self._open(Chunk(Place.of(place), samples, self._version))
         return self.under_way()

@@ -55,7 +55,9 @@ class Assembler:
             longest: the maximum number of tokens of a response, at which the overlong penalty is full.
             disk_timeout_s: longest time without progress of writing samples.
         """
-        self.algorithm, self._model, self._longest = algorithm, model, longest
+        self.algorithm = algorithm
+        self._model = model
+        self._longest = longest
         self._thread = FileThread("samples", disk_timeout_s)
         self._token_texts: dict[int, str] = {}
         """Tokens that were decoded, by id."""
@@ -191,7 +193,8 @@ class Assembler:
             each_rewards: the rewards of this one rollout, as `RewardScorer.score_each` returns them.
         """
         (rewards,) = each_rewards
-        mask, starts = rollout.response_mask, rollout.sample_starts
+        mask = rollout.response_mask
+        starts = rollout.sample_starts
         prompts, responses = rollout_texts(self._tokenizer, rollout, len(rollout.keys))
 
         def sums(column: np.ndarray) -> np.ndarray:
@@ -219,7 +222,10 @@ class Assembler:
 
     def _experience(self, rollout: Rollout, scores: Scores, terms: RewardTerms) -> Experience:
         """Advantages are estimated in grids with a row per sample: the response tokens of all its rows, in order."""
-        a, mask, values, rewards = self.algorithm, rollout.response_mask, scores.values, scores.rewards
+        a = self.algorithm
+        mask = rollout.response_mask
+        values = scores.values
+        rewards = scores.rewards
         responses = Packing.of(np.add.reduceat(mask.astype(np.int64), rollout.sample_starts))
         lengths = responses.lengths
 
@@ -258,7 +264,8 @@ class Assembler:
         self, rollout: Rollout, scores: torch.Tensor, terms: RewardTerms, lengths: torch.Tensor
     ) -> torch.Tensor:
         """[S] rewards on the last tokens: normalised scores less penalties for a response's end and length, clipped."""
-        a, scores = self.algorithm, (scores - terms.score_mean) / terms.score_deviation
+        a = self.algorithm
+        scores = (scores - terms.score_mean) / terms.score_deviation
         if a.missing_eos_penalty:
             scores -= a.missing_eos_penalty * torch.from_numpy(~finished(rollout)).float()
         if a.overlong_buffer:
@@ -271,8 +278,10 @@ class Assembler:
         return rewards if bound is None else rewards.clamp(-bound, bound)
 
     def _summary(self, rollout: Rollout, scores: Scores, experience: Experience) -> ExperienceSummary:
-        mask, starts = rollout.response_mask, rollout.sample_starts
-        reference, kl = experience.reference_logprobs, None
+        mask = rollout.response_mask
+        starts = rollout.sample_starts
+        reference = experience.reference_logprobs
+        kl = None
         if reference is not None:
             kl = np.add.reduceat(np.where(mask, experience.old_logprobs - reference, 0), starts).astype(np.float32)
         return ExperienceSummary(

@@ -31,8 +31,10 @@ class ReferenceScorer(ProfiledByTorch):
             longest: maximum tokens of a row; those of a micro-batch if None.
             shard: the part of the model in this process. The ranks of a model make every call together.
         """
-        self._config, self._shard = model, shard
-        self._budget, self._longest = micro_batch_tokens, longest or micro_batch_tokens
+        self._config = model
+        self._shard = shard
+        self._budget = micro_batch_tokens
+        self._longest = longest or micro_batch_tokens
         self._temperature = temperature
 
     @staticmethod
@@ -71,7 +73,8 @@ class ReferenceScorer(ProfiledByTorch):
     def logprobs(self, rollouts: Sequence[Rollout]) -> TokenScores:
         """Log-probabilities of the response tokens at the sampling temperature, zero elsewhere. The rows of all
         rollouts are concatenated and share forward passes, and the ranks of a sharded model divide them."""
-        rows, shard = concatenated(rollouts), self._shard
+        rows = concatenated(rollouts)
+        shard = self._shard
         plan = inference_plan(rows.lengths, self._budget, shard.rank, shard.world, lockstep=not shard.is_whole)
         (scores,) = score_columns(rows, plan, self._device, lambda micro: self._model(
             micro.tokens, micro.packing, micro.predicted, mask=micro.sampling_mask)[:1])

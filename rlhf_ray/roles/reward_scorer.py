@@ -34,7 +34,9 @@ class RewardScorer:
             shard: the part of every reward model in this process. The ranks make every call together, one at a time,
                 and the first one's answer counts: it alone has the sources without a model.
         """
-        self._policy, self._names_samples, self._shard = policy, on_failure == "quarantine", shard
+        self._policy = policy
+        self._names_samples = on_failure == "quarantine"
+        self._shard = shard
         self._sources = make_sources(rewards, policy, micro_batch_tokens, longest, shard)
         self._judge = make_sources(judge, policy, micro_batch_tokens, longest, shard) if judge else None
         self._turn = asyncio.Lock()

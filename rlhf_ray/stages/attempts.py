@@ -29,7 +29,8 @@ async def repeat_attempts(attempt: Attempt[R], directory: RunDirectory, logging:
     Raises:
         WorkerError: a worker that is not replaced was lost, or learners were lost too often.
     """
-    records, again = directory.files.records, False
+    records = directory.files.records
+    again = False
     while True:
         kept = start.step if start else NOTHING if resume or again else None
         try:
@@ -40,4 +41,5 @@ async def repeat_attempts(attempt: Attempt[R], directory: RunDirectory, logging:
                 with suppress(DiskStalled):  # reported already by the first failure
                     await records.run(metrics.close)
         except WorkerError as error:
-            start, again = await restart.after(error), True
+            start = await restart.after(error)
+            again = True

@@ -86,7 +86,8 @@ def export_checkpoint(path: Path, step: int | Literal["best"] | None = None, out
 
 def _write(config: TrainedConfig, checkpoint: Checkpoint, learner_directory: Path, place: Path,
            metrics: Mapping[str, float]) -> dict[str, Path]:
-    card, learner = card_of(config, checkpoint.step, metrics), _learner(config)
+    card = card_of(config, checkpoint.step, metrics)
+    learner = _learner(config)
     saved = learner.open_saved(learner_directory)
     files = {"model": place}
     learner.export(str(place), card)
@@ -98,7 +99,8 @@ def _write(config: TrainedConfig, checkpoint: Checkpoint, learner_directory: Pat
         files["value_head"].parent.mkdir(exist_ok=True)
         write_value_head(saved.whole(VALUE_HEAD), files["value_head"])
     if isinstance(config, PPOConfig) and config.policy.ema_decay is not None:
-        files["model_ema"], average = place / "model_ema", saved.average()
+        files["model_ema"] = place / "model_ema"
+        average = saved.average()
         learner.whole_model.export(str(files["model_ema"]), card_of_average(card, config.policy.ema_decay), None,
                                  lambda names, wanted: saved.gather_average(average, names, wanted))
     return files

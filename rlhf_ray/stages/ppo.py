@@ -87,7 +87,8 @@ async def _run(
 ) -> dict[str, Any]:
     """`configured`: the number of generators in the configuration; a run that was scaled resumes with another
     number."""
-    began, files = time.perf_counter(), directory.files
+    began = time.perf_counter()
+    files = directory.files
     store = checkpoint_store(config, directory, config.checkpoint.keep)
     start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
     async with AsyncExitStack() as stack:
@@ -105,8 +106,7 @@ async def _run(
         if len(roles.generators) != configured:
             progress.note(f"{len(roles.generators)} generators, as set by `rlhf-ray scale` (configured: {configured})")
         prompts, held_out = await start_roles(config, derived, runtime, roles, progress)
-        left_out = [*prompts.left_out, *(held_out.left_out if held_out else [])]
-        await write_left_out(directory, left_out)
+        await write_left_out(directory, [*prompts.left_out, *(held_out.left_out if held_out else [])])
         for warning in [*_repeats(config, sum(prompts.sizes)), *trained_on_other_ends(config),
                         *scored_elsewhere(config)]:
             progress.warn(warning)
@@ -145,7 +145,8 @@ async def _run(
 
 def _summary(coordinator: Coordinator, attempts: RunAttempts, seconds: float) -> dict[str, Any]:
     """The contents of summary.json without the ledger's counts; `seconds` is the duration of the whole run."""
-    config, roles = coordinator.config, coordinator.roles
+    config = coordinator.config
+    roles = coordinator.roles
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
     first_rollout = roles.clock.first_end.get("phase:generate", roles.clock.now())
     return {
@@ -171,7 +172,8 @@ def show_live(config: PPOConfig, directory: RunDirectory) -> Callable[[Coordinat
     """A function that sets a run's live metrics on Ray's Prometheus endpoint, if they are enabled."""
     if not config.logging.ray_metrics:
         return lambda _: None
-    live, gauges = LiveGauges(pools_of(config)), Gauges(directory.path.name)
+    live = LiveGauges(pools_of(config))
+    gauges = Gauges(directory.path.name)
     return lambda coordinator: gauges.set_live(live.read(coordinator))
 
 

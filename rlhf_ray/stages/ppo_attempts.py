@@ -29,8 +29,10 @@ class RunAttempts:
 
     def __init__(self, logging: LoggingConfig, directory: RunDirectory, learner_restart: LearnerRestart,
                  build: Build) -> None:
-        self._logging, self._directory = logging, directory
-        self._learner_restart, self._build = learner_restart, build
+        self._logging = logging
+        self._directory = directory
+        self._learner_restart = learner_restart
+        self._build = build
         self.coordinator: Coordinator | None = None
         """Of the present attempt; None before the first."""
         self.evaluations = EvaluationLog(directory, None)
@@ -87,7 +89,8 @@ class RunAttempts:
         return coordinator
 
     async def _timed(self, coordinator: Coordinator) -> None:
-        began, before = time.perf_counter(), coordinator.state.samples
+        began = time.perf_counter()
+        before = coordinator.state.samples
         try:
             await coordinator.run()
         finally:

@@ -59,8 +59,12 @@ class CoordinatorBuilder:
         Args:
             resume_at: step of the checkpoint to continue from; NOTHING starts over, None starts a new run.
         """
-        config, derived, roles = self.config, self.derived, self.roles
-        files, progress, term = self.directory.files, self.progress, self.directory.term
+        config = self.config
+        derived = self.derived
+        roles = self.roles
+        files = self.directory.files
+        progress = self.progress
+        term = self.directory.term
         state = self._state()
         buffer = self._buffer()
         ledger = self._ledger(state.cursor, resume_at)
@@ -103,20 +107,23 @@ class CoordinatorBuilder:
 
     def _held_out_contents(self) -> Contents:
         """Digests of the evaluation's data sets; other rows of one are another data set, which a resume may name."""
-        contents, section = self.held_out.contents if self.held_out else [], self.derived.evaluation_prompts
+        contents = self.held_out.contents if self.held_out else []
+        section = self.derived.evaluation_prompts
         if section is None:
             return contents
         return [[part.selection, digest] for part, (_, digest) in zip(section.parts(), contents, strict=True)]
 
     def _buffer(self) -> ReplayBuffer:
-        config, coordinator = self.config.buffer, self.config.coordinator
+        config = self.config.buffer
+        coordinator = self.config.coordinator
         return ReplayBuffer(
             coordinator.samples_ahead, config.capacity_mb * 2**20 if config.capacity_mb else None,
             coordinator.max_staleness)
 
     def _ledger(self, cursor: PromptCursor, resume_at: int | None) -> Ledger:
         """A new ledger, or the one in the checkpoint of step `resume_at`."""
-        directory, facts = self.directory, LedgerFacts.of(self.config.coordinator, cursor)
+        directory = self.directory
+        facts = LedgerFacts.of(self.config.coordinator, cursor)
         if resume_at is None or resume_at == NOTHING:
             discard(directory.ledger)  # left by a run that failed before its first checkpoint
             return Ledger.create(directory.ledger, facts, directory.term, directory.files.records)
@@ -125,7 +132,8 @@ class CoordinatorBuilder:
 
     def _quarantine(self, ledger: Ledger) -> Quarantine | None:
         """The record of prompts without a score; None when such a prompt ends the run."""
-        config, directory = self.config.reward, self.directory
+        config = self.config.reward
+        directory = self.directory
         if config.on_failure == "fail":
             return None
         return Quarantine(ledger, directory.quarantine, config.quarantine_limit, self.prompts.rows,

@@ -39,7 +39,8 @@ def preflight(config: PPOConfig) -> None:
         check_data(held_out)
     check_pretraining_text(config)
     check_model(config.model, "model")
-    longest, field = derived.longest_response, derived.longest_response_field
+    longest = derived.longest_response
+    field = derived.longest_response_field
     rows = derived.longest_sample, f"prompts.max_tokens + {field}"
     check_family(config.model, "model", POLICY, rows)
     check_rewards(config, derived)

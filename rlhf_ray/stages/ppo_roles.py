@@ -93,7 +93,8 @@ def canary_of(config: PPOConfig, derived: Derived, roles: RoleGroups) -> Canary 
     shape = pretrained_config(config.model)
     if longest < 2:
         return None
-    rows, prompt = given_rows(shape, longest), longest + 1 - SAMPLED
+    rows = given_rows(shape, longest)
+    prompt = longest + 1 - SAMPLED
     long_row = given_rows(shape, prompt, (prompt,)) if prompt > max(rows.lengths) else None
     return Canary(roles, rows, config.model.path, long_row, config.run.seed)
 

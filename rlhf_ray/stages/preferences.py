@@ -111,8 +111,11 @@ class _Sampler:
     """Generators, a ranker and a prompt reader, which are replaced when they are lost."""
 
     def __init__(self, config: PreferencesStageConfig, runtime: Runtime, health: HealthMonitor) -> None:
-        self._config, self._health, model = config, health, config.model
-        generation, pool = config.generator, PlacementConfig(pool=config.generator.pool, cpus=0)
+        self._config = config
+        self._health = health
+        model = config.model
+        generation = config.generator
+        pool = PlacementConfig(pool=config.generator.pool, cpus=0)
         self._generators = runtime.spawn_role(GENERATOR, lambda rank: {
             "model": model, "generation": generation, "seed": config.run.seed, "max_context": config.longest_sample,
             "name": f"generator/{rank}"})

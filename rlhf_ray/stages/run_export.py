@@ -27,7 +27,8 @@ async def export_learner(
 
 async def export_run(coordinator: Coordinator, evaluations: EvaluationLog, directory: RunDirectory) -> None:
     """Write model/ and, where the run has them, adapter/, value_head.safetensors and model_ema/."""
-    config, policy = coordinator.config, coordinator.roles.policy
+    config = coordinator.config
+    policy = coordinator.roles.policy
     await export_learner(policy, config.policy, directory, _card(coordinator, evaluations))
     if coordinator.derived.shares_backbone:
         await coordinator.roles.actor_critic.values(

@@ -42,7 +42,8 @@ from rlhf_ray.workers.worker_group import WorkerGroup
 from rlhf_ray.workers.worker_handle import Method, Role
 
 T = TypeVar("T")
-SHUTDOWN_GRACE_S, FAILURE_SHUTDOWN_GRACE_S = 10.0, 3.0
+SHUTDOWN_GRACE_S = 10.0
+FAILURE_SHUTDOWN_GRACE_S = 3.0
 """Time for workers to shut down cleanly: after a stage that succeeded, and after one that failed (some workers may
 still be loading then, and receive no calls)."""
 
@@ -56,7 +57,9 @@ class Runtime:
             scratch: environment variables that put a worker's temporary files into a directory that the stage
                 removes.
         """
-        self._config, self._pools, self._placements = config, pools, placements_of(config)
+        self._config = config
+        self._pools = pools
+        self._placements = placements_of(config)
         self._scratch = scratch or {}
         self._groups: list[tuple[WorkerGroup[Any], Method[Any, Any] | None]] = []
 
@@ -157,7 +160,8 @@ async def start_learners(group: WorkerGroup[Learner], timeout_s: float) -> list[
 
 def learner_notes(role: str, started: Mapping[str, Any]) -> Iterator[str]:
     """Sentences about the parameters and compiled layers in a learner's `start` result."""
-    trained, parameters = started["trained"], started["parameters"]
+    trained = started["trained"]
+    parameters = started["parameters"]
     share = "" if trained == parameters else f" of {parameters:,.0f} ({trained / parameters:.2%})"
     yield f"{role} trains {trained:,.0f}{share} parameters"
     if started["compiled"]:
@@ -323,7 +327,8 @@ async def while_owned(ownership: Ownership | None, main: Coroutine[Any, Any, T])
     """
     if ownership is None:
         return await main
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
 
     def end() -> None:
         if task is not None:

@@ -89,7 +89,8 @@ def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
     config = stage.config
     config = with_steps(config, partial(count_rows, config, stage.read, stage.reading),
                         config.training.batch_size)
-    stage, geometry = replace(stage, config=config), supervised_geometry(config)
+    stage = replace(stage, config=config)
+    geometry = supervised_geometry(config)
     with owned_directory(config, resume) as directory:
         if resume:
             fetch_uploaded(config, directory)
@@ -100,7 +101,9 @@ def run_supervised(stage: SupervisedStage, resume: bool) -> dict[str, Any]:
 async def _run(
     stage: SupervisedStage, directory: RunDirectory, session: Session, resume: bool, geometry: Geometry
 ) -> dict[str, Any]:
-    config, files, began = stage.config, directory.files, time.perf_counter()
+    config = stage.config
+    files = directory.files
+    began = time.perf_counter()
     store = checkpoint_store(config, directory, config.checkpoint.keep)
     start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
     with StageProgress(stage.title, config.run.steps, start.step if start else 0) as progress:
@@ -228,7 +231,8 @@ def check_supervised(config: SupervisedConfig, *, pairs: bool = False, steps: St
 
 def _check_budget(config: SupervisedConfig, pairs: bool) -> None:
     """A micro-batch must hold the longest row, or pair of rows."""
-    budget, longest = config.learner.micro_batch_tokens, config.data.max_tokens
+    budget = config.learner.micro_batch_tokens
+    longest = config.data.max_tokens
     if pairs and budget < 2 * longest:
         raise ConfigError(f"learner.micro_batch_tokens={budget} cannot hold a pair of two rows of "
                           f"data.max_tokens={longest}; raise it to at least twice that")

@@ -30,11 +30,13 @@ RESPONSE = 24
 PROMPTS = (3, 8, 13, 21)
 """Tokens of the prompts; one more is as long as `--tokens` allows."""
 CACHE_ON_GPU_MB = 1024
-CHANGE, MOST_CHANGES = 0.1, 8
+CHANGE = 0.1
+MOST_CHANGES = 8
 """Relative change of each matrix of the published weights, made until log-probabilities move by ten times what is
 tolerated, and at most this often."""
 BUCKET_BYTES = 64 << 20
-GENERATION, PUBLICATION = "generation", "new weights for vLLM"
+GENERATION = "generation"
+PUBLICATION = "new weights for vLLM"
 
 
 def check_generation(model: ModelConfig, tokens: int) -> list[Outcome]:
@@ -75,7 +77,8 @@ class _GenerationCheck:
     """One generator and transformers' model."""
 
     def __init__(self, model: ModelConfig, generation: GenerationConfig, context: int) -> None:
-        self._model, self._context = model, context
+        self._model = model
+        self._context = context
         self._generator = Generator(model, generation, SEED, context, "check-model")
         self._reference: TransformersReference
         self._random = torch.Generator().manual_seed(SEED)
@@ -104,7 +107,8 @@ class _GenerationCheck:
         """
         if refused := refusal(PUBLICATION, self._model, Use.PUBLICATION):
             return refused
-        enough, moved = 10 * compared.tolerated, 0.0
+        enough = 10 * compared.tolerated
+        moved = 0.0
         for _ in range(MOST_CHANGES):
             self._change_weights()
             if (moved := logprob_gap(compared.expected, self._reference.logprobs(first))) >= enough:

@@ -19,7 +19,9 @@ from rlhf_ray.models.packing import Packing
 from rlhf_ray.models.parity import ParityProbe, RowLimits, root_mean_square
 from rlhf_ray.stages.model_checks.outcome import Outcome, refusal
 
-LANGUAGE_MODEL, SCALAR_HEAD, LORA = "log-probabilities", "scalar head", "LoRA"
+LANGUAGE_MODEL = "log-probabilities"
+SCALAR_HEAD = "scalar head"
+LORA = "LoRA"
 SEED = 20260101
 ROW = 32
 """Tokens of the row on which merged adapters are compared."""
@@ -55,7 +57,8 @@ def check_scalar_head(model: ModelConfig, tokens: int) -> list[Outcome]:
     Raises:
         ModelError: values differ from those of transformers' own passes, or cannot be computed.
     """
-    name, sentence = SCALAR_HEAD, "values differ by at most {}, gradients agree"
+    name = SCALAR_HEAD
+    sentence = "values differ by at most {}, gradients agree"
     if not is_classifier(pretrained_config(model).architectures):
         if refused := refusal(name, model, Use.SCALAR, tokens):
             return [refused]
@@ -122,7 +125,8 @@ def _make_effective(model: nn.Module) -> None:
     for name, b in weights.items():
         if name.endswith(B):
             layer = name.removesuffix(B)
-            base, a = weights[f"{layer}{BASE}weight"], weights[layer + A]
+            base = weights[f"{layer}{BASE}weight"]
+            a = weights[layer + A]
             b.normal_(std=float(0.1 * base.float().std() / (a.std() * a.shape[0] ** 0.5)))
 
 
@@ -147,7 +151,8 @@ def _merged_difference(module: PackedLanguageModel, adapters: Adapters) -> tuple
 def _logprobs(module: PackedLanguageModel) -> Tensor:
     """[n] log-probabilities of a row of random tokens, always the same."""
     generator = torch.Generator().manual_seed(SEED)
-    device, shape = next(module.parameters()).device, module.model.config.get_text_config()
+    device = next(module.parameters()).device
+    shape = module.model.config.get_text_config()
     row = torch.randint(shape.vocab_size, (ROW,), generator=generator).to(device)
     packing = Packing(torch.tensor([ROW]), device)
     values: Tensor = module(row, packing, torch.arange(1, ROW, device=device))[0]
