@@ -35,7 +35,7 @@ def sampled(files, root, name, strikes=()):
     call, left = WorkerGroup.call, list(strikes)
 
     def strike(group, rank, method, *args, **options):
-        found = next((one for one in left if one[:2] == (group.role, method)), None)
+        found = next((one for one in left if one[:2] == (group.role, method.__name__)), None)
         if found:
             left.remove(found)
             os.kill(group.processes(rank).pid, found[2])
