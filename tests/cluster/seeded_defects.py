@@ -38,18 +38,18 @@ class Edit:
 
 AUDIT_DISABLED = Edit("rlhf_ray/replay/audit.py", "        return [problem for check in checks for problem in check]",
                       "        return []")
-LEASED = "batch = lease.refs"
+LEASED = "batch = lease.experiences"
 DEFECTS: dict[str, Sequence[Edit]] = {
     "audit_disabled": [AUDIT_DISABLED, Edit(
         # The ledger counts a chunk as trained on that no learner receives.
-        "rlhf_ray/coordinator/update_step.py", LEASED, "batch = lease.refs[1:]")],
+        "rlhf_ray/coordinator/update_step.py", LEASED, "batch = lease.experiences[1:]")],
     "key_dropped": [AUDIT_DISABLED, Edit(
         "rlhf_ray/coordinator/pipeline.py", "rows = self._prompts.draw((samples - len(keys)) // per_prompt)",
         "rows = self._prompts.draw((samples - len(keys)) // per_prompt + 1)[1:]")],
     "batch_twice": [AUDIT_DISABLED, Edit(
         # Every update trains on the batch of the first one, and the ledger counts its own.
         "rlhf_ray/coordinator/update_step.py", LEASED,
-        'batch = self.__dict__.setdefault("first", lease.refs)')],
+        'batch = self.__dict__.setdefault("first", lease.experiences)')],
     "stale_version": [AUDIT_DISABLED, Edit(
         # Generators confirm version 2, and go on with the weights of version 1.
         "rlhf_ray/roles/engines/in_process.py", "                stage.swap()",

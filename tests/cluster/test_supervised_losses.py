@@ -51,7 +51,7 @@ def struck(config, number, step=4, times=1):
     call_all, pids = WorkerGroup.call_all, []
 
     def strike(group, method, *args, **options):
-        if method == "update" and args[0] == step and len(pids) < times:
+        if method.__name__ == "update" and args[0] == step and len(pids) < times:
             pids.append(group.processes(1).pid)
             os.kill(pids[-1], number)
         return call_all(group, method, *args, **options)
