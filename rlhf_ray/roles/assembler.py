@@ -94,19 +94,20 @@ class Assembler:
         Returns:
             each rollout's experience, followed by a list of the summaries.
         """
-        none = [None] * len(rollouts)
+        def of_each(shares: Sequence[TokenScores]) -> Sequence[TokenScores | None]:
+            """A column that ranks share, for each rollout."""
+            return split_scores(TokenScores.concat(shares), rollouts) if shares else [None] * len(rollouts)
 
-        def split(shares: Sequence[TokenScores]) -> Sequence[TokenScores]:
-            return split_scores(TokenScores.concat(shares), rollouts)
-
-        policy = split(old_logprobs) if old_logprobs else [
-            TokenScores(offsets=np.asarray(rollout.offsets), values=rollout.logprobs) for rollout in rollouts]
-        references = none if reference is None else split([reference])
-        scores = [Scores(*columns) for columns in zip(rewards, references, policy, split(values) if values else none,
-                                                      strict=True)]
-        experiences = [self._experience(rollout, scored, terms)
-                       for rollout, scored in zip(rollouts, scores, strict=True)]
-        summaries = [self._summary(*one) for one in zip(rollouts, scores, experiences, strict=True)]
+        columns = zip(rollouts, rewards, of_each([] if reference is None else [reference]), of_each(old_logprobs),
+                      of_each(values), strict=True)
+        experiences = []
+        summaries = []
+        for rollout, its_rewards, its_reference, its_policy, its_values in columns:
+            if its_policy is None:
+                its_policy = TokenScores(offsets=np.asarray(rollout.offsets), values=rollout.logprobs)
+            scores = Scores(rewards=its_rewards, reference=its_reference, policy=its_policy, values=its_values)
+            experiences.append(self._experience(rollout, scores, terms))
+            summaries.append(self._summary(rollout, scores, experiences[-1]))
         return (*experiences, summaries)
 
     async def save_samples(
