@@ -143,7 +143,7 @@ class OverlapRun:
             await Coordinator(
                 config, derived, self._roles, state, buffer, calls, pipeline, self._weights,
                 recovery=cast(Any, silent), evaluator=None, best=cast(Any, silent), metrics=cast(Any, watch),
-                samples=cast(Any, silent), progress=cast(Any, silent), stop=StopRequest(lambda _: None),
+                sample_saving=cast(Any, silent), progress=cast(Any, silent), stop=StopRequest(lambda _: None),
                 on_evaluation=lambda *_: None, profiler=StepProfiler(RunDirectory(Path(config.run.dir)), self._roles),
             ).run()
         self._step, self._places = state.step, buffer.state_dict()

@@ -130,7 +130,8 @@ class UploadError(RLHFError):
 
 
 class BufferError(RLHFError):  # the replay buffer's own error; the builtin is about memoryviews
-    """A replay-buffer operation that breaks its contract (over capacity, unknown lease, stale experience)."""
+    """A replay-buffer operation that breaks its contract (a chunk that is not reserved, a lease that is not out,
+    samples that never fill a batch)."""
 
 
 class LedgerError(RLHFError):

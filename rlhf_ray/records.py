@@ -325,7 +325,7 @@ class RewardTerms:
 
 @dataclass(frozen=True)
 class Batch(SampleRows):
-    """The experience of one update in key order, with advantages whitened if configured."""
+    """The experience of one update in the order of admission, with advantages whitened if configured."""
 
     tokens: NDArray[np.int32] = per_token()
     response_mask: NDArray[np.bool_] = per_token()

@@ -5,7 +5,7 @@ role and method and is raised for the whole batch, and no later call of the batc
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,8 +52,8 @@ class ChunkCalls:
             self._learners_free.set()
 
     async def score(self, chunks: Sequence[Chunk], held_out: bool = False) -> Columns:
-        """The columns of all frozen scorers in the role table, which are called concurrently; `reference` also where
-        the policy computes it.
+        """The columns of all frozen scorers in the role table, which are called concurrently; `reference` also if
+        the policy's frozen base computes it.
 
         Args:
             held_out: call only the scorers that an evaluation needs.
@@ -68,10 +68,11 @@ class ChunkCalls:
         results = await asyncio.gather(*calls.values())
         return dict(zip(calls, results, strict=True))
 
-    async def _scored(self, row: ScorerRow[Any], given: Columns) -> Any:
-        """Reference to the result of a frozen scorer's call."""
+    async def _scored(self, row: ScorerRow[Any], given: Mapping[str, list[Any]]) -> Any:
+        """Reference to the result of a frozen scorer's call: of `ReferenceScorer.logprobs`, of
+        `RewardScorer.score_each`, or of another method in `workers.role_table`."""
         dispatcher = self._roles.dispatcher(self._roles.by_section[row.section])
-        columns = {name: given[name] for name in row.reads}
+        columns: dict[str, Any] = {name: given[name] for name in row.reads}
         return (await dispatcher.call(row.method, **columns, phase=row.facts.phase)).ref
 
     async def learner_passes(self, chunks: Sequence[Chunk]) -> Columns:
@@ -93,7 +94,7 @@ class ChunkCalls:
         return {"old_logprobs": [call.ref for call in logprobs], "values": [call.ref for call in values]}
 
     async def assemble(self, chunks: Sequence[Chunk], columns: Columns, terms: RewardTerms) -> None:
-        """Fill in each chunk's `experience` and `summary`.
+        """Fill each chunk with its experience.
 
         Args:
             columns: of `score` and `learner_passes`.
@@ -103,8 +104,7 @@ class ChunkCalls:
             len(chunks), Assembler.assemble, terms, rollouts=_rollouts(chunks),
             **{name: columns.get(name) for name in ASSEMBLED}, phase="assemble", outputs=len(chunks) + 1)
         for chunk, experience, summary in zip(chunks, call.refs, summaries, strict=False):
-            chunk.experience = experience
-            chunk.summary = summary
+            chunk.fill(experience, summary.min_version, summary.nbytes, summary)
 
     async def samples_of(self, rollout: Any, numbers: Sequence[int]) -> Any:
         """Reference to the rollout of some samples of a rollout."""
@@ -124,13 +124,14 @@ class ChunkCalls:
 
         Raises:
             WorkerLost: a rank was lost. With several ranks, a lost argument counts as a lost rank: the other ranks made
-                the pass, so their collectives are out of step with those of that rank.
+                the pass, so their collectives are out of step with those of that rank. All learners are restarted then.
         """
         try:
             await asyncio.gather(*(self._roles.done(call, phase) for call in calls))
         except WorkerLost as error:
             if error.kind == "result" and len(calls) > 1:
-                error.kind = "broke"
+                raise WorkerLost(str(error), error.role, error.rank, error.incarnation, error.method, "broke",
+                                 error.age_s) from error
             raise
 
 

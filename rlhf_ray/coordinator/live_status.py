@@ -128,7 +128,7 @@ def _by_phase(coordinator: Coordinator) -> list[dict[str, Any]]:
     for phase, chunks in by_phase.items():
         oldest = min(chunks, key=lambda chunk: chunk.since)
         lines.append({"doing": phase, "chunks": len(chunks), "samples": sum(chunk.samples for chunk in chunks),
-                      "oldest": oldest.place.order, "version": oldest.version,
+                      "oldest": oldest.place.plain(), "version": oldest.version,
                       "seconds": round(now - oldest.since, 3)})
     return lines
 

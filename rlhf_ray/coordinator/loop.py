@@ -50,7 +50,7 @@ class Coordinator:
     evaluator: Evaluator | None
     best: BestKeeper
     metrics: MetricsWriter
-    samples: SampleSaving
+    sample_saving: SampleSaving
     progress: StageProgress
     stop: StopRequest
     on_evaluation: Callable[[int, Evaluation], None]
@@ -79,6 +79,10 @@ class Coordinator:
 
         Raises:
             RunInterrupted: stopped on request; everything done so far is in a checkpoint.
+            WorkerError: workers were lost. If they were learners, `stages.attempts.repeat_attempts` restarts them and
+                continues from the last checkpoint.
+            GeneratorMismatch: a generator does not compute with the learner's weights.
+            RewardError: samples cannot be scored.
             DiskStalled: the disk of the run hangs.
         """
         self.stop.can_save = True
@@ -103,7 +107,7 @@ class Coordinator:
         finally:
             gc.unfreeze()
             self.profiler.close()
-            await self.samples.close()
+            await self.sample_saving.close()
             if self._row is not None:
                 row, self._row = self._row, None
                 await asyncio.gather(row, return_exceptions=True)
@@ -119,7 +123,7 @@ class Coordinator:
         received = traffic.received
         # Without this check a batch that is ready would be trained before the stop, again and again.
         async with self._saved_before_the_end():
-            await self._check_generators()
+            await self._settle_generators()
             lease = None if self.stop.requested else await self.stop.unless_asked(self.pipeline.next_batch())
         if lease is not None:
             await self._step(lease, began, received)
@@ -149,7 +153,7 @@ class Coordinator:
             if self.saved_at != step:
                 await self.pipeline.close()
                 await self.pipeline.ledger.settled()
-                await self.files.records.run(check_ledger, self, f"step {step}")
+                await self.files.records.run(check_open_samples, self, f"step {step}")
                 await self._save()
             await self.recovery.settled()
 
@@ -158,7 +162,7 @@ class Coordinator:
         lost = isinstance(error, WorkerError) and bool(error.role) and not self.roles.trains(error.role)
         return lost or isinstance(error, GeneratorMismatch) or error is self.roles.health.irreplaceable_error
 
-    async def generators_agree(self) -> bool:
+    async def make_generators_agree(self) -> bool:
         """Wait for the comparison of generators and learner after the last publication. If a generator does not compute
         with the learner's weights, give up what was sampled since (`Pipeline.resume` starts it again), publish all
         weights once more, and compare all generators. Returns False if that was necessary.
@@ -182,9 +186,9 @@ class Coordinator:
                                     "check-model`, and report it with this message") from error
         return False
 
-    async def _check_generators(self) -> None:
+    async def _settle_generators(self) -> None:
         """Before anything depends on the samples of the newest version: an update, an evaluation, a checkpoint."""
-        if not await self.generators_agree():
+        if not await self.make_generators_agree():
             self.pipeline.resume()
 
     async def _step(self, lease: Lease, began: float, received: int) -> None:
@@ -193,7 +197,7 @@ class Coordinator:
         coef = self.state.kl.value
         depth = self.buffer.stats()
         canary = self.weights.canary
-        saving = self.samples.begin(version + 1, lease)
+        saving = self.sample_saving.begin(version + 1, lease)
         async with self.weights.changing():
             with self.calls.forward_passes_held():
                 if self.weights.phases is not None:
@@ -205,7 +209,7 @@ class Coordinator:
                 published = await self.weights.publish(self.state.step)
         reached("publication_over")
         self.state.published = self.state.step
-        self.pipeline.readmit(too_old)
+        self.pipeline.return_evicted(too_old)
         self._save_due = self._due(self.config.checkpoint.every) or self.pace.due
         if not self._pauses:
             self.pipeline.admit()
@@ -219,7 +223,7 @@ class Coordinator:
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
         if self._pauses:
             async with self._saved_before_the_end():
-                await self._check_generators()
+                await self._settle_generators()
         # Evaluation comes first: a run that is killed after its last checkpoint has evaluated it.
         if self.state.unmeasured and await self._evaluate():
             await self._keep_best()
@@ -318,11 +322,11 @@ class Coordinator:
         return self.state.step == self.config.run.steps or self.stopped_early is not None
 
 
-def check_ledger(coordinator: Coordinator, place: Path | str) -> None:
+def check_open_samples(coordinator: Coordinator, checkpoint: Path | str) -> None:
     """Refuse a checkpoint whose ledger and state disagree on the open samples: some would be lost, or made twice.
 
     Args:
-        place: the checkpoint, for the message.
+        checkpoint: for the message.
 
     Raises:
         CheckpointError: names some of the samples.
@@ -331,8 +335,8 @@ def check_ledger(coordinator: Coordinator, place: Path | str) -> None:
     position = coordinator.state.cursor.position
     remedy = "resume from another checkpoint, or start a new run"
     if unmatched := sorted(key.numbers for key in ledger.open_keys() ^ set(coordinator.open_keys())):
-        raise CheckpointError(f"{place}: its ledger and its state disagree on {len(unmatched)} open samples, such as "
-                              f"(epoch, row, sample) {unmatched[0]}; {remedy}")
+        raise CheckpointError(f"{checkpoint}: its ledger and its state disagree on {len(unmatched)} open samples, such "
+                              f"as (epoch, row, sample) {unmatched[0]}; {remedy}")
     if ledger.position() != position:
-        raise CheckpointError(f"{place}: {ledger.position()} prompts of each source are handed out according to its "
-                              f"ledger, {position} according to its data cursor; {remedy}")
+        raise CheckpointError(f"{checkpoint}: {ledger.position()} prompts of each source are handed out according to "
+                              f"its ledger, {position} according to its data cursor; {remedy}")

@@ -1,10 +1,9 @@
 """From prompt keys to committed experience: which chunks are admitted, and the way of each of them.
 
 Each chunk is scored as soon as it is generated, while others are still being generated. At max_staleness > 0 chunks
-that are generated at nearly the same time are scored together. The contents of a chunk and the order of chunks in a
-batch are fixed at admission, and at max_staleness 0 each chunk is scored alone, so the result does not depend on
-timing: replacements of quarantined prompts are drawn in the order of admission, after all chunks of the batch are
-finished.
+that are generated at nearly the same time are scored together. At max_staleness 0 each chunk is scored alone, and what
+a batch contains, and in which order, is fixed at admission, so the result does not depend on timing: replacements of
+quarantined prompts are drawn in the order of admission, after all chunks of the batch are finished.
 """
 
 import asyncio
@@ -72,29 +71,29 @@ class Pipeline:
             await self._finished.wait()
 
     def resume(self) -> None:
-        """Start the chunks that were under way when the run was saved. The generators hold the restored policy. If
-        max_staleness is smaller than in the saved run, chunks beyond it lose their places, and their samples are
-        admitted again later."""
+        """Start the reserved chunks: after the restore of a checkpoint, whose policy the generators hold, or after
+        `give_up_since`. If max_staleness is smaller than in the saved run, chunks beyond it lose their places, and
+        their samples are admitted again later."""
         returned: list[SampleKey] = []
         for chunk in self.buffer.trim(self.config.coordinator.samples_per_step):
             if chunk.phase is Phase.READY:
                 self.ledger.give_up(chunk.keys, f"of version {chunk.min_version}, when the run resumed at version "
                                     f"{self.state.step} with max_staleness={self.config.coordinator.max_staleness}")
             returned += chunk.keys
-        self._admit_again(returned)
+        self._return_keys(returned)
         for chunk in self.buffer.under_way():
             if chunk.complete:
                 self._start(chunk)
 
-    def readmit(self, evicted: list[Chunk]) -> None:
+    def return_evicted(self, evicted: list[Chunk]) -> None:
         """Admit the samples of evicted chunks again: no prompt is lost because its experience is too old."""
         for chunk in evicted:
             age = staleness(chunk.min_version, self.state.step)
             self.ledger.give_up(chunk.keys, f"{age} versions old after the update of the policy")
-        self._admit_again([key for chunk in evicted for key in chunk.keys])
+        self._return_keys([key for chunk in evicted for key in chunk.keys])
 
     async def give_up_since(self, kept: Collection[Place], reason: str) -> None:
-        """Give up all chunks under way, and ready experience but for that of the places `kept`. `resume` starts the
+        """Give up all chunks under way, and ready experience except that of the places `kept`. `resume` starts the
         chunks again; samples of experience that was given up are admitted again."""
         begun = [chunk for chunk in self.buffer.under_way() if chunk.phase is not Phase.ADMITTED]
         await self.close()
@@ -104,7 +103,7 @@ class Pipeline:
         self.buffer.drop(dropped)
         for chunk in dropped:
             self.ledger.give_up(chunk.keys, reason)
-        self._admit_again([key for chunk in dropped for key in chunk.keys])
+        self._return_keys([key for chunk in dropped for key in chunk.keys])
 
     async def close(self) -> None:
         """Cancel all chunks under way."""
@@ -181,7 +180,7 @@ class Pipeline:
         self.ledger.admit(new, self.state.cursor.position)
         return keys + new
 
-    def _admit_again(self, keys: Sequence[SampleKey]) -> None:
+    def _return_keys(self, keys: Sequence[SampleKey]) -> None:
         """Put samples that lost their place before all prompts that were not drawn yet."""
         self.state.returned[:0] = keys
 
@@ -204,23 +203,26 @@ class Pipeline:
     async def _produce(self, chunk: Chunk) -> None:
         """Generate, score and assemble a chunk, and commit its experience.
 
-        If an object was lost with a node, the chunk is generated again. If its experience is too old, it loses its
-        place, and its samples are admitted again. If prompts of it were quarantined, the others go on with the tokens
-        that they have, and the places of those that left wait for other prompts. If prompts of another chunk in its
-        scoring batch were, it is scored again.
+        - If an object was lost with a node, the chunk is generated again, and so are the others of its scoring batch.
+          (One that was lost in a pass of several learner ranks restarts all learners.)
+        - If its experience is too old, it loses its place, and its samples are admitted again.
+        - If prompts of it were quarantined, the others go on with the tokens that they have, and a chunk of its own
+          waits for prompts that replace them. If prompts of another chunk in its scoring batch were, it is scored
+          again.
         """
         losses = 0
         linger_s = 0.0
-        stay: list[int] = []  # numbers of the samples that stay in the rollout when others have left
+        staying: list[int] | None = None  # numbers of the samples that stay in the rollout, after others have left
         while True:
             try:
                 if chunk.rollout is None:
                     linger_s = await self._generate(chunk)
-                elif stay:
-                    chunk.rollout = await self._calls.samples_of(chunk.rollout, stay)
+                elif staying is not None:
+                    chunk.rollout = await self._calls.samples_of(chunk.rollout, staying)
+                    staying = None
                 await self._batcher.submit(chunk, linger_s)
             except UnscoredSamples as error:
-                stay = self._leave_out(chunk, error)
+                staying = self._leave_out(chunk, error)
                 if not chunk.keys:
                     break
                 self._enter(chunk, Phase.SCORE)
@@ -231,6 +233,7 @@ class Pipeline:
                 if not again or losses > self.config.cluster.max_restarts:
                     raise
                 chunk.forget()
+                staying = None
                 self._enter(chunk, Phase.GENERATE)
                 self._begin_attempt_again(chunk, error)
             else:
@@ -265,22 +268,21 @@ class Pipeline:
 
     def _commit(self, chunk: Chunk) -> None:
         """Put a chunk's experience into its place, if it is fresh enough."""
-        summary = chunk.summary
-        outcome = self.buffer.commit(chunk, chunk.experience, summary.min_version, summary.nbytes, summary)
+        outcome = self.buffer.commit(chunk)
         if outcome is CommitOutcome.READY:
-            self.ledger.scored(chunk.keys, summary.min_version)
+            self.ledger.scored(chunk.keys, chunk.min_version)
         else:
-            self.ledger.give_up(chunk.keys, f"{outcome}: generated by version {summary.min_version}, finished at "
+            self.ledger.give_up(chunk.keys, f"{outcome}: generated by version {chunk.min_version}, finished at "
                                 f"version {self.state.step}")
-            self._admit_again(chunk.keys)
+            self._return_keys(chunk.keys)
 
-    def _leave_out(self, chunk: Chunk, error: UnscoredSamples) -> list[int]:
+    def _leave_out(self, chunk: Chunk, error: UnscoredSamples) -> list[int] | None:
         """Quarantine the prompts of a chunk that have samples without a score; returns the numbers of the samples that
-        stay in its rollout, none if none leave or none stay.
+        stay in its rollout, or None if all do.
 
-        The samples that stay keep their place and what was generated of them. The places of the others become a chunk
-        of their own, which waits for other prompts. Who leaves follows from the samples' keys and never from timing, so
-        it is always the same samples that are scored together.
+        The samples that stay keep their place and what was generated of them. The room of the others becomes a chunk of
+        its own, which waits for other prompts. Who leaves follows from the samples' keys and never from timing, so at
+        max_staleness 0 it is always the same samples that are scored together.
 
         Raises:
             RewardError: too many prompts were quarantined.
@@ -289,8 +291,8 @@ class Pipeline:
         if self.quarantine is None:
             raise error
         kept = self.quarantine.set_aside(chunk.keys, error)
-        if len(kept) == len(chunk.keys):  # the prompts of other chunks in its scoring batch
-            return []
+        if len(kept) == len(chunk.keys):  # the prompts of other chunks in its scoring batch leave
+            return None
         staying = set(kept)
         numbers = [number for number, key in enumerate(chunk.keys) if key in staying]
         self.buffer.split(chunk, kept)

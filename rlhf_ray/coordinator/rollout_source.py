@@ -13,7 +13,7 @@ from rlhf_ray.workers.health_monitor import Decision
 
 
 class Prompts(Protocol):
-    """Brings the prompts of chunks."""
+    """Brings the prompts of chunks: `PromptsAhead` in training, else `PromptSource`."""
 
     async def of(self, keys: Iterable[SampleKey]) -> Any:
         """Reference to prompts that hold those of some samples."""

@@ -102,9 +102,9 @@ class RunState:
         self.samples = state["samples"]
         self.unmeasured = state["unmeasured"]
         self.published = self.step
-        in_flight = dict(state["in_flight"])
+        keys_by_place = dict(state["in_flight"])
         for chunk in under_way:
-            chunk.keys = [SampleKey(*key) for key in in_flight[chunk.place.plain()]]
+            chunk.keys = [SampleKey(*key) for key in keys_by_place[chunk.place.plain()]]
         self.returned = [SampleKey(*key) for key in state["returned"]]
 
 

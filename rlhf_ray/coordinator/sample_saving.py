@@ -40,7 +40,7 @@ class SampleSaving:
         self._under_way: list[asyncio.Task[dict[str, float]]] = []
 
     def begin(self, step: int, lease: Lease) -> asyncio.Task[dict[str, float]]:
-        """Start to write the samples of a batch; returns the task that waits for the end. Its result are metrics: the
+        """Start to write the samples of a batch; returns the task that waits for the end. It returns metrics: the
         size of the file and the seconds that it took, in the assembler.
 
         The task raises:

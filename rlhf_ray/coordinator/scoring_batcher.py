@@ -21,7 +21,7 @@ class ScoringBatcher:
     """Scores chunks that are submitted within a short time in one batch.
 
     Args:
-        score: scores a batch, and fills in its chunks.
+        score: scores a batch and fills its chunks with experience (`Pipeline._score_and_assemble`).
     """
 
     def __init__(self, score: Callable[[Sequence[Chunk]], Awaitable[None]]) -> None:

@@ -27,10 +27,10 @@ class ReplayBuffer:
     waits for it. So nothing that was admitted in time grows too old, and at max_staleness 0 a batch is exactly the
     oldest admitted samples, bit for bit the same whatever finished first.
     *Split* divides a place when some of its samples leave the run: those that stay are committed without the others,
-    and samples that replace these come right behind them in the order of admission.
+    and samples that replace these come right behind them in the order of admission. All parts are leased together.
     *Commit* puts a reference into the place. Experience that is too stale is refused, which closes the place.
     *Lease* lends exactly as many samples as an update needs, all of them fresh at the given version. *Ack* marks them
-    as trained. An update that fails ends the loop: its samples are those of the checkpoint that it goes on from.
+    as trained. An update that fails ends the loop: the run continues from a checkpoint, which has these samples.
     *Evict* drops ready chunks that may no longer be trained at the given version, and returns them.
 
     Call `evict` whenever the policy's version changes, before generators receive it: a commit is compared with the
@@ -41,7 +41,8 @@ class ReplayBuffer:
         >>> buffer = ReplayBuffer(capacity_samples=8, capacity_bytes=None, max_staleness=0)
         >>> chunk = buffer.reserve(2, version=0)
         >>> chunk.keys = [SampleKey(0, 7, 0), SampleKey(0, 7, 1)]
-        >>> buffer.commit(chunk, "a reference", min_version=0, nbytes=100)
+        >>> chunk.fill("a reference", min_version=0, nbytes=100)
+        >>> buffer.commit(chunk)
         <CommitOutcome.READY: 'ready'>
         >>> lease = buffer.lease(2, version=0)
         >>> lease.experiences
@@ -89,7 +90,7 @@ class ReplayBuffer:
     # The life of a chunk
 
     def reserve(self, samples: int, version: int, again: bool = False) -> Chunk | None:
-        """A chunk with a place for `samples` samples and no keys yet, or None while the buffer has no room for them.
+        """A chunk with room for `samples` samples and no keys yet, or None while the buffer has no room for them.
 
         Args:
             version: of the weights that the generators hold; no token will be sampled with an older one.
@@ -139,16 +140,9 @@ class ReplayBuffer:
         self._open(rest)
         return rest
 
-    def commit(
-        self, chunk: Chunk, experience: Any, min_version: int, nbytes: int, summary: Any = None,
-    ) -> CommitOutcome:
-        """Put a reference to the finished experience of a chunk's keys into its place.
-
-        Args:
-            experience: opaque reference.
-            min_version: oldest weight version among its response tokens.
-            nbytes: its size. A commit may exceed the capacity in bytes; no new place is reserved then.
-            summary: what the chunk carries for its reader; opaque.
+    def commit(self, chunk: Chunk) -> CommitOutcome:
+        """Make a reserved chunk ready, which is filled with the experience of its keys. A commit may exceed the
+        capacity in bytes; no new place is reserved then.
 
         Returns:
             READY when held; STALE or AHEAD when refused, which closes the place.
@@ -162,11 +156,11 @@ class ReplayBuffer:
             raise BufferError(
                 f"commit of place {chunk.place}: {len(chunk.keys)} keys for a reservation of {chunk.samples}"
             )
-        self._check_new(chunk, min_version, nbytes)
+        self._check_new(chunk)
         self._close(chunk)
-        if not is_fresh(min_version, self._version, self.max_staleness):
-            return CommitOutcome.AHEAD if min_version > self._version else CommitOutcome.STALE
-        self._hold(chunk, experience, min_version, nbytes, summary)
+        if not self._fresh(chunk):
+            return CommitOutcome.AHEAD if chunk.min_version > self._version else CommitOutcome.STALE
+        self._hold(chunk)
         return CommitOutcome.READY
 
     def lease(self, samples: int, version: int) -> Lease | None:
@@ -293,15 +287,16 @@ class ReplayBuffer:
         """
         for saved in state["ready"]:
             keys = [SampleKey(*key) for key in saved["keys"]]
-            chunk = Chunk(Place.of(saved["order"]), len(keys), state["version"], keys)
-            self._check_new(chunk, saved["min_version"], saved["nbytes"])
+            chunk = Chunk(Place.from_plain(saved["order"]), len(keys), state["version"], keys)
             summary = (summaries or {}).get(saved["order"])
-            self._hold(chunk, experiences[saved["order"]], saved["min_version"], saved["nbytes"], summary)
+            chunk.fill(experiences[saved["order"]], saved["min_version"], saved["nbytes"], summary)
+            self._check_new(chunk)
+            self._hold(chunk)
         self._version = state["version"]
         self._trained = state["trained"]
         self._next_order = state["next_order"]
         for place, samples in state["reserved"]:
-            self._open(Chunk(Place.of(place), samples, self._version))
+            self._open(Chunk(Place.from_plain(place), samples, self._version))
         return self.under_way()
 
     # Batches
@@ -313,19 +308,23 @@ class ReplayBuffer:
 
     def _oldest(self, samples: int) -> list[Chunk] | None:
         """Fresh chunks of lowest places that add up to `samples`; None when there are not enough, or when those they
-        pass over would grow too old."""
+        pass over would grow too old.
+
+        The parts of one admission number are trained together, so that what is left adds up to batches, too.
+        """
         if self._samples_ready < samples:
             return None
         chosen: list[Chunk] = []
         passed: list[tuple[int, int]] = []  # (samples, oldest version) of chunks to be trained by later updates
         total = 0
+        incomplete = {place.order for place in self._reserved}
         later = iter(self._in_order())
         for chunk in later:
             if chunk.place in self._reserved:
                 passed.append((chunk.samples, chunk.version))
             elif not self._fresh(chunk):
                 continue
-            elif total + chunk.samples > samples:  # it does not fit: parts of chunks, or another size after a resume
+            elif chunk.place.order in incomplete or total + chunk.samples > samples:  # (another size, after a resume)
                 passed.append((chunk.samples, chunk.min_version))
             else:
                 chosen.append(chunk)
@@ -335,7 +334,8 @@ class ReplayBuffer:
         if total < samples:
             self._check_can_add_up(samples)
             return None
-        return chosen if not passed or self._can_wait(passed, later, samples) else None
+        # Where nothing is under way, waiting helps none of those that are passed over.
+        return chosen if not passed or not self._reserved or self._can_wait(passed, later, samples) else None
 
     def _can_wait(self, passed: list[tuple[int, int]], later: Iterable[Chunk], batch: int) -> bool:
         """Whether the chunks that a batch passes over, and those after it, can all be trained in time after it."""
@@ -353,11 +353,11 @@ class ReplayBuffer:
         if sum(fresh) >= samples and not self._reserved:
             raise BufferError(
                 f"cannot lease exactly {samples} samples: chunks of {fresh} in admission order do not add up to them, "
-                "and chunks are not split; make the samples of a step a multiple of the chunk"
+                "and a batch takes whole chunks; make the samples of a step a multiple of the chunk"
             )
 
     def _check_not_stuck(self, samples: int) -> None:
-        """Raise when no later commit could ever fill the batch, so that the run does not wait for ever."""
+        """Raise when no later commit could ever fill the batch, so that the run does not wait without end."""
         idle = not self._reserved and not self._leases and all(self._fresh(chunk) for chunk in self._ready.values())
         if idle and self._bytes_full():
             raise BufferError(
@@ -375,18 +375,13 @@ class ReplayBuffer:
         del self._reserved[chunk.place]
         self._samples_in[chunk.phase] -= chunk.samples
 
-    def _hold(self, chunk: Chunk, experience: Any, min_version: int, nbytes: int, summary: Any) -> None:
+    def _hold(self, chunk: Chunk) -> None:
         """Make a checked chunk ready."""
-        chunk.forget()
         chunk.phase = Phase.READY
-        chunk.experience = experience
-        chunk.min_version = min_version
-        chunk.nbytes = nbytes
-        chunk.summary = summary
         self._ready[chunk.place] = chunk
         self._samples_ready += chunk.samples
         self._held.update(chunk.keys)
-        self.bytes += nbytes
+        self.bytes += chunk.nbytes
 
     def _take_ready(self, chunk: Chunk) -> None:
         del self._ready[chunk.place]
@@ -398,11 +393,11 @@ class ReplayBuffer:
                 f"place {chunk.place}: no such open reservation (committed twice, or of another buffer)"
             )
 
-    def _check_new(self, chunk: Chunk, min_version: int, nbytes: int) -> None:
+    def _check_new(self, chunk: Chunk) -> None:
         """Raise BufferError unless the numbers make sense and all keys are new here."""
-        if min_version < 0 or nbytes < 0:
+        if chunk.min_version < 0 or chunk.nbytes < 0:
             raise BufferError(
-                f"place {chunk.place}: min_version={min_version} and nbytes={nbytes} must not be negative "
+                f"place {chunk.place}: min_version={chunk.min_version} and nbytes={chunk.nbytes} must not be negative "
                 "(a negative version means that no response token has one)"
             )
         repeated = [key for key, times in Counter(chunk.keys).items() if times > 1 or key in self._held]

@@ -11,10 +11,11 @@ from rlhf_ray.records import SampleKey
 
 
 class Place(NamedTuple):
-    """A chunk's place in the order of admission, in which batches are formed. Unique in a run."""
+    """A chunk's place in the order of admission, in which batches are formed. No two chunks in the buffer have the
+    same."""
 
     order: int
-    """Admission number. A retry of the same samples keeps it."""
+    """Admission number. Another attempt at the same chunk keeps it; samples that are admitted again get a new one."""
     part: int = 0
     """Counts the parts of one admission number: 0, until the chunk is split."""
 
@@ -26,13 +27,13 @@ class Place(NamedTuple):
         return str(self) if self.part else self.order
 
     @classmethod
-    def of(cls, plain: int | str) -> Place:
+    def from_plain(cls, plain: int | str) -> Place:
         """The place that `plain` gave."""
         return cls(*map(int, str(plain).split(".")))
 
 
 class Phase(StrEnum):
-    """What is being done with a chunk."""
+    """What is being done with a chunk. The values complete "is being ..." in `rlhf-ray status`."""
 
     ADMITTED = "admitted"
     """Nothing yet, or nothing until other prompts take the places of those that left."""
@@ -57,7 +58,7 @@ class Chunk:
     samples: int
     """How many samples it has room for."""
     version: int
-    """The policy's version at admission: no token of the samples comes from an older one."""
+    """While it is reserved: the policy's version at admission. No token of the samples comes from an older one."""
     keys: list[SampleKey] = field(default_factory=list)
     """Its samples; fewer than `samples` while prompts that left it are not replaced yet."""
     phase: Phase = Phase.ADMITTED
@@ -66,13 +67,13 @@ class Chunk:
     prompts: Any = None
     """Reference to its prompts, perhaps among others; None before they are read."""
     rollout: Any = None
-    """Reference to its rollout; None before it is generated and after it is assembled."""
+    """Reference to its rollout; None before it is generated and after its experience is assembled."""
     generator: str = ""
     """Name of the worker that generated the rollout."""
     experience: Any = None
-    """Reference to its experience, once it is ready."""
+    """Reference to its experience; None before it is assembled."""
     min_version: int = -1
-    """Oldest weight version among its response tokens, once it is ready."""
+    """Oldest weight version among its response tokens, once its experience is assembled."""
     nbytes: int = 0
     """Size of the experience."""
     summary: Any = None
@@ -85,11 +86,19 @@ class Chunk:
 
     @property
     def complete(self) -> bool:
-        """Whether it has a sample for each of its places."""
+        """Whether it has as many samples as it has room for."""
         return len(self.keys) == self.samples
 
+    def fill(self, experience: Any, min_version: int, nbytes: int, summary: Any = None) -> None:
+        """Give it the experience of its samples, in place of what that was made from."""
+        self.forget()
+        self.experience = experience
+        self.min_version = min_version
+        self.nbytes = nbytes
+        self.summary = summary
+
     def forget(self) -> None:
-        """Drop what was made of its samples: they will be generated again."""
+        """Drop what was made of its samples."""
         self.prompts = self.rollout = self.experience = self.summary = None
         self.generator = ""
 

@@ -69,14 +69,21 @@ class State(StrEnum):
     """State of a sample; see `ledger` for the life cycle."""
 
     ADMITTED = "admitted"
+    """No attempt is under way."""
     LEASED = "leased"
+    """An attempt to generate it is under way. (A lease of the buffer is something else: what an update trains on.)"""
     GENERATED = "generated"
     SCORED = "scored"
+    """Its experience is in the buffer."""
     CONSUMED = "consumed"
+    """An update was trained on it."""
     COMMITTED = "committed"
+    """That update is in a checkpoint. (A commit to the buffer is what makes a sample SCORED.)"""
     NOT_APPLIED = "not_applied"
+    """An update that changed no weight was trained on it."""
     QUARANTINED = "quarantined"
     UNUSED = "unused"
+    """The run ended before its turn."""
 
 
 UNDER_WAY = (State.LEASED, State.GENERATED, State.SCORED)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any, TypeVar
 
-from rlhf_ray.config.combination_checks import check_combinations
+from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.roles.data_readers import DataReader, DataSummary, PromptReader
 from rlhf_ray.stages.supervised_loop import SupervisedConfig
@@ -27,9 +27,7 @@ def with_steps(config: C, count: Callable[[], int], rows_per_step: int) -> C:
     if epochs is None:
         return config
     steps = max(1, ceil(round(epochs * count() / rows_per_step, 6)))  # rounded: 0.1 * 30 is a little more than 3
-    config = config.model_copy(update={"run": config.run.model_copy(update={"steps": steps, "epochs": None})})
-    check_combinations(config)
-    return config
+    return resolve(config.model_copy(update={"run": config.run.model_copy(update={"steps": steps, "epochs": None})}))
 
 
 def count_prompts(config: PPOConfig) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rlhf_ray.checkpoint.store import Checkpoint
 from rlhf_ray.config.training_loop import LoggingConfig
-from rlhf_ray.coordinator.loop import Coordinator, check_ledger
+from rlhf_ray.coordinator.loop import Coordinator, check_open_samples
 from rlhf_ray.errors import ConfigError, WorkerError
 from rlhf_ray.observability.faults import note_restart
 from rlhf_ray.observability.metrics import MetricsWriter
@@ -110,11 +110,11 @@ async def restore_checkpoint(coordinator: Coordinator, start: Checkpoint | None,
         step = coordinator.state.step
         if again or step:  # they loaded version 0
             await coordinator.weights.publish(step, resend=again)
-    await coordinator.generators_agree()
+    await coordinator.make_generators_agree()
     if start is None:
         return
     coordinator.saved_at = step
-    await coordinator.files.records.run(check_ledger, coordinator, start.path)
+    await coordinator.files.records.run(check_open_samples, coordinator, start.path)
     coordinator.progress.note(f"resuming after step {step}")
     coordinator.pipeline.resume()
     if (warning := await coordinator.best.resume(step)) is not None:

@@ -82,8 +82,8 @@ class CoordinatorBuilder:
                                 write_timeline if config.logging.task_events else None)
         if resume_at is not None:
             SampleWriter(self.directory.samples, term).cut(resume_at)
-        samples = SampleSaving(config.logging.samples, roles, self.prompts, self.directory.samples, term,
-                               derived.old_logprobs == "policy", progress.warn)
+        sample_saving = SampleSaving(config.logging.samples, roles, self.prompts, self.directory.samples, term,
+                                     derived.old_logprobs == "policy", progress.warn)
 
         def note_evaluation(step: int, evaluation: Evaluation) -> None:
             metrics.write(step, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
@@ -93,8 +93,8 @@ class CoordinatorBuilder:
 
         coordinator = Coordinator(
             config=config, derived=derived, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
-            weights=self.weights, recovery=recovery, evaluator=evaluator, best=best, metrics=metrics, samples=samples,
-            progress=progress, stop=self.stop, on_evaluation=note_evaluation, profiler=profiler, files=files,
+            weights=self.weights, recovery=recovery, evaluator=evaluator, best=best, metrics=metrics,
+            sample_saving=sample_saving, progress=progress, stop=self.stop, on_evaluation=note_evaluation, profiler=profiler, files=files,
             pace=pace)
         return coordinator
 

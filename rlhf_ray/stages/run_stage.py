@@ -35,7 +35,7 @@ def run(config: StageConfig, resume: bool = False) -> dict[str, Any]:
         kinds = ", ".join(kind.__name__ for kind in COMMANDS.values())
         raise ConfigError(f"run() got a {type(config).__name__}; give it one of {kinds}")
     config = with_inputs(config, resume)
-    if isinstance(config, PPOConfig):  # only this stage has values that follow from other sections
+    if isinstance(config, PPOConfig):  # others may still need GPUs that the machines' planner gives them first
         config = resolve(config)
     return _run(command, config, resume)
 

@@ -134,7 +134,10 @@ def actor_class(cls: type) -> Any:
     def initialise(self: Any, *args: Any, **named: Any) -> None:
         cls.__init__(self, *args, **named)  # type: ignore[misc]
         self.caller_fence = CallerFence()
-        self.peer_groups = {group.role: group for group in named.values() if isinstance(group, PeerGroup)}
+        groups = [argument for argument in (*args, *named.values()) if isinstance(argument, PeerGroup)]
+        self.peer_groups = {group.role: group for group in groups}
+        if len(groups) > len(self.peer_groups):
+            raise TypeError(f"{cls.__name__} has several peer groups of one role; give it one of each")
 
     # Ray compares arguments with the signature before it starts a process.
     initialise.__signature__ = inspect.signature(cls.__init__)  # type: ignore[attr-defined, misc]

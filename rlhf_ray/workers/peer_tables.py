@@ -93,9 +93,9 @@ class PeerTables:
         worker is left out first, and given up then."""
         if self._changes_seen:
             self._changes_seen = False
-            asyncio.get_running_loop().call_soon(self._tell)
+            asyncio.get_running_loop().call_soon(self._notify)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changes_seen = True
         group = self._callers.group
         for rank, incarnation in list(self._introduced.items()):
@@ -151,8 +151,8 @@ class PeerTables:
                 try:
                     calls.take(await asked.value())
                 except WorkerLost as error:
-                    if error.kind == "hung":
-                        continue  # it is busy or stopped: that is found out by the calls that it has
+                    if error.kind in ("hung", "result"):
+                        continue  # busy or stopped, which its other calls show; or its answer was lost with a node
                     self._health.lost(error)
                     return
         finally:

@@ -52,7 +52,8 @@ class WorkerHandle:
         return Call(self.role, self.rank, name, tuple(refs), timing, deadline, time.monotonic(), self.fence)
 
     def _timed_call(self, returns: int) -> Any:
-        """The worker's one remote method; Ray checks its options only once."""
+        """The worker's one remote method, which `workers.actor_class.actor_class` defines: it calls the role's method
+        by its name. Ray checks its options only once."""
         if returns not in self._methods:
             self._methods[returns] = self.actor.timed_call.options(num_returns=returns)
         return self._methods[returns]

@@ -97,7 +97,8 @@ def foreign_lease(_):
     buffer = ReplayBuffer(4, None, 0)
     chunk = buffer.reserve(2, 0)
     chunk.keys = [1, 2]
-    buffer.commit(chunk, "ref", 0, 20)
+    chunk.fill("ref", 0, 20)
+    buffer.commit(chunk)
     lease = buffer.lease(2, 0)
     buffer.ack(lease, 0)
     buffer.ack(lease, 0)

@@ -55,7 +55,8 @@ def test_the_buffer_counts_the_samples_of_experience_by_their_keys():
     other = [SampleKey(1, key.row, key.sample) for key in KEYS]
     for place, keys in zip(places[:2], (KEYS, other), strict=True):
         place.keys = experience(keys, **SPLIT).keys
-        buffer.commit(place, "ref", 0, record.nbytes)
+        place.fill("ref", 0, record.nbytes)
+        buffer.commit(place)
     assert buffer.stats().samples_ready == 6 and buffer.lease(6, 0).samples == 6
 
 

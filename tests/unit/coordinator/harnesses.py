@@ -94,7 +94,7 @@ class PipelineHarness:
         self.ledger.consumed(lease.keys, self.state.step + 1)
         self.state.step += 1
         self.version = self.state.published = self.state.step
-        self.pipeline.readmit(self.buffer.evict(self.state.step))
+        self.pipeline.return_evicted(self.buffer.evict(self.state.step))
         return lease.keys
 
 
@@ -132,7 +132,7 @@ def coordinator_of(config, roles, state, buffer, calls, pipeline, publish, **par
     nothing = SimpleNamespace(write=_nothing, update=_nothing, note=_nothing, warn=_nothing, save=_silence,
                               settled=_silence, close=_silence, writing=None)
     others = dict.fromkeys(("recovery", "best", "metrics", "progress"), nothing)
-    others["samples"] = SampleSaving("off", roles, None, Path(), None, True, _nothing)
+    others["sample_saving"] = SampleSaving("off", roles, None, Path(), None, True, _nothing)
     given = {"evaluator": None, "stop": StopRequest(_nothing), "on_evaluation": _nothing, **others, **parts}
     return Coordinator(
         config=config, derived=derive(config), roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,

@@ -39,7 +39,8 @@ class DiskRun(CoordinatorHarness):
         coordinator.pipeline = harness.pipeline_of(config, harness.roles)
         coordinator.files = self.files
         coordinator.metrics = MetricsWriter(place, LoggingConfig(tensorboard=False, ray_metrics=False))
-        coordinator.samples = SampleSaving("all", harness.roles, harness.prompts, place / "samples", None, True, print)
+        coordinator.sample_saving = SampleSaving(
+            "all", harness.roles, harness.prompts, place / "samples", None, True, print)
         harness.roles.assembler.answer, self.thread = self.assemble, FileThread("samples", TIMEOUT_S)
         coordinator.recovery = Recovery(CheckpointStore(place / "checkpoints", 2), harness.roles, harness.state,
                                         harness.buffer, {}, harness.ledger,

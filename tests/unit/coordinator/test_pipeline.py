@@ -277,7 +277,7 @@ def test_an_evicted_chunk_is_made_again_with_the_same_keys(ppo_config, summary):
         assert [chunk.place.order for chunk in ready] == [0, 1]
         harness.version = harness.state.step = 5
         evicted = harness.buffer.evict(5)
-        harness.pipeline.readmit(evicted)
+        harness.pipeline.return_evicted(evicted)
         assert evicted == ready
         assert harness.state.returned == [key for chunk in ready for key in chunk.keys]
         lease = await harness.pipeline.next_batch()

@@ -91,7 +91,8 @@ def test_a_run_comes_back_with_its_waiting_experience_and_open_places(tmp_path, 
         places = [buffer.reserve(2, 0) for _ in range(3)]
         for place, own in zip(places, (keys[:2], keys[2:4], keys[4:]), strict=True):
             place.keys = own
-        buffer.commit(places[1], "experience of 2 and 3", 3, 20, summary(keys[2:4], version=3))
+        places[1].fill("experience of 2 and 3", 3, 20, summary(keys[2:4], version=3))
+        buffer.commit(places[1])
         where = await saved(recovery)
         assert where == tmp_path / "step_3" and where.is_dir()
 
@@ -147,7 +148,8 @@ def test_waiting_experience_that_lay_on_a_lost_node_calls_for_what_its_update_wo
         keys = [SampleKey(0, 0, 0), SampleKey(0, 1, 0)]
         chunk = buffer.reserve(2, 0)
         chunk.keys = keys
-        buffer.commit(chunk, "gone", 0, 20, summary(keys))
+        chunk.fill("gone", 0, 20, summary(keys))
+        buffer.commit(chunk)
 
         async def gone(rank, method, *args):
             raise WorkerLost("an argument of save of assembler/0 was lost", "assembler", 0, 1, method, "result")
@@ -257,7 +259,8 @@ def test_experience_of_another_kind_than_updates_need_now_is_made_again(
         recovery.ledger.generated(keys[2:4], "generator/0")
         recovery.ledger.scored(keys[2:4], 0)
         places[0].keys, places[1].keys, state.returned = keys[:2], keys[2:4], keys[4:]
-        buffer.commit(places[1], "experience of 2 and 3", 0, 20, summary(keys[2:4]))
+        places[1].fill("experience of 2 and 3", 0, 20, summary(keys[2:4]))
+        buffer.commit(places[1])
         where = await saved(recovery)
 
         _, again, other, restored = setting(tmp_path)

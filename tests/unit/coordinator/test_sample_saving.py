@@ -96,8 +96,8 @@ def saved_run(ppo_config, summary, tmp_path):
 
         roles.assembler.answer, run.events = answer, harness.events
         coordinator.metrics = MetricsWriter(tmp_path, LoggingConfig(tensorboard=False, ray_metrics=False))
-        coordinator.samples = SampleSaving("all", roles, harness.harness.prompts, tmp_path / "samples", None, True,
-                                           print)
+        coordinator.sample_saving = SampleSaving(
+            "all", roles, harness.harness.prompts, tmp_path / "samples", None, True, print)
         try:
             return harness.go()
         finally:

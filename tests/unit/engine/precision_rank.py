@@ -93,7 +93,7 @@ def update(it: TrainEngine, rank: int) -> Tensor:
     before = weights(it)
     for _ in range(STEPS):
         it.backward(loss(it, rank))
-    it.step()
+        it.step()
     after = weights(it)
     return torch.cat([(after[name] - before[name]).flatten() for name in before])
 

@@ -20,7 +20,8 @@ def keys(chunk):
 
 def commit(buffer, chunk, version=0, nbytes=10):
     chunk.keys = chunk.keys or keys(chunk)
-    return buffer.commit(chunk, f"ref{chunk.place}", version, nbytes)
+    chunk.fill(f"ref{chunk.place}", version, nbytes)
+    return buffer.commit(chunk)
 
 
 def reserve_with(buffer, samples, *given):
@@ -40,7 +41,7 @@ def counts(buffer):
     return s.samples_ready, s.samples_reserved, s.samples_leased
 
 
-def test_an_entry_goes_from_reservation_to_trained():
+def test_a_chunk_goes_from_reserved_to_trained():
     buffer = make()
     place = buffer.reserve(4, 0)
     assert counts(buffer) == (0, 4, 0) and buffer.running == 4 and buffer.accepted == 0
@@ -242,7 +243,7 @@ def test_evicted_keys_may_be_committed_again():
     assert commit(buffer, reserve_with(buffer, 1, SampleKey(0, 0, 0)), version=1) is CommitOutcome.READY
 
 
-def test_evict_leaves_leased_entries_alone():
+def test_evict_leaves_leased_chunks_alone():
     buffer = filled(make(eta=0), [1])
     lease = buffer.lease(1, 0)
     assert buffer.evict(3) == []
@@ -276,7 +277,7 @@ def test_a_resumed_buffer_judges_commits_by_the_saved_version():
     assert commit(resumed, place, version=5) is CommitOutcome.STALE
 
 
-def test_ready_entries_are_in_admission_order():
+def test_ready_chunks_are_in_admission_order():
     buffer = make()
     places = [buffer.reserve(1, 0) for _ in range(3)]
     for i in (2, 0, 1):
@@ -326,10 +327,10 @@ def test_trimming_leaves_what_batches_in_admission_order_would_train_in_time(eta
 
 def test_what_was_trimmed_has_no_place_any_more():
     buffer = resumed_with(0)
-    entry, *_, reservation = buffer.trim(4)
-    assert entry.phase is Phase.READY and entry.min_version == 3
+    ready, *_, reserved = buffer.trim(4)
+    assert ready.phase is Phase.READY and ready.min_version == 3
     with pytest.raises(BufferError, match="no such open reservation"):
-        commit(buffer, reservation)
+        commit(buffer, reserved)
     assert buffer.reserve(1, 5) is None, "the two that are left are a whole batch"
 
 
@@ -350,11 +351,10 @@ def test_samples_that_replace_others_come_right_behind_those_that_stay():
     first, rest = split_in_two(buffer)
     filled(buffer, [2])
     assert (first.samples, rest.samples, rest.keys) == (3, 1, []) and counts(buffer) == (2, 4, 0)
-    assert commit(buffer, first) is CommitOutcome.READY
-    assert buffer.lease(3, 0) is not None, "what stays need not wait for what replaces the others"
+    assert commit(buffer, first) is CommitOutcome.READY, "what stays need not wait for what replaces the others"
     rest.keys = [SampleKey(0, 9, 0)]
     assert commit(buffer, rest) is CommitOutcome.READY
-    assert buffer.lease(3, 0).experiences == ["ref0.1", "ref1"]
+    assert buffer.lease(6, 0).experiences == ["ref0", "ref0.1", "ref1"]
 
 
 def test_at_staleness_0_a_batch_waits_for_what_replaces_samples_of_it():
@@ -363,6 +363,22 @@ def test_at_staleness_0_a_batch_waits_for_what_replaces_samples_of_it():
     filled(buffer, [4])
     commit(buffer, first)
     assert buffer.lease(4, 0) is None
+
+
+def test_the_parts_of_a_chunk_are_trained_together():
+    """Otherwise the chunks that are left need not add up to batches: here 4 and 2 would leave 2, 4, 4 and 6."""
+    buffer = make(capacity=24, eta=2)
+    first, rest = split_in_two(buffer)
+    filled(buffer, [4])
+    second, other = split_in_two(buffer, 4, left=2)
+    commit(buffer, first)
+    for chunk in (second, other):
+        chunk.keys = [SampleKey(1, chunk.place.part, i) for i in range(2)]
+        commit(buffer, chunk)
+    assert buffer.lease(8, 0).experiences == ["ref1", "ref2", "ref2.1"], "what is ready of the first chunk waits"
+    rest.keys = [SampleKey(0, 9, 0)]
+    commit(buffer, rest)
+    assert buffer.lease(4, 0).experiences == ["ref0", "ref0.1"]
 
 
 def test_each_split_has_a_place_of_its_own():

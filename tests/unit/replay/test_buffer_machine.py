@@ -14,10 +14,12 @@ CHUNK, CAPACITY = 2, 12
 
 
 class BufferMachine(RuleBasedStateMachine):
-    """Chunks of two samples, of which one may be replaced; updates of four. `made` has the version of each place."""
+    """Chunks of two samples, of which one may be replaced; updates of two or four. `made` has the version of each
+    place."""
 
-    @initialize(eta=st.integers(0, 2), capacity_bytes=st.sampled_from([None, 40]))
-    def start(self, eta, capacity_bytes):
+    @initialize(eta=st.integers(0, 2), capacity_bytes=st.sampled_from([None, 40]), chunks=st.integers(1, 2))
+    def start(self, eta, capacity_bytes, chunks):
+        self.batch = chunks * CHUNK
         self.version, self.eta = 0, eta
         self.buffer = ReplayBuffer(CAPACITY, capacity_bytes, eta)
         self.open, self.made, self.leases = {}, {}, []
@@ -25,6 +27,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.admitted = []
         """Places that are not trained and not dropped, in the order in which they are trained at staleness 0."""
         self.rows = count()
+        self.has_dropped = False
 
     def new_keys(self, samples):
         return [SampleKey(0, next(self.rows), 0) for _ in range(samples)]
@@ -60,21 +63,29 @@ class BufferMachine(RuleBasedStateMachine):
     def commit(self, pick):
         place = sorted(self.open)[pick % len(self.open)]
         chunk = self.open.pop(place)
-        outcome = self.buffer.commit(chunk, "a reference", self.made[place], 10)
+        chunk.fill("a reference", self.made[place], 10)
+        outcome = self.buffer.commit(chunk)
         fresh = self.version - self.made[place] <= self.eta
         assert (outcome is CommitOutcome.READY) == fresh
         if fresh:
             self.committed.update(chunk.keys)
         else:
+            self.has_dropped = True
             self.admitted.remove(place)
 
     @rule()
     def lease(self):
-        lease = self.buffer.lease(2 * CHUNK, self.version) if not self.stuck() else None
-        if lease is None:
+        if self.stuck():
             return
+        lease = self.buffer.lease(self.batch, self.version)
+        if lease is None:
+            fresh = sum(chunk.samples for chunk in self.buffer.ready() if self.is_fresh(chunk))
+            assert self.open or self.has_dropped or fresh < self.batch, "nothing is under way, and a batch is there"
+            return
+        orders = {chunk.place.order for chunk in lease.chunks}
+        assert not orders & {place.order for place in self.open}, "parts are trained together"
         places = [chunk.place for chunk in lease.chunks]
-        assert len(lease.keys) == 2 * CHUNK and places == sorted(places)
+        assert len(lease.keys) == self.batch and places == sorted(places)
         assert all(0 <= self.version - self.made[place] <= self.eta for place in places)
         if self.eta == 0:
             out = {chunk.place for other in self.leases for chunk in other.chunks}
@@ -98,14 +109,19 @@ class BufferMachine(RuleBasedStateMachine):
         for dropped in self.buffer.evict(self.version):
             assert self.version - self.made[dropped.place] > self.eta
             self.dropped += dropped.keys
+            self.has_dropped = True
             self.admitted.remove(dropped.place)
 
+    def is_fresh(self, chunk):
+        return self.version - self.made[chunk.place] <= self.eta
+
     def stuck(self):
-        """Nothing under way and less than an update with bytes full, or chunks that do not add up to one because one
-        part of a chunk was dropped: the buffer raises instead of waiting."""
+        """Nothing under way and less than an update with bytes full, or chunks that do not add up to one after a part of
+        one was dropped: the buffer raises instead of waiting."""
         limit = self.buffer.capacity_bytes
         full = limit is not None and self.buffer.bytes >= limit
-        return not self.open and (full or any(chunk.samples < CHUNK for chunk in self.buffer.ready()))
+        parts = self.has_dropped and any(chunk.samples < CHUNK for chunk in self.buffer.ready())
+        return not self.open and (full or parts)
 
     def counts(self):
         stats = self.buffer.stats()

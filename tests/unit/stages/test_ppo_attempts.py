@@ -14,7 +14,7 @@ from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from rlhf_ray.stages.ppo_attempts import RunAttempts, check_ledger
+from rlhf_ray.stages.ppo_attempts import RunAttempts, check_open_samples
 from tests.unit.replay.ledgers import begin
 
 
@@ -27,7 +27,7 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
     async def restore(_):
         return ["a place"]
 
-    async def generators_agree():
+    async def make_generators_agree():
         return True
 
     async def lost_learner(_):
@@ -47,7 +47,7 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
         pipeline=SimpleNamespace(resume=lambda: done.append("resumed"), close=close,
                                  ledger=SimpleNamespace(close=lambda: done.append("ledger closed"), open_keys=set,
                                                         position=lambda: [0])),
-        best=SimpleNamespace(resume=lost_learner), files=RunFiles(), generators_agree=generators_agree,
+        best=SimpleNamespace(resume=lost_learner), files=RunFiles(), make_generators_agree=make_generators_agree,
     )
     attempts = RunAttempts(LoggingConfig(), RunDirectory(tmp_path), None, lambda *_: coordinator)
     metrics, start = SimpleNamespace(dropped=[]), SimpleNamespace(step=0, path=tmp_path)
@@ -70,7 +70,7 @@ def resumed(tmp_path, open_keys, drawn):
 
 
 def test_a_checkpoint_whose_ledger_and_state_agree_is_gone_on_from(tmp_path):
-    check_ledger(resumed(tmp_path, [1, 2], 3), tmp_path)
+    check_open_samples(resumed(tmp_path, [1, 2], 3), tmp_path)
 
 
 @pytest.mark.parametrize(("open_keys", "drawn", "said"), [
@@ -79,7 +79,7 @@ def test_a_checkpoint_whose_ledger_and_state_agree_is_gone_on_from(tmp_path):
     ([1, 2], 4, r"\[3\] prompts of each source are handed out according to its ledger, \[4\] according to its data")])
 def test_a_checkpoint_that_would_lose_a_sample_or_make_one_twice_is_refused(tmp_path, open_keys, drawn, said):
     with pytest.raises(CheckpointError, match=said):
-        check_ledger(resumed(tmp_path, open_keys, drawn), tmp_path)
+        check_open_samples(resumed(tmp_path, open_keys, drawn), tmp_path)
 
 
 def test_what_learners_were_doing_for_generators_is_over_before_they_are_replaced(tmp_path):
