@@ -45,11 +45,14 @@ class BufferMachine(RuleBasedStateMachine):
             self.admitted.append(chunk.place)
 
     @precondition(lambda self: self.open)
-    @rule(pick=st.integers(0, 99), kept=st.integers(0, 1))
-    def lose_samples(self, pick, kept):
-        chunk = self.open[sorted(self.open)[pick % len(self.open)]]
-        if chunk.samples <= kept:
-            return
+    @rule(kept=st.integers(0, 1))
+    def lose_samples(self, kept):
+        """One of each whole chunk that is under way, or both."""
+        for chunk in list(self.open.values()):
+            if chunk.samples == CHUNK:
+                self.lose(chunk, kept)
+
+    def lose(self, chunk, kept):
         rest = self.buffer.split(chunk, chunk.keys[:kept])
         rest.keys = self.new_keys(rest.samples)
         assert (rest is chunk) == (kept == 0)
