@@ -42,8 +42,8 @@ class GeneratorRole(Role):
         self._generator._stop_tokens = []  # a random model ends one response in a thousand tokens; these have a length
         weights = load_file(self.directory / POLICY / "model.safetensors")
         specs = [(name, tuple(tensor.shape), "float32") for name, tensor in weights.items()]
-        self._publisher = SealedBuckets(specs, weights.keys(), WeightsConfig().bucket_bytes,
-                                    lambda names: {name: weights[name] for name in names})
+        self._sealed_buckets = SealedBuckets(specs, weights.keys(), WeightsConfig().bucket_bytes,
+                                             lambda names: {name: weights[name] for name in names})
 
     def work(self, activity: str, length: int, rows: int) -> Work:
         if activity == "receive weights":
@@ -63,8 +63,8 @@ class GeneratorRole(Role):
     def _receive(self) -> Work:
         async def receive() -> None:
             self._version += 1
-            count = self._publisher.plan.whole.buckets
-            buckets = [bucket for i in range(count) if (bucket := self._publisher.bucket(self._version, i))]
+            count = self._sealed_buckets.plan.whole.buckets
+            buckets = [bucket for i in range(count) if (bucket := self._sealed_buckets.bucket(self._version, i))]
             began = time.process_time()
             await self._generator.begin_weights(self._version, self._version, count)
             for bucket in buckets:

@@ -68,7 +68,8 @@ class Coordinator:
     _pause_s: float | None = None
     """How long training paused for a checkpoint since the last row of metrics."""
     _save_due: bool = False
-    """Whether a checkpoint follows the present step, as was decided before new chunks were admitted."""
+    """Whether a checkpoint follows the present step. Decided once, before new chunks are admitted: the clock may find
+    one due a moment later."""
 
     def __post_init__(self) -> None:
         self._learning = Learning(self.config.algorithm, self.derived.shares_backbone, self.roles, self.state,
@@ -221,7 +222,7 @@ class Coordinator:
         await self._recorded()
         self._record(outcome, depth, saving)
         self.state.unmeasured = self.config.evaluation is not None and self._due(self.config.evaluation.every)
-        if self._pauses:
+        if self._pauses:  # `early_stop` may have ended the run since this was asked above
             async with self._saved_before_the_end():
                 await self._settle_generators()
         # Evaluation comes first: a run that is killed after its last checkpoint has evaluated it.

@@ -73,7 +73,7 @@ class PromptSource:
         """The held-out rows of this table, or the first `limit` of each data set."""
         return None if self.held_out is None else replace(self.held_out, limit=limit)
 
-    async def of(self, keys: Iterable[SampleKey]) -> Any:
+    async def read_for(self, keys: Iterable[SampleKey]) -> Any:
         """Reference to the prompts of a chunk, each row once."""
         return await self.read(key.row for key in keys)
 
@@ -119,7 +119,7 @@ class PromptsAhead:
             self._coming.update(dict.fromkeys(rows, asyncio.create_task(self._source.read(rows))))
         return drawn
 
-    async def of(self, keys: Iterable[SampleKey]) -> Any:
+    async def read_for(self, keys: Iterable[SampleKey]) -> Any:
         """Reference to prompts that hold those of a chunk; of a chunk that was not just drawn, to these alone."""
         rows = dict.fromkeys(key.row for key in keys)
         found = {self._coming.pop(row, None) for row in rows}

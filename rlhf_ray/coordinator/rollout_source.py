@@ -15,7 +15,7 @@ from rlhf_ray.workers.health_monitor import Decision
 class Prompts(Protocol):
     """Brings the prompts of chunks: `PromptsAhead` in training, else `PromptSource`."""
 
-    async def of(self, keys: Iterable[SampleKey]) -> Any:
+    async def read_for(self, keys: Iterable[SampleKey]) -> Any:
         """Reference to prompts that hold those of some samples."""
 
 
@@ -53,7 +53,7 @@ class RolloutSource:
             WorkerError: no generator can be kept alive.
             RLHFError: the error of the prompt reader or the generator.
         """
-        chunk.prompts = await self._prompts.of(chunk.keys)
+        chunk.prompts = await self._prompts.read_for(chunk.keys)
         samples = len(chunk.keys)
         while True:
             try:

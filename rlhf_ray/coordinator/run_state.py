@@ -36,7 +36,8 @@ class RunState:
     step: int = 0
     """Updates made so far."""
     published: int = 0
-    """Version of the weights that all generators hold: `step`, but between an update and the end of its publication."""
+    """Version of the weights that all generators hold: equal to `step`, except between an update and the end of its
+    publication."""
     samples: int = 0
     """Samples trained on so far."""
     scores: RunningMoments = field(default_factory=RunningMoments)

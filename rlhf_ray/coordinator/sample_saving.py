@@ -71,7 +71,7 @@ class SampleSaving:
         limit = None if self._saved == "all" else self._saved
         chunks = _with_first_prompts(lease.chunks, limit)
         try:
-            prompts = await self._prompts.of(key for chunk in chunks for key in chunk.keys)
+            prompts = await self._prompts.read_for(key for chunk in chunks for key in chunk.keys)
             size, seconds = await self._roles.dispatcher(self._roles.assembler).value(
                 Assembler.save_samples, str(self._directory.absolute()), self._term, step, limit, self._old_known,
                 [chunk.summary for chunk in chunks], prompts, experiences=[chunk.experience for chunk in chunks])

@@ -46,16 +46,16 @@ def is_fresh(min_version: int, current_version: int, max_staleness: int) -> bool
     return 0 <= staleness(min_version, current_version) <= max_staleness
 
 
-def in_time(places: Iterable[tuple[int, int]], batch: int, version: int, max_staleness: int) -> bool:
+def in_time(chunks: Iterable[tuple[int, int]], batch: int, version: int, max_staleness: int) -> bool:
     """Whether batches in the order given train every sample within the bound.
 
     Args:
-        places: (samples, oldest version) of the chunks to train, in order of admission.
+        chunks: (samples, oldest version) of each to train, in order of admission.
         batch: samples of one update.
         version: of the policy when the first of the batches is trained.
     """
     before = 0
-    for samples, oldest in places:
+    for samples, oldest in chunks:
         before += samples
         if staleness(oldest, version + (before - 1) // batch) > max_staleness:
             return False

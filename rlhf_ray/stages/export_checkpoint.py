@@ -102,7 +102,7 @@ def _write(config: TrainedConfig, checkpoint: Checkpoint, learner_directory: Pat
         files["model_ema"] = place / "model_ema"
         average = saved.average()
         learner.whole_model.export(str(files["model_ema"]), card_of_average(card, config.policy.ema_decay), None,
-                                 lambda names, wanted: saved.gather_average(average, names, wanted))
+                                   lambda names, wanted: saved.gather_average(average, names, wanted))
     return files
 
 

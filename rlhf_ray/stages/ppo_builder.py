@@ -94,8 +94,8 @@ class CoordinatorBuilder:
         coordinator = Coordinator(
             config=config, derived=derived, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
             weights=self.weights, recovery=recovery, evaluator=evaluator, best=best, metrics=metrics,
-            sample_saving=sample_saving, progress=progress, stop=self.stop, on_evaluation=note_evaluation, profiler=profiler, files=files,
-            pace=pace)
+            sample_saving=sample_saving, progress=progress, stop=self.stop, on_evaluation=note_evaluation,
+            profiler=profiler, files=files, pace=pace)
         return coordinator
 
     def _state(self) -> RunState:

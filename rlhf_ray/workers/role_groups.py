@@ -15,7 +15,7 @@ from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.workers.calls import Call, Result
 from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.workers.health_monitor import HealthMonitor, Ready, as_started
-from rlhf_ray.workers.role_table import ScorerRow, scorer_rows, section_of
+from rlhf_ray.workers.role_table import ScorerRow, scorer_rows
 from rlhf_ray.workers.worker_group import WorkerGroup
 from rlhf_ray.workers.worker_handle import Role
 
@@ -26,7 +26,7 @@ class RoleGroups:
 
     Example:
         >>> roles = RoleGroups({"generator": generators, "policy": learners})
-        >>> roles.generators is generators, roles.of(ReferenceScorer)
+        >>> roles.generators is generators, roles.critic
         (True, None)
     """
 
@@ -68,10 +68,6 @@ class RoleGroups:
     def critic(self) -> WorkerGroup[CriticLearner] | None:
         """The ranks of the critic; None for estimators without one, and where the policy is its own."""
         return self.by_section.get("critic")
-
-    def of(self, cls: type[Role]) -> WorkerGroup[Role] | None:
-        """The workers of a class that has a row in the role table; None if the run has no such role."""
-        return self.by_section.get(section_of(cls))
 
     def scorers(self) -> list[ScorerRow[Any]]:
         """The rows of the frozen scorers that the run has."""

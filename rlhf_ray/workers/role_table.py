@@ -115,15 +115,3 @@ def rows_of(config: PPOConfig, derived: Derived) -> list[RoleRow[ConfiguredRole]
 def scorer_rows() -> list[ScorerRow[Any]]:
     """The rows of all frozen scorers."""
     return [row for row in ROLE_TABLE if isinstance(row, ScorerRow)]
-
-
-def section_of(cls: type[Any]) -> str:
-    """The section of a role, by its class.
-
-    Raises:
-        LookupError: the class has no row.
-    """
-    for row in ROLE_TABLE:
-        if issubclass(row.cls, cls):
-            return row.section
-    raise LookupError(f"{cls.__name__} has no row in ROLE_TABLE")

@@ -64,7 +64,7 @@ class StandInPrompts:
         self.name, self.rows, self.numbers = name, rows, range(rows)
         self.reads: list[list[int]] = []
 
-    async def of(self, keys: list[Any]) -> Any:
+    async def read_for(self, keys: list[Any]) -> Any:
         return await self.read(key.row for key in keys)
 
     async def read(self, rows: Iterable[int]) -> Any:

@@ -1,6 +1,8 @@
 """Every path of an entry's life in the replay buffer."""
 
 import json
+from itertools import count
+from random import Random
 
 import pytest
 
@@ -8,6 +10,7 @@ from rlhf_ray.errors import BufferError
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.chunk import CommitOutcome, Phase, Place
+from rlhf_ray.replay.staleness import AdmissionRule
 
 
 def make(capacity=16, nbytes=None, eta=0):
@@ -435,3 +438,30 @@ def test_the_samples_of_a_phase_follow_from_the_chunks_in_it():
     assert (buffer.samples_in(Phase.GENERATE), buffer.running) == (0, 1)
     with pytest.raises(BufferError, match="no such open reservation"):
         buffer.enter(first, Phase.SCORE, now=2.0)
+
+
+@pytest.mark.parametrize(("eta", "runs"), [(0, 40), (1, 40), (2, 500), (4, 500)])
+def test_batches_never_run_out_of_chunks_that_add_up_however_chunks_lose_samples(eta, runs):
+    """Chunks of eight samples lose two, four or six of them, and what replaces these takes long; batches of sixteen."""
+    rule = AdmissionRule(batch=16, max_staleness=eta, concurrency=10**6)
+    rows = count()
+    for seed in range(runs):
+        random, version = Random(seed), 0
+        late, losing = random.choice((0.7, 0.9, 0.95)), random.choice((0.3, 0.6))
+        buffer = make(capacity=16 * (eta + 1), eta=eta)
+        while version < 30:
+            while rule.allowance(version, buffer.accepted, buffer.running, generating=0) >= 8:
+                chunk = buffer.reserve(8, version)
+                chunk.keys = [SampleKey(0, next(rows), 0) for _ in range(8)]
+            if chunks := buffer.under_way():
+                chunk = random.choice(chunks[-3:] if random.random() < late else chunks)  # the oldest are late
+                if random.random() < losing and chunk.samples > 2:
+                    rest = buffer.split(chunk, chunk.keys[:random.randrange(2, chunk.samples, 2)])
+                    rest.keys = [SampleKey(0, next(rows), 0) for _ in range(rest.samples)]
+                assert commit(buffer, chunk, version=chunk.version) is CommitOutcome.READY
+            if (lease := buffer.lease(16, version)) is not None:
+                buffer.ack(lease, version)
+                version += 1
+                assert buffer.evict(version) == [], "everything is trained in time"
+            else:
+                assert buffer.under_way(), f"run {seed} waits, and nothing is under way at version {version}"

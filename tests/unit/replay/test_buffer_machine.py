@@ -119,8 +119,8 @@ class BufferMachine(RuleBasedStateMachine):
         return self.version - self.made[chunk.place] <= self.eta
 
     def stuck(self):
-        """Nothing under way and less than an update with bytes full, or chunks that do not add up to one after a part of
-        one was dropped: the buffer raises instead of waiting."""
+        """Nothing under way and less than an update with bytes full, or chunks that do not add up to one after a part
+        of one was dropped: the buffer raises instead of waiting."""
         limit = self.buffer.capacity_bytes
         full = limit is not None and self.buffer.bytes >= limit
         parts = self.has_dropped and any(chunk.samples < CHUNK for chunk in self.buffer.ready())

@@ -1,7 +1,6 @@
 """The role table and the facts beside the sections agree, and name only what exists."""
 
 import inspect
-import re
 from importlib.resources import files
 
 import pytest
@@ -14,7 +13,7 @@ from rlhf_ray.config.stages import PPOConfig, role_facts
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.workers.role_table import ASSEMBLED, ROLE_TABLE, rows_of, scorer_rows, section_of
+from rlhf_ray.workers.role_table import ASSEMBLED, ROLE_TABLE, rows_of, scorer_rows
 
 FACTS = role_facts(PPOConfig)
 SCORERS = scorer_rows()
@@ -101,9 +100,3 @@ def test_one_model_is_policy_and_critic_where_they_share_the_backbone():
 
     assert policy() is PolicyLearner
     assert policy(critic={"backbone": "policy"}) is ActorCriticLearner
-
-
-def test_a_class_without_a_row_is_named():
-    assert section_of(PolicyLearner) == section_of(ActorCriticLearner) == "policy"
-    with pytest.raises(LookupError, match=re.escape("int has no row in ROLE_TABLE")):
-        section_of(int)
