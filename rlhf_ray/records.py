@@ -143,7 +143,7 @@ class SampleKey:
 class SampleRows(Ragged):
     """Base of records in which a sample has one or more rows; by default each row is a sample of its own.
 
-    A selection numbers the samples of its rows anew, in order of first appearance.
+    A selection numbers the samples of its rows from 0, in order of first appearance.
     """
 
     samples: NDArray[np.int64] = field(

@@ -121,7 +121,7 @@ class CheckpointStore:
 
         Raises:
             NewerSchemaError: the newest was written by a later version of this package.
-            CheckpointError: all checkpoints are damaged. A run must not start anew over them.
+            CheckpointError: all checkpoints are damaged. A run must not start from the beginning over them.
         """
         problems = []
         for step, path in self.steps():

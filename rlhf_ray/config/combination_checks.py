@@ -1,7 +1,7 @@
 """Checks of combinations of sections, made before anything starts.
 
 They refuse pools that are too small for their roles, settings of which one would have no effect, numbers with which a
-run would wait for ever, and hardware that a setting cannot use. Each check raises ValueError with the fields, their
+run would wait without end, and hardware that a setting cannot use. Each check raises ValueError with the fields, their
 values and what to change.
 """
 

@@ -187,7 +187,7 @@ class Pipeline:
     # The way of one chunk
 
     def _start(self, chunk: Chunk) -> None:
-        """Begin the way of a chunk, which has all its keys."""
+        """Begin to produce a chunk, which has all its keys."""
         self._enter(chunk, Phase.GENERATE)
         self.ledger.start_attempt(chunk.keys, self.state.published)
         task = asyncio.create_task(self._produce(chunk), name=f"chunk {chunk.place}")

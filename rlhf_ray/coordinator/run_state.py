@@ -88,7 +88,7 @@ class RunState:
             CheckpointError: the state is incomplete, or as `PromptCursor.load_state_dict`.
         """
         check_complete(state, self.state_dict(()), "the checkpoint's state of the run")
-        # Of an evaluation that is kept; others may be configured anew. One file may be several parts of a mix.
+        # Of an evaluation that is kept; others may be configured as one likes. One file may be several parts of a mix.
         for source in {name for name, _ in self.held_out}:
             former, present = ([part for part in parts if part[0] == source]
                                for parts in (state["held_out"], self.held_out))

@@ -257,7 +257,7 @@ class WeightSync:
         self, receivers: BroadcastGroup, whole: bool, index: int, bucket: list[Call[Any]], loads: list[Call[Any]]
     ) -> None:
         """Wait until all generators have loaded a bucket. Those for which its bytes are lost or damaged get it once
-        more, gathered anew; a generator for which it is so again is replaced.
+        more, gathered again; a generator for which it is so again is replaced.
 
         Learners are waited for first: a generator cannot answer before them, and must not be blamed if one hangs.
         """

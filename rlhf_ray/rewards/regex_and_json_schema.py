@@ -1,4 +1,4 @@
-"""Regular expressions and JSON schemas as rewards. Both may take for ever on some texts, so they run in a process.
+"""Regular expressions and JSON schemas as rewards. Both may not end on some texts, so they run in a process.
 
 That process calls `judge_pattern` and `judge_json`, which return one verdict per response.
 """

@@ -1,6 +1,6 @@
 """Rule-based rewards: a rule gives a verdict on a response and a row's answer; verdicts become scores.
 
-Rules only read text: a response is never run as code. Rules that may take for ever on some texts (regular expressions,
+Rules only read text: a response is never run as code. Rules that may not end on some texts (regular expressions,
 schemas that contain one) run in a process that can be killed.
 """
 

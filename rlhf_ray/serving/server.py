@@ -89,7 +89,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        """Take both signals for as long as the server runs. uvicorn would raise them anew at the end, and a service
+        """Take both signals for as long as the server runs. uvicorn would raise them again at the end, and a service
         that stopped as it was asked would exit as if it had been killed."""
         loop, names = asyncio.get_running_loop(), ("SIGINT", "SIGTERM")
         for name in names:

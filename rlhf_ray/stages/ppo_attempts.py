@@ -1,6 +1,6 @@
 """A PPO run with its workers ready: to its end, and again from the last checkpoint whenever learners are lost.
 
-Every object with state of the run is made anew for each attempt from the checkpoint's contents, so an attempt after a
+Every object with state of the run is new for each attempt from the checkpoint's contents, so an attempt after a
 lost learner is a resume without a restart of the process, and gives the same results.
 """
 

@@ -8,7 +8,7 @@ workers.
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ from rlhf_ray.workers.worker_handle import AsyncMethod, Method, Role, WorkerHand
 
 STICKY_KEYS = 10_000
 """Keys whose peer is remembered; the longest unused ones are forgotten."""
+MOST_FINISHED = 10_000
+"""Answered calls that are kept for the next report; the oldest are forgotten, as when nobody asks for one."""
 MOST_LOST_RESULTS = 3
 """A call is repeated so many times because its result was lost with a node."""
 
@@ -117,7 +119,7 @@ class PeerGroup(Generic[Role]):
         """Key -> rank and incarnation of the peer that its last call went to."""
         self._numbers = count()
         self._under_way: dict[int, _Attempt] = {}
-        self._finished: list[tuple[_Attempt, float]] = []
+        self._finished: deque[tuple[_Attempt, float]] = deque(maxlen=MOST_FINISHED)
         """Answered calls since the last report, and when each ended."""
         self._losses: dict[int, WorkerLost] = {}
         """By rank, until a table has a successor."""
