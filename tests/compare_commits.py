@@ -88,6 +88,16 @@ def lora(files: Files) -> Settings:
             "algorithm": {"kl": {"coef": 0.1}}}
 
 
+def sharded(files: Files) -> Settings:
+    """A policy whose two ranks hold shards of each layer, with pretraining text, an entropy bonus, and updates that
+    `target_kl` may end early."""
+    text = files.root / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"w{2 + i} w{9 + i} w{20 + i}"}) + "\n" for i in range(24)))
+    algorithm = {"epochs": 2, "mini_batches": 2, "entropy_coef": 0.01, "target_kl": 1e-4, "kl": {"coef": 0.1}}
+    return {**SMALL, "run": {"steps": 2}, "policy": {"workers": 2, "zero_stage": 3}, "algorithm": algorithm,
+            "ptx": {"path": str(text), "max_tokens": 20, "batch_size": 4, "coef": 0.1}}
+
+
 def preferences(files: Files) -> Settings:
     """Pairs of responses, ranked by a function."""
     judge = files.root / "judge.py"
@@ -129,7 +139,8 @@ def supervised(files: Files, name: str, rows: list[Settings], workers: int) -> S
 
 RUNS: dict[str, tuple[str, Callable[[Files], Settings]]] = {
     "gae": ("ppo", gae), "grpo": ("ppo", grpo), "one-backbone": ("ppo", one_backbone), "lora": ("ppo", lora),
-    "preferences": ("preferences", preferences), "sft": ("sft", sft), "reward-model": ("reward-model", reward_model),
+    "sharded": ("ppo", sharded), "preferences": ("preferences", preferences), "sft": ("sft", sft),
+    "reward-model": ("reward-model", reward_model),
 }
 """Name of a run -> its command, and what it sets."""
 
