@@ -248,6 +248,7 @@ def test_with_the_real_vllm_completions_stay_the_same_and_nothing_late_is_accept
                          max_context=64) as cluster:
             expected = await cluster.play()
             assert len({tokens for turns in expected.values() for tokens, _ in map(repr_of, turns)}) > len(EPISODES)
+            await killed_generator(cluster, expected)
             await late_generator(cluster, expected)
             await late_runner(cluster, expected)
 
