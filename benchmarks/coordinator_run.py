@@ -32,7 +32,7 @@ from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig, role_facts
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
-from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.rollout_source import PromptSource
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.observability.metrics import MetricsWriter

@@ -23,7 +23,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
-from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.rollout_source import PromptSource
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest

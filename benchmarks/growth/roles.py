@@ -32,7 +32,7 @@ class GeneratorRole(Role):
         from safetensors.torch import load_file
 
         from rlhf_ray.roles.generator import Generator
-        from rlhf_ray.weights.sealed_buckets import SealedBuckets
+        from rlhf_ray.weights.publication import SealedBuckets
 
         config = GenerationConfig(engine="in_process", threads=1, max_sequences=SEQUENCES, chunk=SEQUENCES,
                                   kv_cache_mb=self.size.kv_cache_mb)

@@ -6,10 +6,9 @@ from typing import Any, Literal, overload
 
 from rlhf_ray.errors import DamagedBucket, RLHFError, WorkerLost
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.workers.calls import Call, Deadline, Result
+from rlhf_ray.workers.calls import AsyncMethod, Call, Deadline, Method, Result
 from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.workers.health_monitor import Decision
-from rlhf_ray.workers.worker_handle import AsyncMethod, Method
 
 
 class BroadcastGroup:

@@ -13,9 +13,9 @@ from rlhf_ray.config.learner import PPOLearnerConfig
 from rlhf_ray.coordinator.broadcast_group import BroadcastGroup
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.learner import Learner
+from rlhf_ray.workers.calls import Method
 from rlhf_ray.workers.role_groups import RoleGroups
 from rlhf_ray.workers.worker_group import WorkerGroup
-from rlhf_ray.workers.worker_handle import Method
 
 
 class Phases:

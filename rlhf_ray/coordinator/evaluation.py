@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
-from rlhf_ray.coordinator.prompt_source import PromptSource
-from rlhf_ray.coordinator.rollout_source import RolloutSource, chunks_at_a_time
+from rlhf_ray.coordinator.rollout_source import PromptSource, RolloutSource, chunks_at_a_time
 from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import EvaluationPart, SampleKey
 from rlhf_ray.replay.chunk import Chunk

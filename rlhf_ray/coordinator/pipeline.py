@@ -12,9 +12,8 @@ from collections.abc import Collection, Sequence
 from rlhf_ray.config.derived import concurrency_of
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
-from rlhf_ray.coordinator.prompt_source import PromptsAhead, PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
-from rlhf_ray.coordinator.rollout_source import RolloutSource
+from rlhf_ray.coordinator.rollout_source import PromptsAhead, PromptSource, RolloutSource
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.scoring_batcher import LINGER, ScoringBatcher
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line

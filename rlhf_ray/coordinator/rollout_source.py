@@ -1,15 +1,135 @@
-"""Where rollouts come from, for training, evaluation and `preferences` alike: prompts are read, generators sample."""
+"""Where rollouts come from, for training, evaluation and `preferences` alike: rows are read by number from the prompt
+reader, and generators sample responses to them. Prompts and rollouts are references here."""
 
-from collections.abc import Awaitable, Callable, Iterable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
+from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
+from rlhf_ray.data.contents import Contents, check_contents
+from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.data.load_report import LeftOutRows
 from rlhf_ray.errors import WorkerLost
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.chunk import Chunk
+from rlhf_ray.roles.data_readers import HELD_OUT, PromptReader
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.workers.dispatcher import WorkerDispatcher
-from rlhf_ray.workers.health_monitor import Decision
+from rlhf_ray.workers.health_monitor import Decision, Ready
+from rlhf_ray.workers.worker_group import WorkerGroup
+
+AHEAD = 8
+"""Chunks whose prompts are read in one call. Each role that reads a chunk's prompts receives all of them."""
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """One table of the prompt reader."""
+
+    reader: WorkerDispatcher[PromptReader]
+    table: str
+    sizes: list[int]
+    """Rows of each of its data sets; rows are numbered from 0 over all of them."""
+    reports: list[str]
+    """Load report of each."""
+    contents: Contents = field(default_factory=list)
+    """Digest of the rows of each."""
+    left_out: LeftOutRows = field(default_factory=list)
+    """Rows of the data sets that were left out."""
+    held_out: "PromptSource | None" = None
+    """The held-out rows of this table, if any."""
+    chat: bool = False
+    """Whether its first prompt is a conversation."""
+    limit: int | None = None
+    """Only the first rows of each data set are used; None for all."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows are used."""
+        return sum(map(self._used, self.sizes))
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the rows that are used."""
+        starts = accumulate(self.sizes, initial=0)
+        return [start + i for start, size in zip(starts, self.sizes, strict=False) for i in range(self._used(size))]
+
+    def _used(self, size: int) -> int:
+        return size if self.limit is None else min(size, self.limit)
+
+    @classmethod
+    async def open(cls, reader: WorkerDispatcher[PromptReader], table: str, config: PromptsConfig) -> "PromptSource":
+        """Have the reader, which has one worker, tokenise the data of a section.
+
+        Raises:
+            DataError, ModelError: it cannot be read; see `data.prompt_table.open_prompts`.
+        """
+        table_info = await reader.value(PromptReader.open, table, config)
+        held_out = None
+        if any(table_info["held_out"]):
+            held_out = cls(reader, HELD_OUT, table_info["held_out"], [], table_info["contents"])
+        return cls(reader, table, table_info["sizes"], table_info["reports"], table_info["contents"],
+                   table_info["left_out"], held_out, table_info["chat"])
+
+    def first_held_out(self, limit: int | None) -> "PromptSource | None":
+        """The held-out rows of this table, or the first `limit` of each data set."""
+        return None if self.held_out is None else replace(self.held_out, limit=limit)
+
+    async def read_for(self, keys: Iterable[SampleKey]) -> Any:
+        """Reference to the prompts of a chunk, each row once."""
+        return await self.read(key.row for key in keys)
+
+    async def read(self, rows: Iterable[int]) -> Any:
+        """Reference to the prompts of some rows, each once, after they were read."""
+        return (await self.reader.call(PromptReader.rows, list(dict.fromkeys(rows)), self.table, phase="read")).ref
+
+
+def reopened(
+    reader: WorkerGroup[PromptReader], tables: Mapping[str, PromptsConfig], contents: Mapping[str, Contents],
+) -> Ready:
+    """A callback that opens the tables again in a restarted reader, with the same rows under the same numbers. It
+    raises CheckpointError if a data set has changed since.
+
+    Args:
+        contents: digests of each table when it was first opened; tables that were not opened yet are missing.
+    """
+    async def ready(rank: int, readmit: Callable[[], None]) -> str:
+        for table, config in tables.items():
+            opened = await reader.call(rank, PromptReader.open, table, config).value()
+            if table in contents:
+                check_contents(contents[table], opened["contents"])
+        readmit()
+        return "its tables read again"
+
+    return ready
+
+
+class PromptsAhead:
+    """A source read ahead in the order of a cursor: one call reads the prompts of the next several chunks."""
+
+    def __init__(self, source: PromptSource, cursor: PromptCursor) -> None:
+        self._source, self._cursor = source, cursor
+        self._coming: dict[int, asyncio.Task[Any]] = {}
+        """Row drawn, or soon to be, -> what brings its prompts."""
+
+    def draw(self, count: int) -> list[tuple[int, int]]:
+        """The cursor's next (epoch, row) pairs, whose prompts are on their way from now on."""
+        drawn = self._cursor.next(count)
+        rows = [row for _, row in drawn]
+        if not all(row in self._coming for row in rows):
+            rows += [row for _, row in self._cursor.peek(count * (AHEAD - 1))]
+            self._coming.update(dict.fromkeys(rows, asyncio.create_task(self._source.read(rows))))
+        return drawn
+
+    async def read_for(self, keys: Iterable[SampleKey]) -> Any:
+        """Reference to prompts that hold those of a chunk; of a chunk that was not just drawn, to these alone."""
+        rows = dict.fromkeys(key.row for key in keys)
+        found = {self._coming.pop(row, None) for row in rows}
+        together = found.pop() if len(found) == 1 else None
+        return await (self._source.read(rows) if together is None else asyncio.shield(together))
 
 
 class Prompts(Protocol):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.rollout_source import PromptSource
 from rlhf_ray.errors import WorkerLost, first_line
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.replay.chunk import Chunk, Lease

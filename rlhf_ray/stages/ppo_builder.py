@@ -12,9 +12,9 @@ from rlhf_ray.coordinator.early_stop import EarlyStop
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
-from rlhf_ray.coordinator.prompt_source import PromptSource
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.recovery import LEDGER, Geometry, Recovery, SavePace
+from rlhf_ray.coordinator.rollout_source import PromptSource
 from rlhf_ray.coordinator.run_state import RunState, kl_controller
 from rlhf_ray.coordinator.sample_saving import SampleSaving
 from rlhf_ray.coordinator.step_profile import StepProfiler

@@ -14,7 +14,7 @@ from rlhf_ray.config.derived import Derived, placements_of, reward_sections
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.canary import Canary
-from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
+from rlhf_ray.coordinator.rollout_source import PromptSource, reopened
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.config_json import pretrained_config

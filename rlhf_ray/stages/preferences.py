@@ -11,8 +11,7 @@ from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.stages import PreferencesStageConfig
-from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
-from rlhf_ray.coordinator.rollout_source import RolloutSource, chunks_at_a_time
+from rlhf_ray.coordinator.rollout_source import PromptSource, RolloutSource, chunks_at_a_time, reopened
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.files.writing import write_atomically

@@ -37,9 +37,9 @@ from rlhf_ray.observability.sinks import require_trackers
 from rlhf_ray.planning.findings import idle_gpus
 from rlhf_ray.planning.worker_placement import place
 from rlhf_ray.roles.learner import Learner
+from rlhf_ray.workers.calls import Method, Role
 from rlhf_ray.workers.role_table import RoleRow
 from rlhf_ray.workers.worker_group import WorkerGroup
-from rlhf_ray.workers.worker_handle import Method, Role
 
 T = TypeVar("T")
 SHUTDOWN_GRACE_S = 10.0

@@ -8,11 +8,13 @@ adversary, who in this position could send any weights with a matching digest.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,8 +23,13 @@ from numpy.typing import NDArray
 
 from rlhf_ray.errors import DamagedBucket, WeightsError
 from rlhf_ray.records import BucketHead, TensorEntry, WeightBucket
-from rlhf_ray.weights.threads import in_parallel
 
+T = TypeVar("T")
+
+MOST_THREADS = 8
+"""That pass over the bytes of a bucket. A few saturate the memory of a node."""
+WORTH_IT = 8 << 20
+"""Bytes that one thread hashes in a millisecond; for fewer, handing over the work takes a noticeable part of it."""
 TensorSpec = tuple[str, tuple[int, ...], str]
 """Name, shape and torch dtype name ("float32") of one tensor."""
 EXPERTS_INFIX = ".experts."
@@ -195,3 +202,17 @@ def expand_fused_groups(changing: Iterable[str], groups: Iterable[Sequence[str]]
     """`changing`, and every name that shares a fused layer with one of them."""
     names = set(changing)
     return names.union(*(group for group in groups if names.intersection(group)))
+
+
+def in_parallel(function: Callable[..., T], *arguments: Iterable[Any], nbytes: int) -> Iterator[T]:
+    """As `map`, for work that releases Python's lock, as XXH3 and memory copies do: results and errors in the order of
+    the arguments. On several threads if there are `nbytes` to pass over and this process may use enough CPUs."""
+    threads = _threads() if nbytes >= WORTH_IT else None
+    return map(function, *arguments) if threads is None else threads.map(function, *arguments)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor | None:
+    """One for every second CPU, because the other side of a publication is at work too; None if that is one."""
+    number = min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2)
+    return ThreadPoolExecutor(number, "weights") if number > 1 else None

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlhf_ray.records import TensorEntry
-from rlhf_ray.weights.threads import in_parallel
+from rlhf_ray.weights.manifest import in_parallel
 
 ALIGNMENT = 64
 """Bytes. Every tensor in a file starts at a multiple of it, which suits every dtype and is one cache line."""

@@ -8,11 +8,10 @@ from typing import Any, Generic, TypeVar, overload
 
 from rlhf_ray.errors import WorkerError, WorkerLost, first_line
 from rlhf_ray.observability.spans import StepClock, Task
-from rlhf_ray.workers.calls import Call, Result
+from rlhf_ray.workers.calls import AsyncMethod, Call, Method, Result, Role
 from rlhf_ray.workers.health_monitor import Decision, HealthMonitor
 from rlhf_ray.workers.scheduler import LeastLoadedScheduler
 from rlhf_ray.workers.worker_group import WorkerGroup
-from rlhf_ray.workers.worker_handle import AsyncMethod, Method, Role
 
 T = TypeVar("T")
 PEER_GRACE_S = 5.0

@@ -16,9 +16,8 @@ from itertools import count
 from typing import Any, Generic, NamedTuple, overload
 
 from rlhf_ray.errors import RLHFError, WorkerError, WorkerLost
-from rlhf_ray.workers.calls import Caller, Deadline, Fence, Result
+from rlhf_ray.workers.calls import AsyncMethod, Caller, Deadline, Fence, Method, Result, Role, WorkerHandle
 from rlhf_ray.workers.scheduler import LeastLoadedScheduler
-from rlhf_ray.workers.worker_handle import AsyncMethod, Method, Role, WorkerHandle
 
 STICKY_KEYS = 10_000
 """Keys whose peer is remembered; the longest unused ones are forgotten."""

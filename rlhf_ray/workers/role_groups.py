@@ -12,12 +12,11 @@ from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reward_scorer import RewardScorer
-from rlhf_ray.workers.calls import Call, Result
+from rlhf_ray.workers.calls import Call, Result, Role
 from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
 from rlhf_ray.workers.health_monitor import HealthMonitor, Ready, as_started
 from rlhf_ray.workers.role_table import ScorerRow, scorer_rows
 from rlhf_ray.workers.worker_group import WorkerGroup
-from rlhf_ray.workers.worker_handle import Role
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from rlhf_ray.roles.reward_scorer import RewardScorer
-from rlhf_ray.workers.worker_handle import Method, Role, Startable
+from rlhf_ray.workers.calls import Method, Role, Startable
 
 
 class ConfiguredRole(Startable, Protocol):

@@ -13,9 +13,8 @@ from rlhf_ray.cluster.resource_pools import Pools, Seat
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.workers.actor_class import Process, actor_class, is_async, worker_environment
-from rlhf_ray.workers.calls import Call, Deadline, Fence, Result
+from rlhf_ray.workers.calls import AsyncMethod, Call, Deadline, Fence, Method, Result, Role, Startable, WorkerHandle
 from rlhf_ray.workers.heartbeat import count_at, forget, key_of
-from rlhf_ray.workers.worker_handle import AsyncMethod, Method, Role, Startable, WorkerHandle
 
 KILLED_S = 2.0
 """Time for Ray to kill actors; Ray reports an actor that ends in another way as failed."""

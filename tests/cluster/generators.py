@@ -9,7 +9,7 @@ from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
+from rlhf_ray.weights.publication import SealedBuckets
 
 VOCAB = 512
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

@@ -56,7 +56,7 @@ DEFECTS: dict[str, Sequence[Edit]] = {
         "                stage.swap() if version != 2 else None")],
     "stale_bucket": [AUDIT_DISABLED, Edit(
         # Some tensors of version 2 are those of version 1, with digests of their own.
-        "rlhf_ray/weights/sealed_buckets.py",
+        "rlhf_ray/weights/publication.py",
         "        ready = as_announced(entries, tensors)\n        require_finite", """\
         sent = self.__dict__.setdefault("sent", {})
         before, sent[index] = sent.get(index, {}), {name: tensor.clone() for name, tensor in tensors.items()}

@@ -13,7 +13,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.models.model_families import FAMILIES, Use
 from rlhf_ray.records import Prompts, SampleKey, offsets_of
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
+from rlhf_ray.weights.publication import SealedBuckets
 from tests.cluster.generator_families import MODELS, TIED, UNTIED, VOCAB, make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,13 +21,12 @@ from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import WorkerLost
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.stages.runtime import open_runtime
-from rlhf_ray.workers.calls import Deadline, Fence
+from rlhf_ray.workers.calls import Deadline, Fence, WorkerHandle
 from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
 from rlhf_ray.workers.dispatcher import WorkerDispatcher
 from rlhf_ray.workers.health_monitor import HealthMonitor
 from rlhf_ray.workers.peer_tables import PeerTables
 from rlhf_ray.workers.peers import PeerGroup
-from rlhf_ray.workers.worker_handle import WorkerHandle
 from tests.cluster.peer_roles import SAMPLING, HeldAnswers, LightGenerator, RealGenerator, Runner
 from tests.models import make_tiny_llama
 

@@ -17,7 +17,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import DamagedBucket, WeightsError
 from rlhf_ray.models.lora import Adapters
 from rlhf_ray.roles.generator import Generator
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
+from rlhf_ray.weights.publication import SealedBuckets
 from tests.cluster.generator_families import MODELS, TIED, UNTIED, make_model
 from tests.cluster.generator_families import VOCAB as TOKENS
 from tests.cluster.generators import CONTEXT, KEYS, LONG, PROMPTS, SHORT, VOCAB, gap, load_model

@@ -15,12 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate
+from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate, token_rewards
 from rlhf_ray.algorithms.kl import AdaptiveKL, approx_kl
 from rlhf_ray.algorithms.logprobs import entropy, token_logprobs
 from rlhf_ray.algorithms.losses import pairwise_loss, policy_loss, value_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, masked_mean, masked_whiten
-from rlhf_ray.algorithms.rewards import token_rewards
 from tests.golden.make_golden import CAP, COEF, DUAL, GAMMA, HIGH, LAM, LOW, VALUE_CLIP
 
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights import fingerprint as fingerprints
 from rlhf_ray.weights.direct_transport import handle_arguments, plain_handle
 from rlhf_ray.weights.fingerprint import fingerprint
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
+from rlhf_ray.weights.publication import SealedBuckets
 
 pytestmark = pytest.mark.gpu
 

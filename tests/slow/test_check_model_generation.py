@@ -8,7 +8,7 @@ import torch
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.stages.model_checks import generation_part
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
+from rlhf_ray.weights.publication import SealedBuckets
 from tests.real_models import make_real_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]

@@ -23,7 +23,7 @@ from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.local_generator import local_generation_config
 from rlhf_ray.stages.model_checks.outcome import Outcome, refusal
 from rlhf_ray.stages.model_checks.pass_parts import SEED
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
+from rlhf_ray.weights.publication import SealedBuckets
 
 RESPONSE = 24
 """Maximum tokens of a response."""

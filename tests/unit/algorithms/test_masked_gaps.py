@@ -9,12 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate
+from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate, token_rewards
 from rlhf_ray.algorithms.advantages import discounted_returns, gae
 from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss, value_loss, value_stats
 from rlhf_ray.algorithms.masking import aggregate_mean, masked_mean, masked_whiten, select
-from rlhf_ray.algorithms.rewards import token_rewards
 
 NAN = float("nan")
 AGGREGATES = ["token", "sequence"]

@@ -9,8 +9,8 @@ from rlhf_ray.errors import WeightsError, WorkerLost
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 from rlhf_ray.roles.generator import Generator, GeneratorActivity
+from rlhf_ray.workers.calls import Startable
 from rlhf_ray.workers.health_monitor import HealthMonitor
-from rlhf_ray.workers.worker_handle import Startable
 from tests.unit.coordinator.stand_ins import StandInGroup, role_groups_of
 
 

@@ -13,7 +13,7 @@ from rlhf_ray.config.derived import derive
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import NumberReward
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.prompt_source import PromptSource
+from rlhf_ray.coordinator.rollout_source import PromptSource
 from rlhf_ray.data.load_report import left_out_lines
 from rlhf_ray.data.prompt_table import open_prompts
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError

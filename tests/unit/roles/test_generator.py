@@ -24,7 +24,7 @@ from rlhf_ray.roles.generator import Generator, build_engine, transfer_info
 from rlhf_ray.roles.local_generator import LocalGenerator, local_generation_config
 from rlhf_ray.roles.prompt_input import PromptInput
 from rlhf_ray.weights.manifest import fused_groups
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
+from rlhf_ray.weights.publication import SealedBuckets
 from tests.models import make_tiny_llama
 from tests.unit.roles.conftest import VOCABULARY
 

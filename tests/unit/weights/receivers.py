@@ -2,8 +2,8 @@
 
 import torch
 
+from rlhf_ray.weights.publication import SealedBuckets
 from rlhf_ray.weights.receiver import Receiver
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5), "c": torch.zeros(2, 2)}
 SHAPES = {name: tuple(t.shape) for name, t in TENSORS.items()}

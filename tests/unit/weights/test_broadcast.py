@@ -13,7 +13,7 @@ from rlhf_ray.errors import WeightsError
 from rlhf_ray.roles.generator import transfer_info
 from rlhf_ray.weights.direct_sender import broadcast_route, open_sender
 from rlhf_ray.weights.nccl_ipc_backend import VerifiedGlooEngine, offer_info
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
+from rlhf_ray.weights.publication import SealedBuckets
 from tests.unit.engine.listening_rank import listeners
 
 TENSORS = {"a": torch.randn(40, 30), "b": torch.randn(7), "c": torch.randn(1000)}

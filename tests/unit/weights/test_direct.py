@@ -14,8 +14,8 @@ from rlhf_ray.roles.generator import transfer_info
 from rlhf_ray.weights.direct_transport import handle_arguments, plain_handle
 from rlhf_ray.weights.manifest import plan_buckets
 from rlhf_ray.weights.nccl_ipc_backend import VerifiedGlooEngine
+from rlhf_ray.weights.publication import SealedBuckets
 from rlhf_ray.weights.receiver import Receiver
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4)}
 SPECS = [(name, tuple(tensor.shape), "bfloat16") for name, tensor in TENSORS.items()]

@@ -6,7 +6,7 @@ import torch
 
 from rlhf_ray.weights.host_buffers import HostBuffers, bytes_needed
 from rlhf_ray.weights.manifest import digest_of, plan_buckets, seal
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
+from rlhf_ray.weights.publication import SealedBuckets
 
 SPECS = [("a", (3, 5), "float32"), ("b", (7,), "bfloat16"), ("c", (), "float64"), ("d", (0, 2), "float32"),
          ("e", (65,), "int8")]

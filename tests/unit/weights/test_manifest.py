@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlhf_ray.errors import WeightsError
 from rlhf_ray.records import TensorEntry
-from rlhf_ray.weights import threads
+from rlhf_ray.weights import manifest
 from rlhf_ray.weights.manifest import (
     as_announced,
     checksum,
@@ -119,9 +119,9 @@ def test_tensors_of_an_untouched_bucket_come_as_they_were_and_everything_about_a
 
 def test_several_threads_find_the_same_digests_and_name_the_first_damaged_tensor(monkeypatch):
     expected = sealed()
-    monkeypatch.setattr(threads, "WORTH_IT", 1)
+    monkeypatch.setattr(manifest, "WORTH_IT", 1)
     with ThreadPoolExecutor(3) as pool:
-        monkeypatch.setattr(threads, "_threads", lambda: pool)
+        monkeypatch.setattr(manifest, "_threads", lambda: pool)
         bucket = sealed()
         assert bucket.digests == expected.digests and bucket.checksum == expected.checksum
         assert list(verified_tensors(bucket)) == list(zip(bucket.entries, bucket.arrays, strict=True))

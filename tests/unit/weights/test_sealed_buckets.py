@@ -6,7 +6,7 @@ import torch
 from rlhf_ray.errors import TrainingError, WeightsError
 from rlhf_ray.records import PublicationSize
 from rlhf_ray.weights.manifest import expand_fused_groups, fused_groups
-from rlhf_ray.weights.sealed_buckets import SealedBuckets
+from rlhf_ray.weights.publication import SealedBuckets
 
 SPECS = [("a", (3, 4), "float32"), ("b", (5,), "float32"), ("c", (2, 2), "float32")]
 LAYER = "model.layers.0.self_attn"

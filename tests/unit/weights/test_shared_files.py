@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rlhf_ray.records import TensorEntry
+from rlhf_ray.weights import manifest
 from rlhf_ray.weights import shared_files as module
-from rlhf_ray.weights import threads
 from rlhf_ray.weights.shared_files import StagedFiles, mapped_files, read_file
 
 READER = """
@@ -154,9 +154,9 @@ def test_several_threads_copy_the_same_bytes(monkeypatch):
     tensors = [(TensorEntry(f"t{i}", "uint8", (size,), size), random.integers(0, 255, size, np.uint8))
                for i, size in enumerate([1, 0, 1000, 63, 64, 65, 4001])]
     monkeypatch.setattr(module, "PIECE", 100)
-    monkeypatch.setattr(threads, "WORTH_IT", 1)
+    monkeypatch.setattr(manifest, "WORTH_IT", 1)
     with ThreadPoolExecutor(3) as pool:
-        monkeypatch.setattr(threads, "_threads", lambda: pool)
+        monkeypatch.setattr(manifest, "_threads", lambda: pool)
         first = staged([tensors_of(*(entry.nbytes for entry, _ in tensors))])
         second = staged([tensors], first.unmapped(()))
     assert inodes(second) == inodes(first)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rlhf_ray.weights import threads as module
-from rlhf_ray.weights.threads import in_parallel
+from rlhf_ray.weights import manifest as module
+from rlhf_ray.weights.manifest import in_parallel
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_ray.algorithms.rewards import last_true, token_rewards
+from rlhf_ray.algorithms.advantage_estimators import last_true, token_rewards
 from rlhf_ray.errors import ConfigError
 
 NAN = float("nan")

@@ -9,7 +9,7 @@ import pytest
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig
-from rlhf_ray.coordinator.prompt_source import PromptSource, reopened
+from rlhf_ray.coordinator.rollout_source import PromptSource, reopened
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.data_readers import PromptReader
