@@ -1,4 +1,4 @@
-"""From prompt keys to committed experience: which chunks are admitted, and the way of each of them.
+"""From prompt keys to committed experience: which chunks are admitted, and what happens to each.
 
 Each chunk is scored as soon as it is generated, while others are still being generated. At max_staleness > 0 chunks
 that are generated at nearly the same time are scored together. At max_staleness 0 each chunk is scored alone, and what
@@ -47,11 +47,11 @@ class Pipeline:
         self._linger = LINGER if config.coordinator.max_staleness else 0.0
         self._rule = self._rule_of(len(roles.generators))
         self._tasks: set[asyncio.Task[None]] = set()
-        """One for each chunk on its way."""
+        """One for each chunk under way."""
         self._failures: list[BaseException] = []
         """Of chunks, oldest first."""
         self._finished = asyncio.Event()
-        """A chunk has come to the end of its way."""
+        """A task of a chunk has ended."""
 
     async def next_batch(self) -> Lease:
         """Wait until a whole batch is ready, and admit new work meanwhile. The first failure of a chunk is raised."""
@@ -183,7 +183,7 @@ class Pipeline:
         """Put samples that lost their place before all prompts that were not drawn yet."""
         self.state.returned[:0] = keys
 
-    # The way of one chunk
+    # One chunk
 
     def _start(self, chunk: Chunk) -> None:
         """Begin to produce a chunk, which has all its keys."""
