@@ -92,17 +92,16 @@ class Pipeline:
         self._return_keys([key for chunk in evicted for key in chunk.keys])
 
     async def give_up_since(self, kept: Collection[Place], reason: str) -> None:
-        """Give up all chunks under way, and ready experience except that of the places `kept`. `resume` starts the
-        chunks again; samples of experience that was given up are admitted again."""
+        """Give up all chunks under way, and ready experience except that of the places `kept`. `resume` starts all
+        these chunks again, in their places."""
         begun = [chunk for chunk in self.buffer.under_way() if chunk.phase is not Phase.ADMITTED]
         await self.close()
         for chunk in begun:
             self.ledger.give_up(chunk.keys, reason)
-        dropped = [chunk for chunk in self.buffer.ready() if chunk.place not in kept]
-        self.buffer.drop(dropped)
-        for chunk in dropped:
-            self.ledger.give_up(chunk.keys, reason)
-        self._return_keys([key for chunk in dropped for key in chunk.keys])
+        for chunk in self.buffer.ready():
+            if chunk.place not in kept:
+                self.buffer.reopen(chunk)
+                self.ledger.give_up(chunk.keys, reason)
 
     async def close(self) -> None:
         """Cancel all chunks under way."""

@@ -428,6 +428,32 @@ def test_a_chunk_that_does_not_fit_into_a_batch_waits_for_the_next_one():
     assert buffer.evict(1) == [] and buffer.lease(4, 1).experiences == ["ref1"]
 
 
+def test_a_chunk_that_is_opened_again_has_its_place_and_its_keys():
+    buffer = filled(make(eta=1), [2, 2])
+    first, _ = buffer.ready()
+    buffer.reopen(first)
+    assert counts(buffer) == (2, 2, 0) and buffer.bytes == 10 and buffer.accepted == 2
+    assert buffer.under_way() == [first] and first.phase is Phase.ADMITTED and first.experience is None
+    assert first.complete and commit(buffer, first) is CommitOutcome.READY
+    assert buffer.lease(4, 0).experiences == ["ref0", "ref1"]
+
+
+def test_a_part_that_is_trimmed_takes_the_others_of_its_chunk_with_it():
+    """Chunks of four, batches of eight; a part of the first and of the third chunk is too old for a bound of 1. Without
+    the other parts of these, [3, 4, 2, 4, 3] would be left, which do not add up from the front."""
+    buffer = make(capacity=40, eta=3)
+    buffer.evict(2)
+    for left in (3, 0, 2, 0, 0):
+        first, rest = split_in_two(buffer, 4, left) if left else (buffer.reserve(4, 0), None)
+        commit(buffer, first, version=0 if left else 2)
+        if rest is not None:
+            rest.keys = [SampleKey(1, rest.place.order, i) for i in range(rest.samples)]
+            commit(buffer, rest, version=2)
+    buffer.max_staleness = 1
+    assert [chunk.place for chunk in buffer.trim(8)] == [Place(0), Place(0, 1), Place(2), Place(2, 1)]
+    assert buffer.lease(8, 2).experiences == ["ref1", "ref3"]
+
+
 def test_the_samples_of_a_phase_follow_from_the_chunks_in_it():
     buffer = make()
     first, _ = split_in_two(buffer)
