@@ -36,6 +36,15 @@ def unnoticed(record: RunRecord) -> set[int]:
             and kind_of(fault).went_unnoticed(evidence, last[fault.number])}
 
 
+def to_inject_again(record: RunRecord) -> set[int]:
+    """Numbers of the faults that went unnoticed, and of those that such faults need directly before them: without a
+    generator that is killed, for example, there is no catch-up in which another one could be hit."""
+    lost = unnoticed(record)
+    pairs = zip(record.faults, record.faults[1:], strict=False)
+    return lost | {before.number for before, fault in pairs
+                   if fault.number in lost and kind_of(fault).preceded_by == before.kind}
+
+
 def _if_over(record: RunRecord, outcome: Outcome) -> Outcome:
     """For a run that was interrupted: a fault that it had not survived by then does not count."""
     if outcome.recovery_s is not None and not outcome.problem:

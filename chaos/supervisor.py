@@ -19,7 +19,7 @@ import psutil
 from chaos.faults import Fault
 from chaos.injection_log import INJECTION_LOG
 from chaos.kinds import kind_of
-from chaos.outcomes import unnoticed
+from chaos.outcomes import to_inject_again
 from chaos.reward_service import RewardService
 from chaos.run_record import RunRecord, Start
 from chaos.witness.journals import JOURNALS
@@ -76,8 +76,8 @@ def _start_until_the_end(record: RunRecord, mark: str, sources: Path) -> None:
         if record.interruption is not None:
             return
         record.left += [f"{process} after start {len(record.starts)}" for process in _kill_leftovers(mark)]
-        injected = record.injections.injected() - unnoticed(record)
-        pending = [fault for fault in pending if fault.number not in injected]
+        injected = record.injections.injected() - to_inject_again(record)
+        pending = [fault for fault in record.faults if fault.number not in injected]
         surprises += start.wedged or start.code != start.expected
         if start.code == 0 or surprises > MOST_SURPRISES:
             break

@@ -7,7 +7,7 @@ from chaos.kinds import KINDS
 from chaos.kinds.checkpoints import SKIPPED
 from chaos.kinds.failures import LEFT_OUT
 from chaos.nan_injection import unrecovered
-from chaos.outcomes import outcomes, unnoticed
+from chaos.outcomes import outcomes, to_inject_again, unnoticed
 from rlhf_ray.errors import DiskStalled
 from rlhf_ray.failpoints import EXIT_CODE
 
@@ -56,6 +56,16 @@ def test_a_victim_that_a_driver_could_not_report_is_not_survived_and_proves_noth
     fake_run.start(160, 200, 0, 0)
     outcome = only(fake_run)
     assert not outcome.injected and not outcome.survived and "before it could notice" in outcome.problem
+
+
+def test_a_fault_in_the_repair_of_another_is_injected_again_with_that_one(fake_run):
+    fake_run.start(100, 150, EXIT_CODE, EXIT_CODE)
+    killed = fake_run.injected("generator_kill", 140, role="generator", pid=7)
+    fake_run.event("generator", 7, 141, 6.0)
+    in_catch_up = fake_run.injected("policy_kill_in_catch_up", 149, role="policy_learner", pid=8)
+    other = fake_run.injected("reward_stop", 149, role="reward_scorer", pid=9)
+    assert unnoticed(fake_run.record) == {in_catch_up, other}
+    assert to_inject_again(fake_run.record) == {killed, in_catch_up, other}
 
 
 @pytest.mark.parametrize("code, ended, proves_nothing", [
