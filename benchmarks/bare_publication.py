@@ -4,7 +4,7 @@ The learner's process copies its weights into memory that all processes share. T
 same time, copy them out into private memory, and vLLM packs each matrix for its kernels, by the function with which it
 does so when it loads a model. Each copy is one `memcpy` in one piece; all work is on one thread of each process. All
 memory was written to before: no copy waits for the kernel to find and clear a page. `fresh=True` copies out into pages
-that are new each time, as a process that allocates its weights anew does.
+that are new each time, as a process that allocates its weights again does.
 """
 
 import multiprocessing

@@ -41,7 +41,7 @@ class DataOrder:
         return cls([prompt for prompt in prompts if len(prompt) <= most_tokens], seed)
 
     def visits(self) -> Iterator[int]:
-        """The rows in the order of their visits, for ever."""
+        """The rows in the order of their visits, without end."""
         for epoch in count():
             words = np.random.Philox(seed=[self._seed, epoch]).random_raw(len(self.prompts)).tolist()
             yield from sorted(range(len(self.prompts)), key=words.__getitem__)

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from rlhf_ray.config.adapter_publication import publishes_adapters
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.internals.transformers import supports_attention_interface
 from rlhf_ray.models.config_json import is_classifier, local_configuration, pretrained_config
@@ -123,6 +125,11 @@ def model_family(model: ModelConfig) -> str:
         ModelError: the configuration cannot be read.
     """
     return str(_configuration(model).get("model_type"))
+
+
+def sends_adapters(config: PPOConfig) -> bool:
+    """As `publishes_adapters`, of the family that the policy's files name; without adapters they are not read."""
+    return config.policy.lora is not None and publishes_adapters(config, model_family(config.model))
 
 
 def refusals(model: ModelConfig) -> dict[Use, str]:

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rlhf_ray.config.adapter_publication import publishes_adapters
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LoRAConfig
@@ -31,7 +30,7 @@ from rlhf_ray.errors import DataError, ModelError, WeightsError, WorkerError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer, parameter_shapes
 from rlhf_ray.models.lora import adapter_shapes
-from rlhf_ray.models.model_families import model_family
+from rlhf_ray.models.model_families import sends_adapters
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.records import (
     GivenTokens,
@@ -120,7 +119,6 @@ class Generator:
     @staticmethod
     def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
         """Arguments of a rank in a run."""
-        adapters = config.policy.lora is not None and publishes_adapters(config, model_family(config.model))
         return {
             "model": config.model,
             "generation": config.generator,
@@ -130,7 +128,7 @@ class Generator:
             "in_flight": config.weights.in_flight,
             "transport": config.weights.transport,
             "record_masks": True,
-            "lora": config.policy.lora if adapters else None,
+            "lora": config.policy.lora if sends_adapters(config) else None,
         }
 
     async def start(self) -> None:

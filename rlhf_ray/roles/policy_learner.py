@@ -17,7 +17,6 @@ from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, masked_mean
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state_files import save_state
-from rlhf_ray.config.adapter_publication import publishes_adapters
 from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.learner import PolicyConfig
@@ -29,7 +28,7 @@ from rlhf_ray.data.supervised_records import Sequences
 from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.engine.ema import WeightAverage, average_files
 from rlhf_ray.models.loading import load_causal_lm, remove_dropout
-from rlhf_ray.models.model_families import model_family
+from rlhf_ray.models.model_families import sends_adapters
 from rlhf_ray.models.packed_model import PackedLanguageModel
 from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, GivenTokens, LearnerPass, Rollout, TokenScores, UpdateStats
@@ -80,14 +79,13 @@ class PolicyLearner(PPOLearner):
         if config.ptx:
             longest = max(longest, config.ptx.max_tokens)
         steps = max(1, config.run.steps - config.algorithm.critic_warmup_steps)
-        adapters = config.policy.lora is not None and publishes_adapters(config, model_family(config.model))
         return {
             **PPOLearner.common_arguments(config, config.policy, rank, steps),
             "model": config.model,
             "longest": longest,
             "temperature": config.generator.sampling.temperature,
             "old_logprobs": derived.old_logprobs,
-            "publishes_adapters": adapters,
+            "publishes_adapters": sends_adapters(config),
         }
 
     def start(self, address: str, timeout_s: float) -> dict[str, Any]:

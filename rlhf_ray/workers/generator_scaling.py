@@ -129,7 +129,7 @@ class Scaling:
         await self._weights.over()  # the next one begins without it
         left = scheduler.load(rank)
         await scheduler.group.remove(rank, REMOVED, shutdown=Generator.stop, grace_s=SHUTDOWN_GRACE_S)
-        scheduler.forget(rank)
+        scheduler.notify()
         return left
 
 

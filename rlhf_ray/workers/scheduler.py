@@ -77,25 +77,20 @@ class LeastLoadedScheduler(Generic[Group]):
         if rank in self._up:
             self._up.discard(rank)
             del self._order[bisect_left(self._order, (self._load[rank], rank))]
-            self._notify()
-
-    def forget(self, rank: int) -> None:
-        """A rank was removed from the group."""
-        self.leave_out(rank)
-        self._notify()
+            self.notify()
 
     def take_back(self, rank: int) -> None:
         """Make a rank available: one that was left out, or a new one."""
         self._up.add(rank)
         insort(self._order, (self._load.setdefault(rank, 0), rank))
         self._wake()
-        self._notify()
+        self.notify()
 
     def fail(self, error: RLHFError) -> None:
         """Raise `error` in every `acquire` from now on, those that wait included."""
         self.failed = error
         self._wake()
-        self._notify()
+        self.notify()
 
     def interrupt(self, error: RLHFError) -> None:
         """Raise `error` in the calls of `acquire` that wait now: no worker will be available before the caller has
@@ -136,7 +131,8 @@ class LeastLoadedScheduler(Generic[Group]):
         self._load[rank] += work
         insort(self._order, (self._load[rank], rank))
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Call the listeners: the available ranks have changed, or the group has."""
         for listener in self.listeners:
             listener()
 
