@@ -125,6 +125,7 @@ async def turns(pair: Pair, version: int) -> AsyncIterator[Row]:
     roles, scale, rollout = pair.roles, pair.setting.scale, (await draw(pair, 200))[0]
     asleep = scale.gpu and pair.setting.sleep_level > 0
     experience = await as_experience(pair, rollout)
+    await update(pair, experience, 2)  # AdamW has no state before the first
     await roles.policy.values(PolicyLearner.offload_state)
     freed = {}
     if asleep:
