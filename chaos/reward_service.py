@@ -5,6 +5,7 @@ An order is a file beside the injection log. The driver writes it; the service d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,10 +43,11 @@ class RewardService:
     def __init__(self) -> None:
         self.url = ""
         self._injections: InjectionLog | None = None
-        self._unrecovered: tuple[int, Samples] | None = None
-        """Number of the fault that is not over, and the samples of the failed request, which is repeated."""
-        self._others = 0
-        """Requests since then."""
+        self._unrecovered: dict[int, Samples] = {}
+        """Number of each fault that is not over -> the samples of the failed request, which is repeated. There may be
+        several: another request can be the next to fail before the first one is repeated."""
+        self._since: Counter[int] = Counter()
+        """Number of a fault -> requests since then."""
         self._refused: set[str] = set()
         """Prefixes of prompts that get no score in this run."""
         self._journal: Journal | None = None
@@ -53,7 +55,8 @@ class RewardService:
     def serve(self, injections: InjectionLog, journals: Path) -> None:
         """Obey the orders beside this injection log from now on, log there how they were obeyed, and note the samples
         that get scores in a journal of this directory."""
-        self._injections, self._unrecovered, self._refused = injections, None, set()
+        self._injections, self._unrecovered, self._refused = injections, {}, set()
+        self._since.clear()
         self._journal = Journal(journals, SERVICE)
 
     def behaviour(self, samples: Samples) -> str:
@@ -70,19 +73,17 @@ class RewardService:
             number, _, behaviour = order.read_text().partition(" ")
             order.unlink()
             # Finite scores are accepted, and a refused prompt is given up: then any successful request is a recovery.
-            repeated = [] if behaviour in ("largest", REFUSAL) else samples
-            self._unrecovered, self._others = (int(number), repeated), 0
+            self._unrecovered[int(number)] = [] if behaviour in ("largest", REFUSAL) else samples
             fields = {"prompt": self._refuse(samples)} if behaviour == REFUSAL else {}
             self._injections.add("confirmed", fault=int(number), state=behaviour, seconds=0.0, **fields)
             return behaviour
         if self._refused and self._refused.intersection(map(prompt_prefix, samples)):
             return REFUSAL
-        self._others += 1
-        if self._unrecovered is not None:
-            fault, repeated = self._unrecovered
-            if all(sample in samples for sample in repeated) or self._others == GIVEN_UP_REQUESTS:
+        for fault, repeated in list(self._unrecovered.items()):
+            self._since[fault] += 1
+            if all(sample in samples for sample in repeated) or self._since[fault] == GIVEN_UP_REQUESTS:
                 self._injections.add("recovered", fault=fault)
-                self._unrecovered = None
+                del self._unrecovered[fault]
         return OK
 
     def _refuse(self, samples: Samples) -> str:

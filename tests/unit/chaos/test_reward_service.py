@@ -27,6 +27,16 @@ def test_an_order_is_obeyed_once_and_is_over_when_the_same_samples_were_answered
     assert [(line["event"], line["fault"]) for line in injections.read()] == [("confirmed", 4), ("recovered", 4)]
 
 
+def test_a_failure_is_over_although_another_request_failed_before_it_was_repeated(tmp_path):
+    service, injections = RewardService(), InjectionLog(tmp_path / "injections.jsonl")
+    service.serve(injections, tmp_path / "journals")
+    for number, samples in ((4, ONE), (5, OTHER)):
+        order_failure(injections, number, "trickle")
+        assert service.behaviour(samples) == "trickle"
+    assert [service.behaviour(samples) for samples in (OTHER, ONE)] == ["ok", "ok"]
+    assert [line["fault"] for line in injections.read() if line["event"] == "recovered"] == [5, 4]
+
+
 def test_scores_that_are_believed_are_not_asked_for_again(tmp_path):
     service, injections = RewardService(), InjectionLog(tmp_path / "injections.jsonl")
     service.serve(injections, tmp_path / "journals")
