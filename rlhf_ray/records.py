@@ -285,6 +285,24 @@ class RewardScores:
     gold: NDArray[np.float32] | None = None
     """[S] scores of the independent judge, which are no part of `scores`; None without one."""
 
+    def select(self, samples: NDArray[np.int64], tokens: NDArray[np.int64]) -> RewardScores:
+        """Those of some samples of the rollout; `failures` stay those of all.
+
+        Args:
+            samples: their numbers.
+            tokens: flat positions of their tokens in the rollout.
+        """
+        return RewardScores(
+            scores=self.scores[samples], failures=self.failures,
+            components={name: scores[samples] for name, scores in self.components.items()},
+            token_rewards=None if self.token_rewards is None else self.token_rewards[tokens],
+            gold=None if self.gold is None else self.gold[samples])
+
+    def numbers(self) -> dict[str, NDArray[np.float32]]:
+        """[S] columns: "score", "reward/NAME" of each component, and "gold" if there is a judge."""
+        components = {f"reward/{name}": scores for name, scores in self.components.items()}
+        return {"score": self.scores, **components, **({} if self.gold is None else {"gold": self.gold})}
+
 
 @dataclass(frozen=True)
 class Unscored:

@@ -51,6 +51,15 @@ class KLConfig(Section):
     default is k3, as in GRPO: the gradient of k1 is zero on average there, so it is refused."""
 
 
+class DynamicSamplingConfig(Section):
+    """Dynamic sampling (DAPO, Yu et al. 2025): prompts whose samples all have the same score teach nothing, so others
+    are drawn in their place until the batch is whole."""
+
+    max_batches: int = Field(10, ge=2)
+    """How often prompts are drawn for a place of the batch; the last ones are trained on whatever their scores are (10
+    in NeMo-RL and verl's recipe, 30 in SkyRL). So a step generates at most so many batches."""
+
+
 class AlgorithmConfig(Section):
     """Proximal policy optimisation (Schulman et al. 2017) for token sequences."""
 
@@ -123,8 +132,17 @@ class AlgorithmConfig(Section):
     """Subtracted from the score of a response of maximum length, with `overlong_buffer` (DAPO: 1)."""
     critic_warmup_steps: int = Field(0, ge=0)
     """Number of first steps in which only the critic is trained (verl's critic_warmup)."""
+    dynamic_sampling: DynamicSamplingConfig | None = None
+    """Train only on prompts whose samples differ in score, as it is before penalties and normalisation; `true` takes
+    the defaults. Batches stay whole, and more prompts are visited than trained on. Off if empty."""
     kl: KLConfig = Field(default_factory=KLConfig)
     """KL penalty towards the reference."""
+
+    @field_validator("dynamic_sampling", mode="before")
+    @classmethod
+    def _on_or_off(cls, given: Any) -> Any:
+        return {True: {}, "true": {}, False: None, "false": None}.get(given, given) if isinstance(
+            given, bool | str) else given
 
     @property
     def method(self) -> str:

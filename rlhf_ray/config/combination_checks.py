@@ -176,6 +176,11 @@ def check_critic_start(config: PPOConfig) -> None:
 
 def check_groups(config: PPOConfig) -> None:
     """An estimator that compares a prompt's samples needs several."""
+    if config.algorithm.dynamic_sampling is not None and not config.algorithm.compares_groups:
+        raise ValueError(
+            f"algorithm.dynamic_sampling leaves prompts out whose samples have equal scores, and estimator="
+            f"{config.algorithm.estimator} compares no samples of a prompt: their advantages need not be 0; use grpo, "
+            "or leave it out")
     if config.algorithm.compares_groups and config.coordinator.samples_per_prompt < 2:
         raise ValueError(
             f"algorithm.estimator={config.algorithm.estimator} compares a prompt's samples, but "

@@ -12,7 +12,7 @@ from typing import Any
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.errors import WorkerLost
 from rlhf_ray.records import RewardTerms
-from rlhf_ray.replay.chunk import Chunk
+from rlhf_ray.replay.chunk import Chunk, Sifted
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
@@ -105,6 +105,29 @@ class ChunkCalls:
             **{name: columns.get(name) for name in ASSEMBLED}, phase="assemble", outputs=len(chunks) + 1)
         for chunk, experience, summary in zip(chunks, call.refs, summaries, strict=False):
             chunk.fill(experience, summary.min_version, summary.nbytes, summary)
+
+    async def sift(self, chunks: Sequence[Chunk], columns: Columns) -> list[Sifted]:
+        """The samples of each chunk that are of prompts whose scores differ."""
+        return await self._assembler.value(
+            Assembler.sift, [chunk.keys for chunk in chunks], columns["rewards"], phase="assemble")
+
+    async def keep(self, chunks: Sequence[Chunk], columns: Columns) -> tuple[list[Chunk], Columns]:
+        """The chunks that have samples to keep, whose rollouts are of these from now on, and the columns of these.
+
+        Args:
+            columns: of `score`.
+        """
+        numbers = [range(len(chunk.keys)) if chunk.sifted is None else chunk.sifted.kept for chunk in chunks]
+        kept = [chunk for chunk, its in zip(chunks, numbers, strict=True) if its]
+        if not kept or all(chunk.sifted is None for chunk in chunks):
+            return kept, columns
+        call = await self._assembler.call(
+            Assembler.keep_samples, [list(each) for each in numbers], rollouts=_rollouts(chunks), **columns,
+            phase="assemble", outputs=len(kept) + 2)
+        *rollouts, rewards, reference = call.refs
+        for chunk, rollout in zip(kept, rollouts, strict=True):
+            chunk.rollout = rollout
+        return kept, {"rewards": rewards, "reference": reference}
 
     async def samples_of(self, rollout: Any, numbers: Sequence[int]) -> Any:
         """Reference to the rollout of some samples of a rollout."""

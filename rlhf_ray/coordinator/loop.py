@@ -16,7 +16,7 @@ from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import NOT_SAVED, Recovery, SavePace, reported
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.sample_saving import SampleSaving
-from rlhf_ray.coordinator.step_metrics import StepOutcome, step_metrics
+from rlhf_ray.coordinator.step_metrics import Drawn, StepOutcome, step_metrics
 from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.update_step import Learning
@@ -216,7 +216,7 @@ class Coordinator:
             self.pipeline.admit()
         outcome = StepOutcome(summaries, learned.policy, learned.critic, version, coef, published,
                               traffic.received - received, self.roles.health.metrics(), began, self.roles.clock.now(),
-                              self._pause_s, canary.metrics() if canary else {})
+                              self._pause_s, canary.metrics() if canary else {}, self._drawn(lease))
         self._pause_s = None
         await self.profiler.end(self.state.step, began, outcome.ended)
         await self._recorded()
@@ -230,6 +230,20 @@ class Coordinator:
             await self._keep_best()
         elif self._saves:
             await self._save()
+
+    def _drawn(self, lease: Lease) -> Drawn | None:
+        """What dynamic sampling drew for a batch; a warning where it gave up."""
+        dynamic = self.config.algorithm.dynamic_sampling
+        if dynamic is None:
+            return None
+        drawn = Drawn.of(lease.chunks, self.config.coordinator.samples_per_prompt)
+        if filled := int(drawn.metrics["dynamic/filled"]):
+            self.progress.warn_once(
+                f"step {self.state.step}: {filled} of {self.config.coordinator.prompts_per_step} prompts have samples "
+                "of equal scores, from which nothing is learned: their places were drawn "
+                f"{dynamic.max_batches} times (algorithm.dynamic_sampling.max_batches). The prompts are too easy or "
+                "too hard by now; dynamic/filled counts them in every step")
+        return drawn
 
     async def _keep_best(self) -> None:
         """Save the present step, which is the best so far."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from rlhf_ray.config.derived import concurrency_of
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.chunk_calls import ChunkCalls
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Columns
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.rollout_source import PromptsAhead, PromptSource, RolloutSource
 from rlhf_ray.coordinator.run_state import RunState
@@ -19,7 +19,7 @@ from rlhf_ray.coordinator.scoring_batcher import LINGER, ScoringBatcher
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.chunk import Chunk, CommitOutcome, Lease, Phase, Place
+from rlhf_ray.replay.chunk import Chunk, CommitOutcome, Lease, Phase, Place, Sifted
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.staleness import AdmissionRule, staleness
 from rlhf_ray.workers.health_monitor import Decision
@@ -45,6 +45,9 @@ class Pipeline:
         """Whether the policy answers conversations."""
         self._batcher = ScoringBatcher(self._score_and_assemble)
         self._linger = LINGER if config.coordinator.max_staleness else 0.0
+        dynamic = config.algorithm.dynamic_sampling
+        self._draws = dynamic.max_batches if dynamic else 1
+        """How often prompts are drawn for a place at most."""
         self._rule = self._rule_of(len(roles.generators))
         self._tasks: set[asyncio.Task[None]] = set()
         """One for each chunk under way."""
@@ -204,6 +207,7 @@ class Pipeline:
         - If an object was lost with a node, the chunk is generated again, and so are the others of its scoring batch.
           (One that was lost in a pass of several learner ranks restarts all learners.)
         - If its experience is too old, it loses its place, and its samples are admitted again.
+        - With dynamic sampling, prompts whose scores are equal are filtered when the rest of the chunk is committed.
         - If prompts of it were quarantined, the others go on with the tokens that they have, and a chunk of its own
           waits for prompts that replace them. If prompts of another chunk in its scoring batch were, it is scored
           again.
@@ -258,14 +262,42 @@ class Pipeline:
     async def _score_and_assemble(self, chunks: Sequence[Chunk]) -> None:
         """Make experience of generated chunks."""
         columns = await self._calls.score(chunks)
+        if any(chunk.draws < self._draws for chunk in chunks):
+            chunks, columns = await self._sift(chunks, columns)
+        if not chunks:
+            return
         for chunk in chunks:
             self._enter(chunk, Phase.ASSEMBLE)
         columns |= await self._calls.learner_passes(chunks)
         terms = self.state.reward_terms(self.config.algorithm.reward_normalisation)  # as of now: all scores are there
         await self._calls.assemble(chunks, columns, terms)
 
+    async def _sift(self, chunks: Sequence[Chunk], columns: Columns) -> tuple[Sequence[Chunk], Columns]:
+        """Dynamic sampling: continue with the samples of prompts whose scores differ. What was drawn last for a room is
+        kept as it is."""
+        for chunk, sifted in zip(chunks, await self._calls.sift(chunks, columns), strict=True):
+            if chunk.draws < self._draws and len(sifted.kept) < len(chunk.keys):
+                chunk.sifted = sifted
+        return await self._calls.keep(chunks, columns)
+
+    def _filter(self, chunk: Chunk, sifted: Sifted) -> None:
+        """Take the samples out of a chunk whose scores tell nothing: they are settled, and their room becomes a chunk
+        of its own, which waits for other prompts. Which samples these are follows from their keys and the weights."""
+        kept = [chunk.keys[number] for number in sifted.kept]
+        staying = set(kept)
+        left = [key for key in chunk.keys if key not in staying]
+        rest = self.buffer.split(chunk, kept)
+        self.ledger.filter(left, "the scores of its prompt's samples are equal")
+        rest.draws = chunk.draws + 1
+        rest.filtered = {name: chunk.filtered.get(name, []) + scores for name, scores in sifted.others.items()}
+        chunk.filtered = {}
+
     def _commit(self, chunk: Chunk) -> None:
-        """Put a chunk's experience into its place, if it is fresh enough."""
+        """Put a chunk's experience into its place, if it is fresh enough, without the samples that are filtered."""
+        if chunk.sifted is not None:
+            self._filter(chunk, chunk.sifted)
+            if not chunk.keys:
+                return
         outcome = self.buffer.commit(chunk)
         if outcome is CommitOutcome.READY:
             self.ledger.scored(chunk.keys, chunk.min_version)
@@ -294,9 +326,6 @@ class Pipeline:
         staying = set(kept)
         numbers = [number for number, key in enumerate(chunk.keys) if key in staying]
         self.buffer.split(chunk, kept)
-        if not kept:
-            chunk.forget()
-            self._enter(chunk, Phase.ADMITTED)
         return numbers
 
     def _begin_attempt_again(self, chunk: Chunk, error: WorkerLost) -> None:

@@ -10,13 +10,35 @@ from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.observability.bottleneck import PHASES, PUBLISH, waiting_shares
 from rlhf_ray.observability.spans import StepClock, timeline
 from rlhf_ray.records import ExperienceSummary, UpdateStats
-from rlhf_ray.replay.chunk import BufferStats
+from rlhf_ray.replay.chunk import BufferStats, Chunk
 
 
 def mean_kl(summaries: Sequence[ExperienceSummary]) -> float | None:
     """Mean sequence KL of a batch in nats; None without a reference."""
     each = [s.kl for s in summaries if s.kl is not None]
     return float(np.concatenate(each).mean()) if each else None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What dynamic sampling drew for a batch."""
+
+    filtered: Mapping[str, Sequence[float]]
+    """Scores of the samples that were filtered, by the names of `RewardScores.numbers`."""
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], samples_per_prompt: int) -> "Drawn":
+        """What was drawn for the chunks of a batch."""
+        names = dict.fromkeys(name for chunk in chunks for name in chunk.filtered)
+        filtered = {name: [score for chunk in chunks for score in chunk.filtered.get(name, ())] for name in names}
+        groups = np.concatenate([chunk.summary.scores for chunk in chunks]).reshape(-1, samples_per_prompt)
+        gone = len(filtered.get("score", ())) // samples_per_prompt
+        return cls(filtered, {
+            "dynamic/drawn_per_kept": (len(groups) + gone) / len(groups),
+            "dynamic/filtered": float(gone),
+            "dynamic/filled": float((groups.min(1) == groups.max(1)).sum()),
+        })
 
 
 @dataclass(frozen=True)
@@ -44,6 +66,8 @@ class StepOutcome:
     """Seconds for which training paused before the step to copy the state for a checkpoint; None without one."""
     canary: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the last comparison of generators and learner: after the publication before this step's."""
+    drawn: Drawn | None = None
+    """With dynamic sampling."""
 
 
 def step_metrics(
@@ -59,7 +83,9 @@ def step_metrics(
     seconds = outcome.ended - outcome.began
     samples = sum(len(s.scores) for s in outcome.summaries)
     metrics = {
-        **_experience_metrics(outcome.summaries, outcome.trained_version),
+        **_experience_metrics(outcome.summaries, outcome.trained_version,
+                              outcome.drawn.filtered if outcome.drawn else {}),
+        **(outcome.drawn.metrics if outcome.drawn else {}),
         "kl/coef": outcome.kl_coef,
         "weights/publish_seconds": outcome.published.seconds,
         "weights/pause_seconds": outcome.published.pause_seconds,
@@ -94,8 +120,13 @@ def step_metrics(
     return metrics
 
 
-def _experience_metrics(summaries: Sequence[ExperienceSummary], trained_version: int) -> dict[str, float]:
-    scores = np.concatenate([s.scores for s in summaries])
+def _experience_metrics(summaries: Sequence[ExperienceSummary], trained_version: int,
+                        filtered: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of the batch; `filtered` samples count in the means of scores, which would else follow from what is kept."""
+    def drawn(name: str, columns: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([*columns, np.asarray(filtered.get(name, ()), np.float32)])
+
+    scores = drawn("score", [s.scores for s in summaries])
     staleness = np.array([trained_version - s.min_version for s in summaries])
     kl = mean_kl(summaries)
     metrics = {
@@ -111,11 +142,11 @@ def _experience_metrics(summaries: Sequence[ExperienceSummary], trained_version:
         "staleness/mean": float(staleness.mean()),
     }
     for name in summaries[0].components:
-        component = np.concatenate([s.components[name] for s in summaries])
+        component = drawn(f"reward/{name}", [s.components[name] for s in summaries])
         metrics[f"reward/component/{name}"] = float(component.mean())
         metrics[f"reward/component/{name}/std"] = float(component.std())
         metrics[f"reward/failures/{name}"] = sum(s.failures.get(name, 0) for s in summaries) / len(component)
     for kind in sorted({name for s in summaries for name in s.failures if "/" in name}):
         metrics[f"reward/failed_tries/{kind}"] = float(sum(s.failures.get(kind, 0) for s in summaries))
     gold = [s.gold for s in summaries if s.gold is not None]
-    return {**metrics, "reward/gold": float(np.concatenate(gold).mean())} if gold else metrics
+    return {**metrics, "reward/gold": float(drawn("gold", gold).mean())} if gold else metrics

@@ -82,6 +82,12 @@ CHARTS = (
         ticks=".0%", axis="Share of responses",
     ),
     ChartPlan(
+        "Dynamic sampling", ("dynamic/drawn_per_kept",), "Learning",
+        "Near 1 while most prompts have right and wrong answers. Growth means that more and more prompts are too easy "
+        "or too hard, and generation takes longer: take other prompts.",
+        axis="Prompts drawn for one that is trained on",
+    ),
+    ChartPlan(
         "Loss", ("sft/loss", "reward_model/loss", "process_reward/loss", "eval/loss"), "Learning",
         "Falls fast, then slowly. Held-out loss that rises while training loss falls is overfitting: stop earlier.",
         (*("generator",) * 3, "critic"), names=(*("Training",) * 3, "Held out"), axis="Loss (nats)",

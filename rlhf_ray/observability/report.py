@@ -50,6 +50,7 @@ TILES = {
     "reward/mean": "Reward",
     "reward/gold": "Independent judge",
     "kl/sequence": "KL from the reference",
+    "dynamic/drawn_per_kept": "Prompts drawn for one kept",
     "sft/loss": "Training loss",
     "reward_model/accuracy": "Training accuracy",
     "process_reward/accuracy": "Training accuracy",
@@ -97,6 +98,9 @@ def _endings(summary: Mapping[str, Any]) -> list[str]:
     if left_out := (summary.get("ledger") or {}).get("quarantined"):
         sentences.append(f"{left_out} samples were left out, because no score was found for them or for another "
                          "sample of their prompt: quarantine.jsonl lists them.")
+    if filtered := (summary.get("ledger") or {}).get("filtered"):
+        sentences.append(f"Dynamic sampling left {filtered} samples out: all samples of their prompts had the same "
+                         "score.")
     if "best_step" in summary:
         step, value = summary["best_step"], f"{summary['best_metric']} {summary['best_value']:.4g}"
         sentences.append(f"Best held-out {value} at step {step}; that model is in best/." if step else

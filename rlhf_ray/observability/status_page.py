@@ -35,8 +35,9 @@ RECENT_ROWS = 10 * RECENT_STEPS
 """Rows of metrics that are read from either end: those of steps, and of the evaluations between them."""
 LEARNING = {
     "reward/mean": "reward", "reward/gold": "independent judge", "kl/sequence": "KL from the reference",
-    "response/length": "response length", "sft/loss": "loss", "reward_model/loss": "loss",
-    "reward_model/accuracy": "accuracy", "process_reward/loss": "loss", "process_reward/accuracy": "accuracy",
+    "response/length": "response length", "dynamic/drawn_per_kept": "prompts drawn for one kept",
+    "sft/loss": "loss", "reward_model/loss": "loss", "reward_model/accuracy": "accuracy",
+    "process_reward/loss": "loss", "process_reward/accuracy": "accuracy",
     "eval/reward": "held-out reward", "eval/gold": "held-out independent judge", "eval/kl": "held-out KL",
     "eval/length": "held-out response length", "eval/loss": "held-out loss", "eval/accuracy": "held-out accuracy",
 }

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from rlhf_ray.errors import LedgerError
 from rlhf_ray.replay.audit import sample_invariants
-from rlhf_ray.replay.ledger_tables import SETTLED, LedgerFacts, archived_prompts, archived_updates
+from rlhf_ray.replay.ledger_tables import SETTLED, LedgerFacts, State, archived_prompts, archived_updates
 from rlhf_ray.replay.prompt_order import PromptPlaces
 
 
@@ -75,7 +75,7 @@ def _archive_block(db: sqlite3.Connection, facts: LedgerFacts, places: PromptPla
     attempts = db.execute("DELETE FROM attempts WHERE EXISTS (SELECT 1 FROM samples AS s WHERE (s.epoch, s.row, "
                           "s.sample) = (attempts.epoch, attempts.row, attempts.sample) AND s.rowid BETWEEN ? AND ?)",
                           inside).rowcount
-    db.execute("INSERT INTO archive (committed, not_applied, quarantined, attempts, digest) VALUES (?, ?, ?, ?, ?)",
+    db.execute(f"INSERT INTO archive ({', '.join(SETTLED)}, attempts, digest) VALUES (?, ?, ?, ?, ?, ?)",
                (*(states[state] for state in SETTLED), attempts, digest))
     db.execute("INSERT INTO archived_quarantine SELECT row, epoch, reason FROM samples WHERE rowid BETWEEN ? AND ? AND "
                "state = 'quarantined' ORDER BY rowid ON CONFLICT (row) DO UPDATE SET epoch = excluded.epoch", inside)
@@ -101,7 +101,9 @@ def _checked(samples: list[_Sample], facts: LedgerFacts, places: PromptPlaces, p
         prompt = samples[start : start + each]
         epoch, row, _, _, _, step = prompt[0]
         source, place = places.of(epoch, row)
-        whole = all(one[:3] == (epoch, row, number) and one.step == step for number, one in enumerate(prompt))
+        filtered = prompt[0].state == State.FILTERED
+        whole = all(one[:3] == (epoch, row, number) and one.step == step and (one.state == State.FILTERED) == filtered
+                    for number, one in enumerate(prompt))
         in_order = facts.max_staleness > 0 or step is None or step >= latest[source]
         if not (whole and in_order and place == position[source]):
             raise LedgerError(f"the ledger cannot archive row {row} of epoch {epoch}: place {place} of source "

@@ -5,10 +5,10 @@ by its recorded position, each once, and no others. The prompts are enumerated b
 cursor (`prompt_order`). Those of each source's first prompts are archived, in blocks that were checked when they were
 archived (`archive`); the samples of all others have rows, which are checked here.
 
-During a run, a sample is open (admitted, leased, generated, scored), consumed, or settled: committed, not_applied or
-quarantined. After the run it is settled, or unused: it was under way or waited when the last update was made. At most
-η + 1 batches are open or unused; and at η = 0 updates take the prompts in the order in which they were handed out, so
-that none is left behind.
+During a run, a sample is open (admitted, leased, generated, scored), consumed, or settled: committed, not_applied,
+quarantined or filtered. After the run it is settled, or unused: it was under way or waited when the last update was
+made. At most η + 1 batches are open or unused; and at η = 0 updates take the prompts in the order in which they were
+handed out, so that none is left behind.
 
 The staleness of a sample that update `step` consumed is `step - 1 - version`: update number 1 starts from version 0.
 """
@@ -110,8 +110,10 @@ def sample_invariants(facts: LedgerFacts) -> dict[str, str]:
         "every sample is in a known state": f"state NOT IN ({known})",
         "a sample has a step exactly if an update was made with it":
             "(step IS NOT NULL) != (state IN ('consumed', 'committed', 'not_applied'))",
-        "a sample that was quarantined, left unused, or not trained on by its update has a reason":
-            "state IN ('quarantined', 'unused', 'not_applied') AND reason IS NULL",
+        "a sample that was quarantined, filtered, left unused, or not trained on by its update has a reason":
+            "state IN ('quarantined', 'filtered', 'unused', 'not_applied') AND reason IS NULL",
+        "samples are filtered once they are generated, and in a run with dynamic sampling alone":
+            f"state = 'filtered' AND (worker IS NULL OR NOT {int(facts.filters)})",
         f"nothing older than {facts.max_staleness} versions was trained on, and nothing newer than the policy":
             f"step IS NOT NULL AND (version IS NULL OR step - 1 - version > {facts.max_staleness} OR version > step - "
             "1)",
@@ -129,7 +131,7 @@ def _samples(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
 
 def _archive(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
     """The archive has whole blocks without a gap, which are the samples of the archived prompts."""
-    blocks = db.execute("SELECT block, committed + not_applied + quarantined FROM archive ORDER BY block").fetchall()
+    blocks = db.execute(f"SELECT block, {' + '.join(SETTLED)} FROM archive ORDER BY block").fetchall()
     if blocks != [(number, facts.samples_per_block) for number in range(1, len(blocks) + 1)]:
         yield Problem(f"the archive has blocks of {facts.samples_per_block} samples without a gap",
                       f"there are blocks of {_short([samples for _, samples in blocks])} samples, numbered "
@@ -177,7 +179,7 @@ def _steps(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
 
 
 def _groups(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
-    """The samples of a prompt are admitted together, and one update consumes all of them."""
+    """The samples of a prompt are admitted together, and one update consumes all of them, or all are filtered."""
     partial = db.execute(
         "SELECT epoch, row, count(*) FROM samples GROUP BY epoch, row HAVING count(*) != ?1 OR min(sample) != 0 OR "
         "max(sample) != ?1 - 1 LIMIT ?2", (facts.samples_per_prompt, SHOWN)).fetchall()
@@ -189,6 +191,10 @@ def _groups(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
     if split:
         named = ", ".join(f"row {row} in epoch {epoch} (updates {one} to {other})" for epoch, row, one, other in split)
         yield Problem("one update consumes all samples of a prompt", f"several did of {named}")
+    halves = db.execute("SELECT epoch, row FROM samples GROUP BY epoch, row HAVING min(state = 'filtered') != "
+                        "max(state = 'filtered') LIMIT ?", (SHOWN,)).fetchall()
+    if halves:
+        yield Problem("all samples of a prompt are filtered, or none", f"some are of {_prompts(halves)}")
 
 
 def _handed_out(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
@@ -246,14 +252,14 @@ def _open(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
 
 
 def _in_order(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
-    """Without staleness, an update takes the next prompts of each source that are not quarantined."""
+    """Without staleness, an update takes the next prompts of each source that are not quarantined or filtered."""
     newest = archived_updates(db, facts).newest
     for source in sources(facts, _position(db, facts), archived_prompts(db)):
         latest, before = float(newest), (0, 0)
         by_row: dict[tuple[int, int], float] = {
             (epoch, row): math.inf if step is None else step for epoch, row, step in db.execute(
-                "SELECT epoch, row, min(step) FROM samples WHERE row BETWEEN ? AND ? AND state != 'quarantined' GROUP "
-                "BY epoch, row", (source.first, source.first + source.rows - 1))}
+                "SELECT epoch, row, min(step) FROM samples WHERE row BETWEEN ? AND ? AND state NOT IN ('quarantined', "
+                "'filtered') GROUP BY epoch, row", (source.first, source.first + source.rows - 1))}
         for epoch in sorted({epoch for epoch, _ in by_row if epoch >= 0}):
             for row in source.of(epoch).tolist():
                 step = by_row.get((epoch, row), latest)
@@ -268,8 +274,8 @@ def _in_order(db: sqlite3.Connection, facts: LedgerFacts) -> Iterator[Problem]:
 
 
 def _nothing_open(db: sqlite3.Connection) -> Iterator[Problem]:
-    yield from _examples(db, "when a run has ended, every sample is committed, not_applied, quarantined or unused",
-                         "state NOT IN ('committed', 'not_applied', 'quarantined', 'unused')")
+    yield from _examples(db, f"when a run has ended, every sample is {', '.join(SETTLED)} or unused",
+                         f"state NOT IN ({', '.join(repr(str(state)) for state in (*SETTLED, State.UNUSED))})")
 
 
 def _examples(db: sqlite3.Connection, invariant: str, broken: str) -> Iterator[Problem]:

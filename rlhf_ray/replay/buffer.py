@@ -27,8 +27,9 @@ class ReplayBuffer:
     long as it, and everything that is left, can still be trained within the bound (`staleness.in_time`); then a lease
     waits for it. So nothing that was admitted in time grows too old, and at max_staleness 0 a batch is exactly the
     oldest admitted samples, bit for bit the same whatever finished first.
-    *Split* divides a place when some of its samples leave the run: those that stay are committed without the others,
-    and samples that replace these come right behind them in the order of admission. All parts are leased together.
+    *Split* divides a place when some of its samples leave the run (without a score, or filtered by dynamic sampling):
+    those that stay are committed without the others, and samples that replace these come right behind them in the order
+    of admission. All parts are leased together.
     *Commit* puts a reference into the place. Experience that is too stale is refused, which closes the place.
     *Lease* lends exactly as many samples as an update needs, all of them fresh at the given version. *Ack* marks them
     as trained. An update that fails ends the loop: the run continues from a checkpoint, which has these samples.
@@ -121,19 +122,23 @@ class ReplayBuffer:
         """Divide a reserved chunk that loses samples: it keeps `kept`, some of its keys, and its place.
 
         Returns:
-            A chunk without keys for as many samples as left, whose place is right behind those of the same admission
-            number; `chunk` itself, without keys, if none are kept.
+            A reserved chunk without keys for as many samples as left. Its place is right behind those of the same
+            admission number; it is that of `chunk`, which is reserved no longer, if none are kept.
 
         Raises:
             BufferError: the chunk is not reserved.
         """
         self._check_open(chunk)
         if not kept:
+            rest = Chunk(chunk.place, chunk.samples, chunk.version, draws=chunk.draws, filtered=chunk.filtered)
+            self._close(chunk)
             chunk.keys = []
-            return chunk
+            self._open(rest)
+            return rest
         leased = [one.place for lease in self._leases.values() for one in lease.chunks]
         parts = [place.part for place in (*self._reserved, *self._ready, *leased) if place.order == chunk.place.order]
-        rest = Chunk(Place(chunk.place.order, 1 + max(parts)), chunk.samples - len(kept), chunk.version)
+        rest = Chunk(Place(chunk.place.order, 1 + max(parts)), chunk.samples - len(kept), chunk.version,
+                     draws=chunk.draws)
         self._close(chunk)
         chunk.keys = list(kept)
         chunk.samples = len(kept)
@@ -275,7 +280,8 @@ class ReplayBuffer:
             "version": self._version,
             "trained": self._trained,
             "next_order": self._next_order,
-            "reserved": [[chunk.place.plain(), chunk.samples] for chunk in self.under_way()],
+            "reserved": [[chunk.place.plain(), chunk.samples, chunk.draws, chunk.filtered]
+                         for chunk in self.under_way()],
             "ready": [_ready_state(chunk) for chunk in self.ready()],
         }
 
@@ -293,7 +299,8 @@ class ReplayBuffer:
         """
         for saved in state["ready"]:
             keys = [SampleKey(*key) for key in saved["keys"]]
-            chunk = Chunk(Place.from_plain(saved["order"]), len(keys), state["version"], keys)
+            chunk = Chunk(Place.from_plain(saved["order"]), len(keys), state["version"], keys,
+                          filtered=saved["filtered"])
             summary = (summaries or {}).get(saved["order"])
             chunk.fill(experiences[saved["order"]], saved["min_version"], saved["nbytes"], summary)
             self._check_new(chunk)
@@ -301,8 +308,8 @@ class ReplayBuffer:
         self._version = state["version"]
         self._trained = state["trained"]
         self._next_order = state["next_order"]
-        for place, samples in state["reserved"]:
-            self._open(Chunk(Place.from_plain(place), samples, self._version))
+        for place, samples, draws, filtered in state["reserved"]:
+            self._open(Chunk(Place.from_plain(place), samples, self._version, draws=draws, filtered=filtered))
         return self.under_way()
 
     # Batches
@@ -425,4 +432,5 @@ class ReplayBuffer:
 
 def _ready_state(chunk: Chunk) -> dict[str, Any]:
     keys = [list(key.numbers) for key in chunk.keys]
-    return {"order": chunk.place.plain(), "keys": keys, "min_version": chunk.min_version, "nbytes": chunk.nbytes}
+    return {"order": chunk.place.plain(), "keys": keys, "min_version": chunk.min_version, "nbytes": chunk.nbytes,
+            "filtered": chunk.filtered}

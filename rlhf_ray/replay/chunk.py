@@ -46,6 +46,16 @@ class Phase(StrEnum):
     """Its experience waits for an update, or is being trained on."""
 
 
+@dataclass(frozen=True)
+class Sifted:
+    """The samples of a chunk that dynamic sampling keeps: those of prompts whose scores differ."""
+
+    kept: list[int]
+    """Numbers of the samples."""
+    others: dict[str, list[float]]
+    """Scores of the other samples, by the names of `RewardScores.numbers`."""
+
+
 @dataclass(eq=False)
 class Chunk:
     """One chunk. The buffer makes it and knows its phase; the pipeline fills it.
@@ -78,6 +88,12 @@ class Chunk:
     """Size of the experience."""
     summary: Any = None
     """The small numbers about its experience (`records.ExperienceSummary`). A checkpoint saves them."""
+    draws: int = 1
+    """How often prompts have been drawn for its room, with dynamic sampling: these are the last ones."""
+    filtered: dict[str, list[float]] = field(default_factory=dict)
+    """Scores of the samples that were drawn for its room before and filtered, by the names in `Sifted`."""
+    sifted: Sifted | None = None
+    """Which of its samples to keep; None for all."""
 
     @classmethod
     def outside(cls, keys: list[SampleKey]) -> Chunk:
@@ -91,7 +107,8 @@ class Chunk:
 
     def fill(self, experience: Any, min_version: int, nbytes: int, summary: Any = None) -> None:
         """Give it the experience of its samples, in place of what that was made from."""
-        self.forget()
+        self.prompts = self.rollout = None
+        self.generator = ""
         self.experience = experience
         self.min_version = min_version
         self.nbytes = nbytes
@@ -99,7 +116,7 @@ class Chunk:
 
     def forget(self) -> None:
         """Drop what was made of its samples."""
-        self.prompts = self.rollout = self.experience = self.summary = None
+        self.prompts = self.rollout = self.experience = self.summary = self.sifted = None
         self.generator = ""
 
 

@@ -5,6 +5,7 @@ generate it are numbered. Its life cycle:
 
     admitted ──► leased ──► generated ──► scored ──► consumed(step) ──► committed    the step is in a checkpoint
        ▲           │            │           │ └────► not_applied(step, reason)       the step changed no weight
+       │           │            ├───────────┼──────► filtered(reason)                dynamic sampling left it out
        └───────────┴────────────┴───────────┤   the attempt is given up, and another follows
                                             ├──► quarantined(reason)                 there will be no other
                                             └──► unused(reason)                      the run ended before its turn
@@ -158,10 +159,11 @@ class Ledger:
             source.backup(target)
         ledger = cls(path, term, thread)
         saved = LedgerFacts.read(ledger._db)
-        loosest = replace(facts, max_staleness=max(facts.max_staleness, saved.max_staleness))
-        if replace(saved, max_staleness=loosest.max_staleness) != loosest:
+        loosest = replace(facts, max_staleness=max(facts.max_staleness, saved.max_staleness),
+                          filters=facts.filters or saved.filters)
+        if replace(saved, max_staleness=loosest.max_staleness, filters=loosest.filters) != loosest:
             other = [f"{name} was {value} and is {getattr(facts, name)}" for name, value in asdict(saved).items()
-                     if name != "max_staleness" and value != getattr(facts, name)]
+                     if name not in ("max_staleness", "filters") and value != getattr(facts, name)]
             raise LedgerError(f"{copy} is the ledger of another run: {'; '.join(other)} (source_rows: usable prompts "
                               "of each data set). Resume with the same settings and data, or start a new run")
 
@@ -224,6 +226,10 @@ class Ledger:
     def quarantine(self, keys: Iterable[SampleKey], reason: str) -> None:
         """Set the samples aside; no attempt follows."""
         self._move(keys, State.QUARANTINED, UNDER_WAY, reason=reason)
+
+    def filter(self, keys: Iterable[SampleKey], reason: str) -> None:
+        """Dynamic sampling has left the samples out; no attempt follows."""
+        self._move(keys, State.FILTERED, (State.GENERATED,), reason=reason)
 
     def quarantined(self) -> Quarantined:
         """The samples that were set aside."""

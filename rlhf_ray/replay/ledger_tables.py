@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rlhf_ray.config.training_loop import CoordinatorConfig
     from rlhf_ray.data.cursor import PromptCursor
 
-SCHEMA = 3
+SCHEMA = 4
 BLOCK_SAMPLES = 32_768
 """Most samples of a block of the archive. A run of fewer than twice as many keeps the row of every sample."""
 
@@ -37,7 +37,7 @@ CREATE TABLE samples (         -- those that are not archived; rowid: number of 
     version INTEGER,           -- of the weights when it was leased; once scored, the oldest among its tokens
     worker TEXT,               -- that generated it
     step INTEGER,              -- the update that consumed it, from 1
-    reason TEXT,               -- of a quarantine, of an update that changed nothing, and of an unused sample
+    reason TEXT,               -- of a quarantine, of an update that changed nothing, of a filtered or unused sample
     PRIMARY KEY (epoch, row, sample)
 );
 CREATE TABLE attempts (        -- given up
@@ -50,6 +50,7 @@ CREATE TABLE attempts (        -- given up
 CREATE TABLE archive (         -- see `archive`
     block INTEGER PRIMARY KEY, -- from 1; samples_per_block samples each
     committed INTEGER NOT NULL, not_applied INTEGER NOT NULL, quarantined INTEGER NOT NULL,  -- samples
+    filtered INTEGER NOT NULL,
     attempts INTEGER NOT NULL, -- given up
     digest TEXT NOT NULL       -- of its samples in the order of admission
 );
@@ -82,6 +83,8 @@ class State(StrEnum):
     NOT_APPLIED = "not_applied"
     """An update that changed no weight was trained on it."""
     QUARANTINED = "quarantined"
+    FILTERED = "filtered"
+    """Dynamic sampling left it out: the scores of its prompt's samples are equal."""
     UNUSED = "unused"
     """The run ended before its turn."""
 
@@ -90,7 +93,7 @@ UNDER_WAY = (State.LEASED, State.GENERATED, State.SCORED)
 """States of samples with an attempt under way."""
 OPEN = (State.ADMITTED, *UNDER_WAY)
 """States of samples that no update has consumed yet."""
-SETTLED = (State.COMMITTED, State.NOT_APPLIED, State.QUARANTINED)
+SETTLED = (State.COMMITTED, State.NOT_APPLIED, State.QUARANTINED, State.FILTERED)
 """States that a sample never leaves."""
 
 
@@ -110,6 +113,8 @@ class LedgerFacts:
     """Whether the rows of an epoch are shuffled."""
     weights: tuple[float, ...]
     """Of each source: prompts are taken in proportion to these."""
+    filters: bool = False
+    """Whether dynamic sampling may have left prompts out in any part of the run."""
     block_samples: int = BLOCK_SAMPLES
     """Most samples of a block of the archive; at least those of a prompt."""
 
@@ -123,11 +128,11 @@ class LedgerFacts:
         return ((name, json.dumps(value)) for name, value in asdict(self).items())
 
     @classmethod
-    def of(cls, config: CoordinatorConfig, cursor: PromptCursor) -> Self:
+    def of(cls, config: CoordinatorConfig, cursor: PromptCursor, filters: bool = False) -> Self:
         """Of a run with this configuration, whose prompts this cursor hands out."""
         order = cursor.state_dict()
         return cls(config.samples_per_step, config.samples_per_prompt, config.max_staleness,
-                   tuple(order["rows"]), order["seed"], order["shuffle"], tuple(map(float, order["weights"])))
+                   tuple(order["rows"]), order["seed"], order["shuffle"], tuple(map(float, order["weights"])), filters)
 
     @classmethod
     def read(cls, db: sqlite3.Connection) -> Self:
@@ -140,9 +145,10 @@ class LedgerFacts:
             texts = dict(db.execute("SELECT name, value FROM facts"))
             values = {f.name: json.loads(texts[f.name]) for f in fields(cls)}
             rows = tuple(map(operator.index, values.pop("source_rows")))
-            weights, shuffle = tuple(map(float, values.pop("weights"))), bool(values.pop("shuffle"))
+            weights = tuple(map(float, values.pop("weights")))
+            shuffle, filters = bool(values.pop("shuffle")), bool(values.pop("filters"))
             numbers = {name: operator.index(value) for name, value in values.items()}
-            return cls(**numbers, source_rows=rows, weights=weights, shuffle=shuffle)
+            return cls(**numbers, source_rows=rows, weights=weights, shuffle=shuffle, filters=filters)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate
+from rlhf_ray.algorithms.dynamic_sampling import scores_differ
 from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.logprob_gap import gap_histogram
 from rlhf_ray.algorithms.score_shaping import length_adaptive_lambda, overlong_penalty
@@ -38,7 +39,9 @@ from rlhf_ray.records import (
     SampleKey,
     Scores,
     TokenScores,
+    row_indices,
 )
+from rlhf_ray.replay.chunk import Sifted
 from rlhf_ray.rewards.protocol import finished, rollout_texts
 from rlhf_ray.roles.evaluation_metrics import bigram_codes, pass_rates, stable_hash, summarise
 from rlhf_ray.roles.micro_batch import split_scores
@@ -169,6 +172,45 @@ class Assembler:
     def select_samples(self, rollout: Rollout, numbers: Sequence[int]) -> Rollout:
         """The rollout of some of the samples, by their numbers in it."""
         return rollout.select(rollout.rows_of(np.asarray(numbers, dtype=np.int64)))
+
+    def sift(self, keys_of_each: Sequence[Sequence[SampleKey]], each_rewards: Sequence[RewardScores]) -> list[Sifted]:
+        """Which samples of each rollout dynamic sampling keeps, by their rewards.
+
+        Args:
+            keys_of_each: keys of each rollout's samples.
+        """
+        sifted = []
+        for keys, rewards in zip(keys_of_each, each_rewards, strict=True):
+            differ = scores_differ(torch.tensor(rewards.scores)[:, None], prompt_groups(keys)).numpy()
+            others = {name: scores[~differ].tolist() for name, scores in rewards.numbers().items()}
+            sifted.append(Sifted(np.flatnonzero(differ).tolist(), others))
+        return sifted
+
+    def keep_samples(
+        self, numbers_of_each: Sequence[Sequence[int]], rollouts: Sequence[Rollout], rewards: Sequence[RewardScores],
+        reference: TokenScores | None,
+    ) -> tuple[Any, ...]:
+        """Some samples of each of several rollouts that were scored together, and their scores.
+
+        Args:
+            numbers_of_each: numbers of each rollout's samples; a rollout without any is left out.
+            rewards, reference: as in `assemble`.
+
+        Returns:
+            the other rollouts, followed by their `rewards` and `reference`.
+        """
+        references = [None] * len(rollouts) if reference is None else split_scores(reference, rollouts)
+        kept: list[tuple[Rollout, RewardScores, TokenScores | None]] = []
+        for numbers, rollout, its_rewards, its_reference in zip(
+                numbers_of_each, rollouts, rewards, references, strict=True):
+            if numbers:
+                rows = rollout.rows_of(np.asarray(numbers, dtype=np.int64))
+                tokens = row_indices(rollout.offsets, rows)
+                kept.append((rollout.select(rows), its_rewards.select(np.asarray(numbers), tokens),
+                             None if its_reference is None else its_reference.select(rows)))
+        parts = [part for _, _, part in kept if part is not None]
+        return (*(rollout for rollout, _, _ in kept), [scores for _, scores, _ in kept],
+                TokenScores.concat(parts) if parts else None)
 
     def join(self, *shares: TokenScores) -> TokenScores:
         """Concatenate the ranks' contiguous shares of a rollout's rows."""

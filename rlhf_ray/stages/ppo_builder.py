@@ -123,7 +123,7 @@ class CoordinatorBuilder:
     def _ledger(self, cursor: PromptCursor, resume_at: int | None) -> Ledger:
         """A new ledger, or the one in the checkpoint of step `resume_at`."""
         directory = self.directory
-        facts = LedgerFacts.of(self.config.coordinator, cursor)
+        facts = LedgerFacts.of(self.config.coordinator, cursor, self.config.algorithm.dynamic_sampling is not None)
         if resume_at is None or resume_at == NOTHING:
             discard(directory.ledger)  # left by a run that failed before its first checkpoint
             return Ledger.create(directory.ledger, facts, directory.term, directory.files.records)

@@ -130,15 +130,18 @@ def test_a_state_of_another_version_is_refused_by_what_it_lacks(name):
         fresh().load_state_dict(state)
 
 
-def test_the_state_of_a_chunk_of_an_earlier_format_is_read_with_its_keys():
-    """Admission numbers alone, and a chunk that has lost some of its samples."""
+def test_the_state_of_chunks_is_read_with_their_keys():
+    """One has lost some of its samples."""
     buffer = ReplayBuffer(16, None, 1)
     chunks = buffer.load_state_dict({
-        "version": 4, "trained": 32, "next_order": 12, "reserved": [[9, 2], [11, 2]],
-        "ready": [{"order": 10, "keys": [[1, 3, 0], [1, 3, 1]], "min_version": 4, "nbytes": 20}],
+        "version": 4, "trained": 32, "next_order": 12, "reserved": [[9, 2, 1, {}], ["11.1", 2, 3, {"score": [0.0]}]],
+        "ready": [{"order": 10, "keys": [[1, 3, 0], [1, 3, 1]], "min_version": 4, "nbytes": 20,
+                   "filtered": {"score": [1.0, 1.0]}}],
     }, {10: "a reference"})
-    state = saved(used()) | {"in_flight": [[9, [[1, 2, 0], [1, 2, 1]]], [11, [[1, 5, 0]]]]}
+    state = saved(used()) | {"in_flight": [[9, [[1, 2, 0], [1, 2, 1]]], ["11.1", [[1, 5, 0]]]]}
     fresh().load_state_dict(state, chunks)
     assert [(chunk.place, chunk.keys, chunk.complete) for chunk in chunks] == [
-        (Place(9), KEYS[0], True), (Place(11), KEYS[1], False)]
+        (Place(9), KEYS[0], True), (Place(11, 1), KEYS[1], False)]
     assert [(chunk.place, chunk.experience) for chunk in buffer.ready()] == [(Place(10), "a reference")]
+    assert [(chunk.draws, chunk.filtered) for chunk in (*chunks, *buffer.ready())] == [
+        (1, {}), (3, {"score": [0.0]}), (1, {"score": [1.0, 1.0]})]

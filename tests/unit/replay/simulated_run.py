@@ -11,6 +11,8 @@ class SimulatedRun:
     """Chunks of one prompt each, in admission order; whatever may happen to them is drawn from `seed`."""
 
     def __init__(self, place, facts, seed=0, quarantines=0.0):
+        """`quarantines`: how likely a prompt is to be quarantined, and as likely to be filtered, where the facts say
+        so."""
         self.place, self.facts, self.quarantines = place, facts, quarantines
         self.random = random.Random(seed)
         self.ledger, self.cursor = Ledger.create(place / "ledger.sqlite", facts), self._new_cursor()
@@ -54,6 +56,9 @@ class SimulatedRun:
             self.chunks[order][2] = "generated"
         elif state == "generated" and self.random.random() < self.quarantines:
             self.ledger.quarantine(keys, "no score")
+            self._lease(order, self._draw())
+        elif state == "generated" and self.facts.filters and self.random.random() < self.quarantines:
+            self.ledger.filter(keys, "equal scores")
             self._lease(order, self._draw())
         elif state == "generated" and (self.random.random() < 0.2 or self._too_old(version)):
             self._again(order, "its worker died, or it is too old")

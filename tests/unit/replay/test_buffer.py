@@ -389,7 +389,11 @@ def test_each_split_has_a_place_of_its_own():
     first, second = split_in_two(buffer)
     third = buffer.split(first, first.keys[:1])
     second.keys = [SampleKey(0, 9, 0)]
-    assert buffer.split(second, []) is second and second.keys == []
+    empty = buffer.split(second, [])
+    assert empty is not second and (second.keys, empty.keys) == ([], [])
+    with pytest.raises(BufferError, match="no such open reservation"):
+        buffer.enter(second, Phase.GENERATE, 0.0)
+    assert buffer.under_way()[1] is empty
     assert [(chunk.place, chunk.samples) for chunk in buffer.under_way()] == [
         (Place(0), 1), (Place(0, 1), 1), (Place(0, 2), 2)]
     assert third.place == Place(0, 2)
@@ -411,7 +415,7 @@ def test_parts_of_chunks_come_back_from_json_in_their_places():
     last.keys = [SampleKey(0, 9, 0)]
     commit(buffer, last)
     state = json.loads(json.dumps(buffer.state_dict()))
-    assert [place for place, _ in state["reserved"]] == ["0.1", 1]
+    assert [place for place, *_ in state["reserved"]] == ["0.1", 1]
     resumed = make(eta=1)
     under_way = resumed.load_state_dict(state, {0: "ref0", "1.1": "ref1.1"})
     assert [(chunk.place, chunk.samples) for chunk in under_way] == [(rest.place, 1), (other.place, 3)]

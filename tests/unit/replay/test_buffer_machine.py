@@ -55,9 +55,9 @@ class BufferMachine(RuleBasedStateMachine):
     def lose(self, chunk, kept):
         rest = self.buffer.split(chunk, chunk.keys[:kept])
         rest.keys = self.new_keys(rest.samples)
-        assert (rest is chunk) == (kept == 0)
+        assert (rest.place == chunk.place) == (kept == 0)
+        self.open[rest.place] = rest
         if kept:
-            self.open[rest.place] = rest
             self.made[rest.place] = self.made[chunk.place]
             self.admitted.insert(self.admitted.index(chunk.place) + 1, rest.place)
 

@@ -106,7 +106,7 @@ def test_a_resumed_run_goes_on_from_the_copy_and_remembers_what_was_lost(ledger,
     again = Ledger.resume(ledger.path, tmp_path / "copy.sqlite", FACTS)
     with closing(open_for_reading(again.path)) as db:
         assert counts(db) == {"admitted": 2, "leased": 0, "generated": 0, "scored": 2, "consumed": 0, "committed": 4,
-                              "not_applied": 0, "quarantined": 0, "unused": 0, "attempts given up": 6}
+                              "not_applied": 0, "quarantined": 0, "filtered": 0, "unused": 0, "attempts given up": 6}
     assert {row[6] for row in table(again.path, "attempts")} == {LOST}
     again.start_attempt(keys(1), 1)
     assert [row[3] for row in table(again.path)] == [1, 1, 2, 2, 1, 1, 1, 1]

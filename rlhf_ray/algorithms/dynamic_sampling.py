@@ -1,0 +1,22 @@
+"""Which prompts teach something: those whose responses do not all have the same score (DAPO, Yu et al. 2025)."""
+
+from torch import Tensor, unique
+
+
+def scores_differ(scores: Tensor, groups: Tensor) -> Tensor:
+    """Whether the scores of a sample's group differ: if none does, all advantages of the group are 0 (DAPO, eq. 11).
+
+    Compared are the scores themselves. A standard deviation that is computed from equal numbers need not be 0.
+
+    Args:
+        scores: `[S, K]`: K scores of each sample; a group counts if one of them differs in it.
+        groups: `[S]` integers: samples with equal numbers form a group, in any order.
+
+    Returns:
+        `[S]` bool, the same for all samples of a group.
+    """
+    labels, member = unique(groups, return_inverse=True)
+    places = member[:, None].expand_as(scores)
+    lowest, highest = (scores.new_zeros(len(labels), scores.shape[1]).scatter_reduce(
+        0, places, scores, reduce, include_self=False) for reduce in ("amin", "amax"))
+    return (lowest < highest).any(-1)[member]
