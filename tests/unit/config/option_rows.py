@@ -490,6 +490,7 @@ ROWS: list[Row] = [
     Shown(("ptx.coef",),
           "tests/cluster/learners/test_policy_options.py::test_a_coefficient_of_zero_measures_and_changes_nothing"),
     # The algorithm
+    Differs(("algorithm.preset",), ("grpo", "rloo"), plan),
     Shown(("algorithm.estimator.type",), ASSEMBLER + "test_the_estimator_is_the_configured_one"),
     Shown(("algorithm.estimator.gamma", "algorithm.estimator.lam"), ASSEMBLER + "test_advantages_and_returns_by_hand"),
     Warned(("algorithm.estimator.gamma",), 0.5, "it acts with gae or reinforce or reinforce_pp or reinforce_baseline",
