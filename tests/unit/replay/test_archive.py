@@ -43,7 +43,8 @@ def rows(path, query):
 def state(path):
     """Everything but the attempts, which are of other workers and numbers after a death."""
     tables = ("SELECT epoch, row, sample, state, version, step FROM samples", "SELECT * FROM cursor",
-              "SELECT block, committed, not_applied, quarantined, filtered, digest FROM archive", "SELECT * FROM archived_steps",
+              "SELECT block, committed, not_applied, quarantined, filtered, digest FROM archive",
+              "SELECT * FROM archived_steps",
               "SELECT * FROM archived_quarantine")
     return [rows(path, f"{query} ORDER BY 1, 2, 3") for query in tables]
 
