@@ -13,6 +13,7 @@ from benchmarks.workload import SEED, model_config, prompts
 from rlhf_ray.checkpoint.state_files import load_experience, save_experience
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import OptimizerConfig, PolicyConfig
+from rlhf_ray.config.losses import ClipLoss
 from rlhf_ray.data.supervised_records import Sequences, sequences_of
 from rlhf_ray.engine.distributed import free_address
 from rlhf_ray.models.loading import load_causal_lm, load_tokenizer
@@ -79,7 +80,8 @@ def up_to(row: Tensor, end: int) -> list[int]:
 
 
 LEARNING_RATE = 1e-5
-ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=4, whiten_advantages=False)
+CLIP = ClipLoss()
+ALGORITHM = AlgorithmConfig(loss=CLIP, epochs=1, mini_batches=4, estimator={"type": "gae", "whiten": False})
 """Four optimizer steps of 32 rows a turn. (Whitening happens once an update and is not what is compared.)"""
 LEARNER = PolicyConfig(micro_batch_tokens=2048, optimizer=OptimizerConfig(learning_rate=LEARNING_RATE))
 """As in the quickstart: a mini-batch in one pass."""

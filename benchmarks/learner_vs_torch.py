@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM
 
 from benchmarks.comparison import Benchmark
-from benchmarks.learner_side import ALGORITHM, LEARNER, LEARNING_RATE, ROWS, LearnerSide, experience
+from benchmarks.learner_side import ALGORITHM, CLIP, LEARNER, LEARNING_RATE, ROWS, LearnerSide, experience
 from benchmarks.workload import SEED
 from rlhf_ray.roles.ppo_update import mini_batches
 
@@ -81,7 +81,7 @@ class BareTorchSide:
         """PPO's clipped loss of a mini-batch."""
         logprobs, chosen = self.logprobs(rows)
         ratio, gain = (logprobs - self._old[chosen]).exp(), self.advantages[chosen]
-        clipped = ratio.clamp(1 - ALGORITHM.clip_low, 1 + ALGORITHM.clip_high)
+        clipped = ratio.clamp(1 - CLIP.clip_low, 1 + CLIP.clip_high)
         return -torch.minimum(ratio * gain, clipped * gain).mean()
 
     def _optimizer_step(self, rows: np.ndarray) -> float:

@@ -16,7 +16,9 @@ from benchmarks.side_process import run_in_process
 from benchmarks.trl.environment import trl_python
 from benchmarks.trl.paced_run import PacedRun
 from benchmarks.trl.start_models import models
+from rlhf_ray.config.estimators import GAEEstimator
 from rlhf_ray.config.load import as_yaml, resolve
+from rlhf_ray.config.losses import ClipLoss
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.stages.quickstart import RECIPE
 
@@ -92,12 +94,14 @@ def their_run(python: Path, config: PPOConfig, models: Path, directory: Path) ->
 def their_settings(config: PPOConfig, models: Path, directory: Path) -> dict[str, Any]:
     """What `trl/trl_run.py` reads."""
     algorithm, policy, sampling = config.algorithm, config.policy.optimizer, config.generator.sampling
+    estimator, loss = algorithm.estimator, algorithm.loss
+    assert isinstance(estimator, GAEEstimator) and isinstance(loss, ClipLoss), "TRL's PPO has these alone"
     return {
         "policy": str(models / "sft" / "model"), "reward_model": str(models / "reward_model" / "model"),
         "prompts": str(models / "data" / "prompts.jsonl"), "directory": str(directory), "threads": THREADS,
         "seed": config.run.seed, "updates": config.run.steps, "batch": config.coordinator.samples_per_step,
-        "epochs": algorithm.epochs, "mini_batches": algorithm.mini_batches, "clip": algorithm.clip_low,
-        "value_clip": algorithm.value_clip, "gamma": algorithm.gamma, "lam": algorithm.lam,
+        "epochs": algorithm.epochs, "mini_batches": algorithm.mini_batches, "clip": loss.clip_low,
+        "value_clip": algorithm.value_clip, "gamma": estimator.gamma, "lam": estimator.lam,
         "kl_coef": algorithm.kl.coef, "temperature": sampling.temperature, "response_tokens": sampling.max_tokens,
         "policy_rate": policy.learning_rate, "policy_min_ratio": policy.min_ratio,
         "critic_rate": config.critic.optimizer.learning_rate,

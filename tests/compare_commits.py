@@ -65,8 +65,8 @@ def gae(files: Files) -> Settings:
 
 def grpo(files: Files) -> Settings:
     """Groups of one prompt, two sources of rewards, an independent judge, and vLLM's asynchronous engine."""
-    algorithm = {"estimator": "grpo", "epochs": 2, "mini_batches": 2, "importance": "truncate", "overlong_buffer": 4,
-                 "reward_normalisation": "standardise", "kl": {"coef": 0.1}}
+    algorithm = {"estimator": "grpo", "epochs": 2, "mini_batches": 2, "importance": {"tokens": "truncate"},
+                 "overlong_buffer": 4, "reward_normalisation": "standardise", "kl": {"coef": 0.1}}
     sampling = {"max_tokens": RESPONSE_TOKENS, "temperature": 0.9, "top_k": 16, "min_p": 0.005, "min_tokens": 2}
     rewards = {"main": {"type": "model", "path": str(files.reward)},
                "seen": {"type": "regex", "pattern": r"\bw1\d\b", "weight": 0.5}}

@@ -130,7 +130,7 @@ def configuration(run: RunShape, division: Division) -> PPOConfig:
         "run": {"dir": "runs/cluster_model", "steps": 1}, "cluster": {"address": "auto"}, "model": model,
         "rewards": reward, "prompts": {"path": "data/prompts.jsonl", "max_tokens": run.longest_prompt},
         "algorithm": {"estimator": "gae" if run.critic else "grpo", "epochs": 1, "mini_batches": run.mini_batches,
-                      "importance": "truncate", "kl": {"coef": 0.01}},
+                      "importance": {"tokens": "truncate"}, "kl": {"coef": 0.01}},
         "coordinator": {"prompts_per_step": run.prompts, "samples_per_prompt": run.samples_per_prompt,
                         "max_staleness": run.staleness},
         "pools": {"generation": pool(division.generators // division.tensor_parallel, division.tensor_parallel),

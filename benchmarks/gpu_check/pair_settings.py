@@ -12,7 +12,7 @@ from rlhf_ray.planning.local_machine import installed
 
 PROMPT_TOKENS = 32
 """Room for the longest prompt."""
-ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False)
+ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, estimator={"type": "gae", "whiten": False})
 """One optimizer step over all rows."""
 
 

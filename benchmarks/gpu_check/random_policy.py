@@ -26,7 +26,7 @@ from rlhf_ray.records import Experience, Rollout, SampleKey, offsets_of
 from rlhf_ray.roles.policy_learner import PolicyLearner
 
 SEED, TIMEOUT_S = 0, 120.0
-ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False)
+ALGORITHM = AlgorithmConfig(epochs=1, mini_batches=1, estimator={"type": "gae", "whiten": False})
 """One optimizer step over all rows."""
 BUCKET = BUCKET_FROM_GPU_MB << 20
 """Bytes of a publication's bucket."""

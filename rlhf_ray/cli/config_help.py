@@ -38,7 +38,7 @@ COMMON: dict[str, list[str]] = {
         "generator.sampling.max_tokens", "policy.workers", "policy.zero_stage", "policy.optimizer.learning_rate",
         "critic.optimizer.learning_rate", "algorithm.estimator", "algorithm.kl.coef", "algorithm.epochs",
         "algorithm.mini_batches",
-        "algorithm.clip_low", "checkpoint.every", "checkpoint.best_metric", "evaluation.prompts", "early_stop.kl_above",
+        "algorithm.loss", "checkpoint.every", "checkpoint.best_metric", "evaluation.prompts", "early_stop.kl_above",
         "logging.wandb_project",
     ],
 }  # fmt: skip

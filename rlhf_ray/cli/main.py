@@ -60,8 +60,9 @@ NOT_HERE = {
             "two models on a file of prompts, and `rlhf-ray generate` writes responses",
     "dpo": "DPO is not among the stages. From preference pairs, train a reward model with `rlhf-ray reward-model`, and "
            "the policy on it with `rlhf-ray ppo` or `rlhf-ray grpo`",
-    "dapo": "use `rlhf-ray grpo` with --algorithm.clip_high=0.28 and --algorithm.overlong_buffer (docs/algorithms.md)",
-    "gspo": "use `rlhf-ray grpo` with --algorithm.ratio=sequence (docs/algorithms.md)",
+    "dapo": "use `rlhf-ray grpo` with --algorithm.loss.clip_high=0.28 and --algorithm.overlong_buffer "
+            "(docs/algorithms.md)",
+    "gspo": "use `rlhf-ray grpo` with --algorithm.loss.ratio=sequence (docs/algorithms.md)",
     "dr-grpo": "use `rlhf-ray ppo --algorithm.estimator=dr_grpo`, with --coordinator.samples_per_prompt",
     "reinforce-pp": "use `rlhf-ray ppo --algorithm.estimator=reinforce_pp`",
     "rm": "use `rlhf-ray reward-model`",

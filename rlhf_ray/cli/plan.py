@@ -86,7 +86,7 @@ def load_any(path: Path | None, overrides: list[str], stage: str | None,
     from rlhf_ray.config.load import COMMANDS, load
     from rlhf_ray.config.stages import PPOConfig
 
-    layers = [*([read_yaml(path)] if path else []), read_overrides(overrides)]
+    layers = [*([read_yaml(path)] if path else []), read_overrides(overrides, PPOConfig)]
     named = stage or stage_of_file(merge(PPOConfig, layers), path)
     if named not in COMMANDS:
         raise ConfigError(f"--stage={named}: there is no such stage; there are {', '.join(COMMANDS)}")

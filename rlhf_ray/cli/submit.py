@@ -101,7 +101,8 @@ def _refuse_expanded(config: "StageConfig", path: Path | None, overrides: list[s
     from rlhf_ray.config.paths import HOME, VARIABLE
 
     kept = {text for _, text in strings_of(config)}
-    layers = (read_yaml(path) if path else Layer({}), read_environment(type(config)), read_overrides(overrides))
+    stage = type(config)
+    layers = (read_yaml(path) if path else Layer({}), read_environment(stage), read_overrides(overrides, stage))
     for field, text in (pair for layer in layers for pair in strings_of(layer.values)):
         if text not in kept and (HOME.match(text) or VARIABLE.search(text)):
             raise ConfigError(f"{field}={text!r} depends on this machine's environment, and the job runs on another "

@@ -28,6 +28,16 @@ if TYPE_CHECKING:
         PromptsSource,
         StepsConfig,
     )
+    from rlhf_ray.config.estimators import (
+        DrGRPOEstimator,
+        GAEEstimator,
+        GDPOEstimator,
+        GRPOEstimator,
+        ReinforceBaselineEstimator,
+        ReinforceEstimator,
+        ReinforcePPEstimator,
+        RLOOEstimator,
+    )
     from rlhf_ray.config.generation import (
         GenerationConfig,
         SamplingConfig,
@@ -39,6 +49,11 @@ if TYPE_CHECKING:
         PolicyConfig,
         RewardLearnerConfig,
         SFTLearnerConfig,
+    )
+    from rlhf_ray.config.losses import (
+        CISPOLoss,
+        ClipLoss,
+        ImportanceConfig,
     )
     from rlhf_ray.config.model import (
         ArchitectureConfig,
@@ -88,8 +103,11 @@ SECTIONS = {
     "algorithm": ("AlgorithmConfig", "KLConfig", "PtxConfig", "TextsSource"),
     "data": ("DemonstrationsConfig", "DemonstrationsSource", "PreferencesConfig", "PreferencesSource",
              "ProcessRowsConfig", "ProcessRowsSource", "PromptsConfig", "PromptsSource", "StepsConfig"),
+    "estimators": ("DrGRPOEstimator", "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "RLOOEstimator",
+                   "ReinforceBaselineEstimator", "ReinforceEstimator", "ReinforcePPEstimator"),
     "generation": ("GenerationConfig", "SamplingConfig", "WeightsConfig"),
     "learner": ("LoRAConfig", "OptimizerConfig", "PolicyConfig", "RewardLearnerConfig", "SFTLearnerConfig"),
+    "losses": ("CISPOLoss", "ClipLoss", "ImportanceConfig"),
     "model": ("ArchitectureConfig", "ModelConfig", "NewModelConfig"),
     "rewards": ("ExactMatchReward", "FunctionReward", "HTTPReward", "JSONSchemaReward", "ModelReward", "NumberReward",
                 "ProcessReward", "RegexReward", "VaderReward"),
@@ -103,14 +121,16 @@ SECTIONS = {
 """Module -> the sections in it."""
 HOMES = {name: module for module, names in SECTIONS.items() for name in names}
 
-__all__ = ["AlgorithmConfig", "ArchitectureConfig", "BufferConfig", "CheckpointConfig", "ClusterConfig",
-           "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig", "DemonstrationsSource", "EarlyStopConfig",
-           "EvaluationConfig", "ExactMatchReward", "FunctionReward", "GenerationConfig", "HTTPReward",
+__all__ = ["AlgorithmConfig", "ArchitectureConfig", "BufferConfig", "CISPOLoss", "CheckpointConfig", "ClipLoss",
+           "ClusterConfig", "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig", "DemonstrationsSource",
+           "DrGRPOEstimator", "EarlyStopConfig", "EvaluationConfig", "ExactMatchReward", "FunctionReward",
+           "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "GenerationConfig", "HTTPReward", "ImportanceConfig",
            "JSONSchemaReward", "KLConfig", "LoRAConfig", "LoggingConfig", "ModelConfig", "ModelReward",
            "NewModelConfig", "NumberReward", "OptimizerConfig", "PPOConfig", "PlacementConfig", "PolicyConfig",
            "PoolConfig", "PreferencesConfig", "PreferencesSource", "PreferencesStageConfig", "ProcessReward",
            "ProcessRewardConfig", "ProcessRowsConfig", "ProcessRowsSource", "PromptsConfig", "PromptsSource",
-           "PtxConfig", "ReferenceConfig", "RegexReward", "RewardLearnerConfig", "RewardModelConfig",
+           "PtxConfig", "RLOOEstimator", "ReferenceConfig", "RegexReward", "ReinforceBaselineEstimator",
+           "ReinforceEstimator", "ReinforcePPEstimator", "RewardLearnerConfig", "RewardModelConfig",
            "RewardModelTrainingConfig", "RewardScorerConfig", "RunConfig", "SFTConfig", "SFTLearnerConfig",
            "SamplePairsConfig", "SamplingConfig", "StepsConfig", "SupervisedTrainingConfig", "TextsSource",
            "VaderReward", "WeightsConfig"]

@@ -1,23 +1,29 @@
 """Hyperparameters of PPO. Each field names the source of its default."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from rlhf_ray.config.data import DataSection, MixedSource
+from rlhf_ray.config.estimators import (
+    ESTIMATORS,
+    GROUP_ESTIMATORS,
+    METHODS,
+    DiscountingEstimator,
+    EstimatorConfig,
+    GAEEstimator,
+    GRPOEstimator,
+    ReinforceEstimator,
+    RLOOEstimator,
+)
+from rlhf_ray.config.fields import sections_of, type_tag
+from rlhf_ray.config.losses import CISPOLoss, ClipLoss, ImportanceConfig, LossConfig
 from rlhf_ray.config.section import Section
+from rlhf_ray.config.type_union import one_of, tag_of
 
-Estimator = Literal["gae", "reinforce", "reinforce_pp", "reinforce_baseline", "rloo", "grpo", "dr_grpo"]
 OldLogprobs = Literal["policy", "update", "generator"]
 """Source of the denominator of the ratio: a forward pass before the update, the update's own, or the generators."""
-GROUP_ESTIMATORS = ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
-"""Estimators that compare a sample with the other samples of its prompt."""
-WHITENED_ESTIMATORS = ("gae", "reinforce_pp")
-"""Estimators whose advantages are whitened over the batch by default."""
-METHODS = {"gae": "PPO", "reinforce": "REINFORCE", "reinforce_pp": "REINFORCE++",
-           "reinforce_baseline": "REINFORCE++-baseline", "rloo": "RLOO", "grpo": "GRPO", "dr_grpo": "Dr. GRPO"}
-"""Estimator -> what its papers call the training with it."""
 COMMAND_OF = {"gae": "ppo", "reinforce": "reinforce", "rloo": "rloo", "grpo": "grpo"}
 """Estimator -> the command with its defaults; `ppo` takes every estimator."""
 
@@ -26,7 +32,7 @@ def method_in_words(config: Mapping[str, Any]) -> str:
     """What a run of the stage `ppo` does, from its values: "GRPO", or "PPO from human feedback" if one of its rewards
     is a model, or none is known."""
     algorithm, rewards = config.get("algorithm"), config.get("rewards")
-    estimator = algorithm.get("estimator") if isinstance(algorithm, Mapping) else None
+    estimator = tag_of(algorithm.get("estimator"), "gae") if isinstance(algorithm, Mapping) else None
     sources = rewards.values() if isinstance(rewards, Mapping) else ()
     learned = not sources or any(isinstance(source, Mapping) and source.get("type") == "model" for source in sources)
     return METHODS.get(str(estimator), METHODS["gae"]) + (" from human feedback" if learned else "")
@@ -37,7 +43,8 @@ class KLConfig(Section):
 
     placement: Literal["reward", "loss"] = "reward"
     """Where the penalty applies: in the token rewards, or as a term of the policy's loss. Group estimators
-    (reinforce_baseline, rloo, grpo, dr_grpo) default to loss, so that the penalty is not compared between samples."""
+    (reinforce_baseline, rloo, grpo, dr_grpo, gdpo) default to loss, so that the penalty is not compared between
+    samples."""
     coef: float = Field(0.05, ge=0)
     """Coefficient β; TRL's PPO default."""
     kind: Literal["fixed", "adaptive"] = "fixed"
@@ -46,27 +53,24 @@ class KLConfig(Section):
     """Sequence KL in nats that the adaptive controller aims at (Ziegler et al. 2019; TRL had 6 up to 0.11)."""
     horizon: int = Field(10_000, ge=1)
     """Samples over which the adaptive controller corrects the error (Ziegler et al. 2019: 10000)."""
+    unbiased: bool = True
+    """In the loss, multiply each token's penalty by the probability ratio, whose gradient makes the penalty's the
+    unbiased one of the reverse KL (DeepSeek-V3.2, 2025; the default of TRL 1.16)."""
     estimator: Literal["k1", "k2", "k3", "abs"] = "k1"
     """Per-token estimator (Schulman 2020, "Approximating KL divergence"); k1 is the unbiased log-ratio. In the loss the
-    default is k3, as in GRPO: the gradient of k1 is zero on average there, so it is refused."""
+    default is k3, as in GRPO. The gradient of k1 is zero on average there unless it is `unbiased`, so it is refused."""
 
 
 class AlgorithmConfig(Section):
     """Proximal policy optimisation (Schulman et al. 2017) for token sequences."""
 
-    estimator: Estimator = "gae"
-    """Advantage estimator. gae uses a critic (Schulman et al. 2016); the others do not. reinforce (discounted returns)
-    and reinforce_pp (whitened) need one sample per prompt; reinforce_baseline, rloo, grpo and dr_grpo compare a
-    prompt's samples."""
-    gamma: float = Field(1.0, ge=0, le=1)
-    """Discount per token; 1 for language (Ziegler et al. 2019, InstructGPT)."""
-    lam: float = Field(0.95, ge=0, le=1)
-    """GAE's λ (Schulman et al. 2016; 0.95 in InstructGPT, TRL)."""
-    lam_alpha: float | None = Field(None, gt=0)
-    """Length-adaptive λ of each response in place of `lam`: 1 - 1 / (α length) (VAPO, Yue et al. 2025: 0.05); off when
-    empty."""
-    lam_critic: float | None = Field(None, ge=0, le=1)
-    """λ of the returns that the critic learns (VAPO: 1); that of the advantages if empty."""
+    estimator: EstimatorConfig = Field(default_factory=GAEEstimator)
+    """Advantage estimator: its name, or a section with `type` and the fields below. gae uses a critic (Schulman et al.
+    2016); the others do not. reinforce (discounted returns) and reinforce_pp (whitened) need one sample per prompt;
+    reinforce_baseline, rloo, grpo, dr_grpo and gdpo (several rewards) compare a prompt's samples."""
+    loss: LossConfig = Field(default_factory=ClipLoss)
+    """Loss of the policy: its name, or a section with `type` and the fields below. clip is PPO's clipped surrogate,
+    cispo a weighted log-likelihood in which no token loses its gradient."""
     epochs: int = Field(2, ge=1)
     """Passes over each batch of experience (TRL 4, OpenRLHF 1; InstructGPT 1)."""
     mini_batches: int = Field(4, ge=1)
@@ -76,27 +80,12 @@ class AlgorithmConfig(Section):
     policy before the update above this; the first is always made. With critic.backbone=policy this ends the critic's
     updates too. Off if empty. Spinning Up and Stable-Baselines3, which have the same field, stop at 1.5 times its value
     (Spinning Up: 0.01)."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """Lower clip of the probability ratio, 1 - clip_low (Schulman et al. 2017: 0.2)."""
-    clip_high: float = Field(0.2, gt=0)
-    """Upper clip of the probability ratio, 1 + clip_high (0.2; DAPO raises it to 0.28)."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Bound of the loss at negative advantages (Ye et al. 2020; verl uses 3); off when empty."""
-    ratio: Literal["token", "sequence"] = "token"
-    """Probability ratio per token (PPO), or per response: the geometric mean of its tokens' (GSPO, Zheng et al.
-    2025, which clips at 3e-4 and 4e-4 and aggregates by sequence)."""
     old_logprobs: Literal["policy", "generator"] = "policy"
     """Denominator of the ratio: the policy's own log-probabilities in a pass before the update, or those of the
     generators (without that pass: verl's bypass mode, slime's use_rollout_logprobs). With stale samples the latter
-    clips relative to the weights that sampled."""
-    importance: Literal["none", "truncate", "mask"] = "truncate"
-    """Weight tokens by the learner's over the generator's probability, to correct for stale samples and numerical
-    differences between engines: weights above the cap are truncated (Yao et al. 2025; the default of TRL's GRPO), or
-    their tokens are masked. By default none with old_logprobs=generator, which sets the two equal."""
-    importance_cap: float = Field(2.0, gt=0)
-    """Largest importance weight (2 in verl, 3 in TRL)."""
-    importance_level: Literal["token", "sequence"] = "token"
-    """One weight per token, or one per response: the product of its tokens' weights (exact, but of high variance)."""
+    clips relative to the weights that sampled. By default generator with loss=cispo, whose ratio is defined so."""
+    importance: ImportanceConfig = Field(default_factory=ImportanceConfig)
+    """Weights by which stale samples are corrected."""
     value_clip: float | None = Field(0.2, gt=0)
     """Clip of the value change around the old value (PPO2); off when empty."""
     value_coef: float = Field(0.1, gt=0)
@@ -106,8 +95,6 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus; 0 as in most RLHF work."""
     aggregate: Literal["token", "sequence"] = "token"
     """Losses of policy and critic are means over all response tokens, or means of the rows' means."""
-    whiten_advantages: bool = True
-    """Whiten advantages over the whole batch's response tokens; by default with gae and reinforce_pp only."""
     reward_normalisation: Literal["none", "scale", "standardise"] = "none"
     """Divide scores by their standard deviation over all earlier steps (scale), after subtracting their mean
     (standardise). Scores of the first step are not changed."""
@@ -121,6 +108,10 @@ class AlgorithmConfig(Section):
     2025, soft overlong punishment); off if empty."""
     overlong_penalty: float = Field(1.0, gt=0)
     """Subtracted from the score of a response of maximum length, with `overlong_buffer` (DAPO: 1)."""
+    overlong_filter: bool = False
+    """Leave truncated responses out of the losses, with a mask of 0: neither the sum nor the mean's denominator has
+    their tokens (TRL's mask_truncated_completions, SkyRL, NeMo-RL; off in all of them). Their scores still count for
+    their prompt's other samples."""
     critic_warmup_steps: int = Field(0, ge=0)
     """Number of first steps in which only the critic is trained (verl's critic_warmup)."""
     kl: KLConfig = Field(default_factory=KLConfig)
@@ -129,17 +120,27 @@ class AlgorithmConfig(Section):
     @property
     def method(self) -> str:
         """What the training is called: PPO, GRPO, ..."""
-        return METHODS.get(self.estimator, self.estimator)
+        return self.estimator.method
 
     @property
     def has_critic(self) -> bool:
         """Whether a critic is trained."""
-        return self.estimator == "gae"
+        return isinstance(self.estimator, GAEEstimator)
 
     @property
     def compares_groups(self) -> bool:
         """Whether the estimator needs several samples per prompt."""
-        return self.estimator in GROUP_ESTIMATORS
+        return self.estimator.compares_groups
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened over the batch."""
+        return self.estimator.always_whitens or getattr(self.estimator, "whiten", False)
+
+    @property
+    def gamma(self) -> float:
+        """Discount per token; 1 for estimators that compare whole responses."""
+        return self.estimator.gamma if isinstance(self.estimator, DiscountingEstimator) else 1.0
 
     @property
     def kl_in_loss(self) -> bool:
@@ -148,50 +149,70 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_by_estimator(cls, given: Any) -> Any:
+    def _defaults_that_follow(cls, given: Any) -> Any:
         """Fill in the defaults that depend on other fields, so that the saved configuration contains them."""
-        if not isinstance(given, dict) or not isinstance(kl := given.get("kl", {}), dict | KLConfig):
+        if not isinstance(given, dict):
             return given
-        estimator = given.get("estimator", cls.model_fields["estimator"].default)
-        chosen = dict(kl) if isinstance(kl, dict) else kl.model_dump(exclude_unset=True)
-        chosen.setdefault("placement", "loss" if estimator in GROUP_ESTIMATORS else "reward")
-        chosen.setdefault("estimator", "k3" if chosen["placement"] == "loss" else "k1")
-        importance = "none" if given.get("old_logprobs") == "generator" else "truncate"
-        return {"estimator": estimator, "whiten_advantages": estimator in WHITENED_ESTIMATORS, "importance": importance,
-                **given, "kl": chosen}
+        default = cls.model_fields["estimator"].get_default(call_default_factory=True).type
+        filled = {"estimator": default, **given}
+        cispo = tag_of(given.get("loss"), "clip") == "cispo"
+        if cispo:
+            filled.setdefault("old_logprobs", "generator")
+        if (kl := _as_set(given.get("kl", {}))) is not None:
+            grouped = tag_of(filled["estimator"], default) in GROUP_ESTIMATORS
+            kl.setdefault("placement", "loss" if grouped else "reward")
+            kl.setdefault("estimator", "k3" if kl["placement"] == "loss" else "k1")
+            filled["kl"] = kl
+        if (importance := _as_set(given.get("importance", {}))) is not None:
+            weighted = not cispo and filled.get("old_logprobs") != "generator"
+            importance.setdefault("tokens", "truncate" if weighted else "none")
+            filled["importance"] = importance
+        return filled
 
     @field_validator("estimator", mode="before")
     @classmethod
     def _estimator_of_the_command(cls, given: Any) -> Any:
         """The commands that are named after an estimator take no other one."""
-        own = get_args(cls.model_fields["estimator"].annotation)
-        if len(own) == 1 and given in METHODS and given not in own:
+        own = [type_tag(member) for member in sections_of(cls.model_fields["estimator"].annotation)]
+        named = tag_of(given, str(own[0]))
+        if len(own) == 1 and named in METHODS and named not in own:
             instead = "`rlhf-ray ppo`, which takes them all"
-            if given in COMMAND_OF:
-                instead = f"`rlhf-ray {COMMAND_OF[given]}`"
-            raise ValueError(f"estimator={given} contradicts `rlhf-ray {COMMAND_OF[own[0]]}`, which trains with "
+            if named in COMMAND_OF:
+                instead = f"`rlhf-ray {COMMAND_OF[named]}`"
+            command = COMMAND_OF[str(own[0])]
+            raise ValueError(f"estimator={named} contradicts `rlhf-ray {command}`, which trains with "
                              f"estimator={own[0]}; leave it out, or use {instead}")
         return given
 
     @model_validator(mode="after")
     def _penalises(self) -> "AlgorithmConfig":
-        if self.kl.placement == "loss" and self.kl.estimator == "k1" and self.kl.coef:
+        if self.kl_in_loss and self.kl.estimator == "k1" and self.kl.coef and not self.kl.unbiased:
             raise ValueError("kl.estimator=k1 with kl.placement=loss penalises nothing: its gradient is the policy's "
-                             "score function, zero on average; use k3 (or k2), or kl.placement=reward")
+                             "score function, zero on average; use k3 (or k2), kl.unbiased=true, or "
+                             "kl.placement=reward")
         if self.kl.kind == "adaptive" and self.kl.coef == 0:
             raise ValueError("kl.kind=adaptive multiplies the coefficient, so kl.coef=0 would stay 0; make it positive")
         return self
 
     @model_validator(mode="after")
-    def _fits_the_estimator(self) -> "AlgorithmConfig":
-        if self.old_logprobs == "generator" and self.importance != "none":
-            raise ValueError(f"importance={self.importance} weights tokens by the policy's old over the generator's "
-                             "probability, which are equal with old_logprobs=generator; set importance=none or "
-                             "old_logprobs=policy")
-        if self.estimator == "reinforce_pp" and not self.whiten_advantages:
-            raise ValueError("estimator=reinforce_pp is reinforce with whitened advantages; leave whiten_advantages on "
-                             "or use estimator=reinforce")
+    def _weights_once(self) -> "AlgorithmConfig":
+        importance = self.importance
+        asked = f"importance.masks={importance.masks}" if importance.masks else f"importance.tokens={importance.tokens}"
+        remedy = "leave importance.masks out" if importance.masks else "set importance.tokens=none"
+        if importance.acts and isinstance(self.loss, CISPOLoss):
+            raise ValueError(f"{asked} with loss=cispo would weight tokens twice: its own ratio, between min_ratio and "
+                             f"max_ratio, is the weight; {remedy}, or use loss=clip")
+        if importance.acts and self.old_logprobs == "generator":
+            raise ValueError(f"{asked} compares the policy's old with the generator's probability, which are equal "
+                             f"with old_logprobs=generator; {remedy}, or old_logprobs=policy")
         return self
+
+
+def _as_set(section: Any) -> dict[str, Any] | None:
+    """The values that are set in a section, or in a mapping; None for anything else."""
+    if isinstance(section, Section):
+        return section.model_dump(exclude_unset=True)
+    return dict(section) if isinstance(section, dict) else None
 
 
 class GRPOPenalty(KLConfig):
@@ -205,7 +226,7 @@ class GRPOPenalty(KLConfig):
 class GRPOAlgorithm(AlgorithmConfig):
     """Group relative policy optimisation (Shao et al. 2024)."""
 
-    estimator: Literal["grpo"] = "grpo"
+    estimator: Annotated[GRPOEstimator, one_of(ESTIMATORS, "grpo")] = Field(default_factory=GRPOEstimator)
     """Advantage estimator: a score minus the mean of its prompt's scores, over their standard deviation."""
     epochs: int = Field(1, ge=1)
     """Passes over each batch of experience (1 in DeepSeekMath, TRL, verl)."""
@@ -216,7 +237,7 @@ class GRPOAlgorithm(AlgorithmConfig):
 class RLOOAlgorithm(AlgorithmConfig):
     """REINFORCE leave-one-out (Kool et al. 2019, Ahmadian et al. 2024)."""
 
-    estimator: Literal["rloo"] = "rloo"
+    estimator: Annotated[RLOOEstimator, one_of(ESTIMATORS, "rloo")] = Field(default_factory=RLOOEstimator)
     """Advantage estimator: a score minus the mean of the prompt's other scores."""
     epochs: int = Field(1, ge=1)
     """Passes over each batch of experience (1 in Ahmadian et al. 2024 and TRL)."""
@@ -225,7 +246,8 @@ class RLOOAlgorithm(AlgorithmConfig):
 class ReinforceAlgorithm(AlgorithmConfig):
     """REINFORCE (Williams 1992)."""
 
-    estimator: Literal["reinforce"] = "reinforce"
+    estimator: Annotated[ReinforceEstimator, one_of(ESTIMATORS, "reinforce")] = Field(
+        default_factory=ReinforceEstimator)
     """Advantage estimator: the discounted return."""
     epochs: int = Field(1, ge=1)
     """Passes over each batch of experience (1 in Williams 1992 and OpenRLHF)."""

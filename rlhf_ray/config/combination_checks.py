@@ -25,6 +25,7 @@ from rlhf_ray.config.derived import (
 )
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, PPOLearnerConfig
+from rlhf_ray.config.losses import CISPOLoss
 from rlhf_ray.config.rewards import ModelReward, ProcessReward
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.settled import value_at
@@ -178,7 +179,7 @@ def check_groups(config: PPOConfig) -> None:
     """An estimator that compares a prompt's samples needs several."""
     if config.algorithm.compares_groups and config.coordinator.samples_per_prompt < 2:
         raise ValueError(
-            f"algorithm.estimator={config.algorithm.estimator} compares a prompt's samples, but "
+            f"algorithm.estimator={config.algorithm.estimator.type} compares a prompt's samples, but "
             f"coordinator.samples_per_prompt={config.coordinator.samples_per_prompt}; raise it to at least 2 (4 to "
             "16 are usual) or use gae, reinforce or reinforce_pp")
 
@@ -195,6 +196,15 @@ def check_held_out(config: PPOConfig) -> None:
                f"it uses evaluation.prompts={evaluation.prompts!r}; leave that empty")
         raise ValueError(f"prompts.held_out={share:g} holds out prompts for an "
                          f"evaluation that does not use them: {fix}, or set prompts.held_out=0")
+
+
+def check_ratio(config: PPOConfig) -> None:
+    """CISPO's ratio, which is its only weight, sees how old samples are."""
+    a, staleness = config.algorithm, config.coordinator.max_staleness
+    if isinstance(a.loss, CISPOLoss) and a.old_logprobs == "policy" and staleness:
+        raise ValueError("algorithm.loss=cispo with algorithm.old_logprobs=policy weights samples by the policy before "
+                         f"the update, not by the weights that they came from, and with coordinator.max_staleness="
+                         f"{staleness} these differ; leave old_logprobs at generator, or set max_staleness to 0")
 
 
 def check_overlong_buffer(config: PPOConfig) -> None:
@@ -400,8 +410,8 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
     PPOConfig: (
         check_backbone, check_target_kl, check_reward_components, check_critic_start, check_groups, check_held_out,
-        check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches, check_chunks,
-        check_buffer, check_micro_batches, check_transport, check_phases, check_schedules,
+        check_ratio, check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches,
+        check_chunks, check_buffer, check_micro_batches, check_transport, check_phases, check_schedules,
     ),
 }
 """The checks of a configuration and of those derived from it, in the order in which they are made."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.data import DataSection, DemonstrationsConfig, is_file_of_rows
 from rlhf_ray.config.derived import derive, has_later_steps, placements_of, reward_sections
 from rlhf_ray.config.fields import changed_fields, format_value
@@ -78,7 +79,7 @@ def _beyond_files(_: Any, section: Any) -> bool:
 _NO_METRICS = "this stage makes no updates and writes no metrics"
 _NO_LEARNERS = "this stage has no learners"
 _ONE_STEP = "with epochs=1 and mini_batches=1 an update has one step, which begins where the samples came from"
-_NO_CRITIC = "algorithm.estimator={config.algorithm.estimator} uses no critic"
+_NO_CRITIC = "algorithm.estimator={config.algorithm.estimator.type} uses no critic"
 
 _EVERY_STAGE = (
     ConditionalFields(
@@ -145,10 +146,7 @@ _PREFERENCES = (
 )
 _PPO = (
     ConditionalFields(
-        ("algorithm.lam", "algorithm.lam_alpha", "algorithm.lam_critic"), _has_critic,
-        "estimator={section.estimator} has no λ", "use estimator=gae"),
-    ConditionalFields(
-        ("algorithm.lam",), lambda _, algorithm: algorithm.lam_alpha is None,
+        ("algorithm.estimator.lam",), lambda _, estimator: estimator.lam_alpha is None,
         "lam_alpha={section.lam_alpha} takes its place", "leave lam_alpha empty"),
     ConditionalFields(
         ("algorithm.value_clip", "algorithm.critic_warmup_steps"), _has_critic, _NO_CRITIC, "use estimator=gae"),
@@ -157,21 +155,35 @@ _PPO = (
         "with epochs=1 and mini_batches=1 an update has only its first step, which is always made",
         "raise epochs or mini_batches"),
     ConditionalFields(
-        ("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"), _probabilities_move, _ONE_STEP,
+        tuple(f"algorithm.loss.{name}" for name in ("clip_low", "clip_high", "dual_clip", "min_ratio", "max_ratio")),
+        _probabilities_move, _ONE_STEP,
         "raise epochs or mini_batches"),
     ConditionalFields(("algorithm.value_clip",), _values_move, _ONE_STEP, "raise epochs or mini_batches"),
     ConditionalFields(
         ("algorithm.value_coef",), lambda config, _: derive(config).shares_backbone,
         "policy and critic are not one model, so their losses are not added", "set critic.backbone to policy"),
     ConditionalFields(
-        ("algorithm.gamma",), lambda _, algorithm: algorithm.estimator not in ("rloo", "grpo", "dr_grpo"),
-        "estimator={section.estimator} compares whole responses and discounts nothing", "use another estimator"),
-    ConditionalFields(
         ("algorithm.overlong_penalty",), lambda _, algorithm: algorithm.overlong_buffer is not None,
         "overlong_buffer is empty, so long responses have no penalty", "set overlong_buffer"),
     ConditionalFields(
-        ("algorithm.importance_cap", "algorithm.importance_level"), lambda _, algorithm: algorithm.importance != "none",
-        "importance=none weights no tokens", "set importance to truncate or mask"),
+        ("algorithm.importance.cap",), lambda _, importance: importance.tokens in ("truncate", "mask"),
+        "tokens={section.tokens} has no cap", "set tokens to truncate or mask"),
+    ConditionalFields(
+        ("algorithm.importance.band",), lambda _, importance: importance.tokens == "band",
+        "tokens={section.tokens} has no band", "set tokens to band"),
+    ConditionalFields(
+        ("algorithm.importance.level",), lambda _, importance: importance.tokens != "none",
+        "tokens=none weights no tokens", "set tokens to truncate, mask or band"),
+    ConditionalFields(
+        ("algorithm.importance.geometric",), lambda _, importance: "geometric" in importance.masks,
+        "the mask geometric is not among masks={section.masks}", "add it"),
+    ConditionalFields(
+        ("algorithm.importance.outlier",), lambda _, importance: "outlier" in importance.masks,
+        "the mask outlier is not among masks={section.masks}", "add it"),
+    ConditionalFields(
+        ("algorithm.kl.unbiased",), lambda config, kl: config.algorithm.kl_in_loss and kl.coef > 0,
+        "with placement={section.placement} and coef={section.coef:g} the loss has no penalty",
+        "set placement to loss and a positive coef"),
     ConditionalFields(
         ("algorithm.kl.target", "algorithm.kl.horizon"), lambda _, kl: kl.kind == "adaptive",
         "kind={section.kind} leaves the coefficient as it is", "set algorithm.kl.kind to adaptive"),
@@ -255,9 +267,19 @@ def without_effect(config: StageConfig, *, warns: bool = False) -> Iterator[str]
                 reason = row.reason.format(config=config, section=section)
                 values_by_reason.setdefault((reason, row.fix), []).append(f"{path}={format_value(value)}")
                 break
+    if warns and isinstance(config, PPOConfig):
+        yield from _of_other_types(config.algorithm)
     for (reason, fix), values in values_by_reason.items():
         has, it = ("has", "it") if len(values) == 1 else ("have", "them")
         yield f"{', '.join(values)} {has} no effect: {reason}; leave {it} out" + (f", or {fix}" if fix else "")
+
+
+def _of_other_types(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Sentences about keys that were left out, because only other types of their union have them."""
+    for name, section in (("estimator", algorithm.estimator), ("loss", algorithm.loss)):
+        for key, (value, owners) in section.left_out.items():
+            yield (f"algorithm.{name}.{key}={format_value(value)} has no effect with {name}={section.type}; it acts "
+                   f"with {' or '.join(owners)}")
 
 
 def check_effects(config: StageConfig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from rlhf_ray.config.fields import section_tagged, sections_of, sections_of_values
+from rlhf_ray.config.fields import has_short_form, section_tagged, sections_of, sections_of_values
 from rlhf_ray.config.paths import expand_path
 from rlhf_ray.errors import ConfigError
 
@@ -79,7 +79,7 @@ def read_environment(cls: type[BaseModel]) -> Layer:
     Raises:
         ConfigError: a variable has another form.
     """
-    return _layer((keys, os.environ[name], name) for name, keys in environment_of(cls).items())
+    return _layer(((keys, os.environ[name], name) for name, keys in environment_of(cls).items()), cls)
 
 
 def environment_of(cls: type[BaseModel]) -> dict[str, Path_]:
@@ -89,18 +89,22 @@ def environment_of(cls: type[BaseModel]) -> dict[str, Path_]:
     return {name: path for name, path in keys.items() if path[0] in cls.model_fields}
 
 
-def read_overrides(overrides: list[str]) -> Layer:
+def read_overrides(overrides: list[str], cls: type[BaseModel] | None = None) -> Layer:
     """The values of `--section.key=value` or `--section.key value` arguments; the last value of a key counts.
 
     Values are text, converted by the field's type. `[a, b]` and `{k: v}` are read as YAML; `null` or nothing is empty.
 
+    Args:
+        cls: the stage's configuration, by which a name beside keys of the section it names is read as its `type`:
+            `--algorithm.estimator=gae --algorithm.estimator.lam=0.9`.
+
     Raises:
         ConfigError: an argument has another form.
     """
-    return _layer((tuple(key.split(".")), text, f"--{key}") for key, text in _pairs(overrides))
+    return _layer(((tuple(key.split(".")), text, f"--{key}") for key, text in _pairs(overrides)), cls)
 
 
-def _layer(given: Iterable[tuple[Path_, str, str]]) -> Layer:
+def _layer(given: Iterable[tuple[Path_, str, str]], cls: type[BaseModel] | None) -> Layer:
     """The layer of some keys, each with its value as text and its origin."""
     values: dict[str, Any] = {}
     origins: dict[Path_, str] = {}
@@ -108,13 +112,35 @@ def _layer(given: Iterable[tuple[Path_, str, str]]) -> Layer:
         if not all(keys):
             raise ConfigError(f"{origin} is not a field; write --section.key=value or {PREFIX}SECTION__KEY=value")
         section = values
-        for part in keys[:-1]:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
+        for depth, part in enumerate(keys[:-1], start=1):
+            inner = section.setdefault(part, {})
+            if isinstance(inner, str) and has_short_form(_annotation(cls, keys[:depth])):
+                inner = section[part] = _long_form(inner)
+            if not isinstance(inner, dict):
                 raise ConfigError(f"{origin} sets a key inside {part}, but {part} is also set to a value; keep one")
-        section[keys[-1]] = _parsed(text, origin)
+            section = inner
+        value = _parsed(text, origin)
+        before = section.get(keys[-1])
+        if isinstance(value, str) and isinstance(before, dict) and has_short_form(_annotation(cls, keys)):
+            value = {**before, **_long_form(value)}
+        section[keys[-1]] = value
         origins |= dict.fromkeys(_paths(section[keys[-1]], keys), origin)
     return Layer(values, origins)
+
+
+def _annotation(cls: type[BaseModel] | None, keys: Path_) -> Any:
+    """The type of the field at a path; None if there is no such field."""
+    annotation: Any = cls
+    for key in keys:
+        members = sections_of(annotation)
+        info = members[0].model_fields.get(key) if members else None
+        annotation = info.annotation if info else None
+    return annotation
+
+
+def _long_form(value: Any) -> Any:
+    """A section that `type` chooses, as a mapping also if only its type is given."""
+    return {"type": value} if isinstance(value, str) else value
 
 
 def _paths(value: Any, path: Path_) -> Iterator[Path_]:
@@ -128,7 +154,9 @@ def merge(cls: type[BaseModel], layers: list[Layer]) -> dict[str, Any]:
     """Merge layers into one nested dict; later layers take precedence, key by key.
 
     If a field may be one of two sections (`SFTConfig.model`: a path, or an architecture), a later layer with a key that
-    only one of them has selects it, and earlier keys that only the other one has are dropped.
+    only one of them has selects it, and earlier keys that only the other one has are dropped. If `type` chooses between
+    sections and has a short form (`algorithm.estimator`), keys of all types are kept: those without effect are
+    reported.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -141,7 +169,10 @@ def _merge(cls: type[BaseModel] | None, low: dict[str, Any], high: dict[str, Any
     for key, value in high.items():
         info = cls.model_fields.get(key) if cls else None
         members = sections_of(info.annotation) if info else ()
-        if isinstance(value, dict) and isinstance(low.get(key), dict):
+        if info and key in low and has_short_form(info.annotation):
+            below, above = _long_form(low[key]), _long_form(value)
+            merged[key] = {**below, **above} if isinstance(below, dict) and isinstance(above, dict) else value
+        elif isinstance(value, dict) and isinstance(low.get(key), dict):
             below = _without_rivals(members, low[key], value)
             inner = sections_of_values(info.annotation) if info else ()
             if inner:

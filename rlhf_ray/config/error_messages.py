@@ -125,6 +125,7 @@ NAMES_ELSEWHERE = {
     "max_prompt_length": "prompts.max_tokens",
     "reward_funcs": "rewards",
     "lr": "policy.optimizer.learning_rate",
+    "whiten_advantages": "algorithm.estimator.whiten",
 }
 """Names of other trainers -> field."""
 
@@ -142,6 +143,8 @@ def _meant(cls: type[BaseModel], place: _Place) -> str:
     if place.branch and "." not in key and ".".join(place.path) in paths:  # of the other section of a union
         return f"it does not go with the other keys of {place.path[-2]}; remove it"
     section = "".join(f"{name}." for name in place.path[:-1])
+    if nested := [path for path in paths if section and path.startswith(section) and path.endswith(f".{key}")]:
+        return f"did you mean {' or '.join(nested[:3])}?"
     if nested := [path for path in paths if path.startswith(section) and key in _tails(path)]:  # kl_coef: kl.coef
         return f"did you mean {' or '.join(nested[:3])}?"
     namesakes = [path for path in paths if path.endswith(f".{key}")]

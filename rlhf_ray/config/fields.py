@@ -118,6 +118,12 @@ def section_tagged(members: tuple[type[BaseModel], ...], value: Any) -> type[Bas
     return next((m for m in members if tag is not None and type_tag(m) == tag), None)
 
 
+def has_short_form(annotation: Any) -> bool:
+    """Whether `type` chooses between sections and has a default, so that its value alone can stand for the section."""
+    members = sections_of(annotation)
+    return bool(members) and all(type_tag(m) and not m.model_fields["type"].is_required() for m in members)
+
+
 def section_of_items(annotation: Any) -> type[BaseModel] | None:
     """The section that every item of a `list[Section]` is; None for other annotations."""
     members = sections_of(get_args(annotation)[0]) if get_origin(annotation) is list else ()
@@ -178,7 +184,13 @@ def _walk(cls: type[BaseModel], instance: Any, prefix: tuple[str, ...]) -> Itera
         default = getattr(instance, name) if isinstance(instance, cls) else _default(field)
         members, values = sections_of(field.annotation), sections_of_values(field.annotation)
         if len(values) > 1:
-            yield from _walk_types(values, (*path, "NAME"))
+            tags = " | ".join(str(type_tag(member)) for member in values)
+            yield FieldDescription(".".join((*path, "NAME", "type")), tags, "", True, "", "Source of this reward.")
+            yield from _walk_types(values, _UNSET, (*path, "NAME"))
+        elif has_short_form(field.annotation):
+            tags = " | ".join(str(type_tag(member)) for member in members)
+            yield replace(_describe(path, field, default.type), type=tags)
+            yield from _walk_types(members, default, path)
         elif values:
             first = next(iter(default.values()), _UNSET) if isinstance(default, dict) else _UNSET
             yield from _walk(values[0], first, (*path, "NAME"))
@@ -190,16 +202,17 @@ def _walk(cls: type[BaseModel], instance: Any, prefix: tuple[str, ...]) -> Itera
             yield _describe(path, field, default)
 
 
-def _walk_types(members: tuple[type[BaseModel], ...], prefix: tuple[str, ...]) -> Iterator[FieldDescription]:
-    """Fields of sections that `type` selects: each once, with the types that have it unless all do.
+def _walk_types(
+    members: tuple[type[BaseModel], ...], default: Any, prefix: tuple[str, ...]
+) -> Iterator[FieldDescription]:
+    """Fields of sections that `type` selects, but for `type`: each once, with the types that have it unless all do.
 
     Fields of the same name that differ between types are listed as one field with the sentence of each type.
     """
     tags = [str(type_tag(m)) for m in members]
-    yield FieldDescription(".".join((*prefix, "type")), " | ".join(tags), "", True, "", "Source of this reward.")
     by_path: dict[str, dict[FieldDescription, list[str]]] = {}
     for member, tag in zip(members, tags, strict=True):
-        for item in _walk(member, _UNSET, prefix):
+        for item in _walk(member, default, prefix):
             if not item.path.endswith(".type"):
                 by_path.setdefault(item.path, {}).setdefault(item, []).append(tag)
     for variants in by_path.values():

@@ -43,6 +43,7 @@ from rlhf_ray.config.stages import (
     SFTConfig,
     StageConfig,
 )
+from rlhf_ray.config.type_union import tag_of
 from rlhf_ray.errors import ConfigError
 
 C = TypeVar("C", bound=StageConfig)
@@ -62,7 +63,7 @@ COMMANDS: dict[str, type[StageConfig]] = {
     "reinforce": ReinforceConfig,
 }
 """Command -> configuration of its stage: the stage `ppo` has four, with different defaults."""
-STARTED_WITH = (("algorithm", "estimator"), ("algorithm", "epochs"), ("algorithm", "kl", "coef"),
+STARTED_WITH = (("algorithm", "estimator", "type"), ("algorithm", "epochs"), ("algorithm", "kl", "coef"),
                 ("coordinator", "samples_per_prompt"))
 """Fields whose defaults the commands of the stage `ppo` differ in."""
 
@@ -90,7 +91,7 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bo
     """
     _refuse_unknown_options(cls, overrides)
     file = read_yaml(Path(path)) if path is not None else Layer({})
-    layers = [file, read_environment(cls), read_overrides(overrides)]
+    layers = [file, read_environment(cls), read_overrides(overrides, cls)]
     _refuse_unknown_variables(cls)
     values = merge(cls, layers)
     if resume and issubclass(cls, PPOConfig):
@@ -223,8 +224,8 @@ def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
             kept = kept.setdefault(section, {})
         if isinstance(found, dict) and name in found:
             kept[name] = found[name]
-    estimator, algorithm = started["algorithm"].get("estimator"), values.get("algorithm")
-    set_now = algorithm.get("estimator") if isinstance(algorithm, dict) else None
+    estimator, algorithm = started["algorithm"]["estimator"].get("type"), values.get("algorithm")
+    set_now = tag_of(algorithm.get("estimator"), "gae") if isinstance(algorithm, dict) else None
     own_defaults = cls is PPOConfig and estimator not in COMMANDS
     another = set_now is not None and set_now != estimator
     return Layer({}) if own_defaults or another else Layer(started, saved.origins)

@@ -19,6 +19,7 @@ from rlhf_ray.checkpoint.disk_space import is_disk_full
 from rlhf_ray.checkpoint.state_files import load_experience, save_experience
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.derived import Derived
+from rlhf_ray.config.estimators import GAEEstimator
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import CheckpointError
@@ -243,11 +244,16 @@ class Assembler:
         if scores.reference is not None and not a.kl_in_loss:
             penalties = -terms.kl_coef * approx_kl(
                 grid(scores.policy.values), grid(scores.reference.values), a.kl.estimator)
-        advantages, returns = estimate(a.estimator, ScoredResponses(
+        lam: float | torch.Tensor = 1.0
+        critic_lam = None
+        if isinstance(a.estimator, GAEEstimator):
+            alpha = a.estimator.lam_alpha
+            lam = a.estimator.lam if alpha is None else length_adaptive_lambda(lengths, alpha)
+            critic_lam = a.estimator.lam_critic
+        advantages, returns = estimate(a.estimator.type, ScoredResponses(
             scores=self._sample_scores(rollout, _rest(rewards.scores, steps), terms, lengths),
             penalties=penalties, mask=grid(mask), groups=prompt_groups(rollout.keys),
-            values=None if values is None else grid(values.values), gamma=a.gamma,
-            lam=a.lam if a.lam_alpha is None else length_adaptive_lambda(lengths, a.lam_alpha), critic_lam=a.lam_critic,
+            values=None if values is None else grid(values.values), gamma=a.gamma, lam=lam, critic_lam=critic_lam,
             step_rewards=None if steps is None else self._clipped(steps / terms.score_deviation),
         ))
         return Experience(

@@ -20,6 +20,7 @@ from rlhf_ray.checkpoint.state_files import save_state
 from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.learner import PolicyConfig
+from rlhf_ray.config.losses import ClipLoss
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.batching import inference_plan
@@ -159,7 +160,7 @@ class PolicyLearner(PPOLearner):
         Args:
             kl_coef: current coefficient of the KL penalty, for a penalty in the loss.
         """
-        batch = training_batch(experiences, self.algorithm.whiten_advantages)
+        batch = training_batch(experiences, self.algorithm.whitens)
         stats = run_update(self, batch, step, kl_coef)
 
         # Metrics that follow from those of the steps, or from the batch.
@@ -223,14 +224,17 @@ class PolicyLearner(PPOLearner):
         new = micro.lay_out(logprobs)
 
         # PPO's clipped loss.
-        importance: dict[str, Any] = {} if a.importance == "none" else {
-            "behaviour_logprobs": micro.grid("behaviour_logprobs"), "is_cap": a.importance_cap,
-            "importance": a.importance, "importance_level": a.importance_level,
+        clip = a.loss
+        if not isinstance(clip, ClipLoss):
+            raise NotImplementedError(f"algorithm.loss={clip.type} is not computed yet")
+        importance: dict[str, Any] = {} if a.importance.tokens == "none" else {
+            "behaviour_logprobs": micro.grid("behaviour_logprobs"), "is_cap": a.importance.cap,
+            "importance": a.importance.tokens, "importance_level": a.importance.level,
         }
         old = new.detach() if self.old_logprobs == "update" else micro.grid("old_logprobs")
         loss, stats = policy_loss(
-            new, old, micro.grid("advantages"), micro.mask, a.clip_low, a.clip_high, a.dual_clip,
-            aggregate=a.aggregate, ratio=a.ratio, row_weights=micro.row_weights, **importance,
+            new, old, micro.grid("advantages"), micro.mask, clip.clip_low, clip.clip_high, clip.dual_clip,
+            aggregate=a.aggregate, ratio=clip.ratio, row_weights=micro.row_weights, **importance,
         )
 
         # The gap to the generators, while the weights are those that they sampled with.

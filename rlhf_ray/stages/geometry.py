@@ -29,7 +29,7 @@ def ppo_geometry(config: PPOConfig, derived: Derived) -> Geometry:
         "prompts.shuffle": config.prompts.shuffle,
         "prompts.held_out": f"{config.prompts.held_out:g}",
         "prompts.mix (weights)": _joined(config.prompts.weights),
-        "algorithm.estimator": config.algorithm.estimator,
+        "algorithm.estimator": config.algorithm.estimator.type,
         "coordinator.prompts_per_step": config.coordinator.prompts_per_step,
         "coordinator.samples_per_prompt": config.coordinator.samples_per_prompt,
         "the model at model.path": model_identity(config.model),

@@ -87,7 +87,8 @@ def ppo_run(stage, configure, tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("process") / "run"
     sections = {**SMALL, "run": {"steps": 2}, "checkpoint": {"every": 2},
-                "algorithm": {"gamma": 1.0, "lam": 1.0, "kl": {"coef": 0.0, "kind": "fixed"}}}
+                "algorithm": {"estimator": {"type": "gae", "gamma": 1.0, "lam": 1.0},
+                              "kl": {"coef": 0.0, "kind": "fixed"}}}
     path = configure(directory, **sections)
     settings = yaml.safe_load(path.read_text())
     settings["rewards"] = {"steps": {"type": "process", "path": str(stage[0] / "model"), "value": "centred",

@@ -14,7 +14,7 @@ from tests.cluster.tiny import RESPONSE_TOKENS
 
 pytestmark = pytest.mark.cluster
 ALGORITHM = {
-    "estimator": "grpo", "epochs": 2, "mini_batches": 2, "importance": "truncate", "overlong_buffer": 4,
+    "estimator": "grpo", "epochs": 2, "mini_batches": 2, "importance": {"tokens": "truncate"}, "overlong_buffer": 4,
     "reward_normalisation": "standardise", "kl": {"coef": 0.1},
 }
 

@@ -46,7 +46,7 @@ OVERRIDES = [
     "--reference.shards=2 --reference.workers=3", "--reward.shards=2 --reward.workers=2 --reward.gpus=0.5",
     "--reference.revision=v1", "--critic.init=reward --critic.path=other",
     "--algorithm.estimator=grpo", "--algorithm.kl.kind=adaptive --algorithm.kl.coef=0", "--evaluation.every=5",
-    "--algorithm.estimator=reinforce --algorithm.lam=0.9 --critic.cpus=0.2 --critic.zero_stage=0",
+    "--algorithm.estimator=reinforce --critic.cpus=0.2 --critic.zero_stage=0",
     "--reward.quarantine_limit=0.2", "--run.dir=~no-such-user/x", "--prompts.path=$NO_SUCH_VARIABLE/x",
     f"--run.dir={'d' * 300}",
 ]

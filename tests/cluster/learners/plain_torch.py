@@ -104,8 +104,9 @@ def policy_terms(model, batch, i, algorithm):
     advantages = torch.from_numpy(batch.row(i, "advantages"))[mask]
     old, sampled = (torch.from_numpy(batch.row(i, f"{name}_logprobs"))[mask] for name in ("old", "behaviour"))
     ratio = (logprobs[mask] - old).exp()
-    clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-    weight = (old - sampled).exp().clamp(max=algorithm.importance_cap) if algorithm.importance == "truncate" else 1.0
+    clipped = ratio.clamp(1 - algorithm.loss.clip_low, 1 + algorithm.loss.clip_high)
+    truncated = algorithm.importance.tokens == "truncate"
+    weight = (old - sampled).exp().clamp(max=algorithm.importance.cap) if truncated else 1.0
     surrogate = weight * torch.maximum(-advantages * ratio, -advantages * clipped)
     return surrogate - algorithm.entropy_coef * entropy[mask]
 

@@ -57,7 +57,7 @@ def plain_policy(files, experiences):
     def update(algo):
         key = algo.model_dump_json()
         if key not in known:
-            batch = training_batch(experiences, algo.whiten_advantages)
+            batch = training_batch(experiences, algo.whitens)
             known[key] = plain_update(load_policy(files.tied), batch, policy_terms, algo)
         return known[key]
 
@@ -200,7 +200,7 @@ def test_old_logprobs_are_hugging_face_s_log_softmax(ranks, files, experiences, 
 
 
 @pytest.mark.parametrize(("world", "zero"), [(1, 1), (2, 3)])
-@pytest.mark.parametrize("changes", [{"importance": "none"}, {"kl": {"placement": "loss"}}], ids=str)
+@pytest.mark.parametrize("changes", [{"importance": {"tokens": "none"}}, {"kl": {"placement": "loss"}}], ids=str)
 def test_an_update_of_one_step_can_take_the_old_logprobs_from_its_own_forward(
     ranks, files, experiences, changes, world, zero
 ):
@@ -344,7 +344,7 @@ def test_dropout_before_the_head_is_in_updates_only_and_goes_on_where_it_was_sav
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_steps_with_a_loss_that_is_not_finite_are_left_out_by_all_ranks(ranks, files, experiences, zero, world):
     """Without whitening one advantage spoils one mini-batch of each epoch, and with it the row that one rank has."""
-    arguments = policy_arguments(files, zero, SMALL, algo=algorithm(whiten_advantages=False))
+    arguments = policy_arguments(files, zero, SMALL, algo=algorithm(estimator={"type": "gae", "whiten": False}))
     learners = ranks.make(world, "PolicyLearner", arguments)
     before = learners.weights()
     stats = learners.do("update", 0, 0.0, *poisoned(experiences))

@@ -78,5 +78,5 @@ def test_an_update_is_plain_torch_s(ranks, family, experiences):
     learners = ranks.make(2, "PolicyLearner", policy_arguments(family, 3, SMALL, algo=algo), LOGITS)
     before = learners.weights()
     learners.do("update", 0, 0.0, *experiences)
-    expected = plain_update(plain(family.tied), training_batch(experiences, algo.whiten_advantages), policy_terms, algo)
+    expected = plain_update(plain(family.tied), training_batch(experiences, algo.whitens), policy_terms, algo)
     assert_same_update(expected, before, learners.weights())

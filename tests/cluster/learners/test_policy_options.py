@@ -42,7 +42,7 @@ DECAY = 0.7
 
 def averaged(files, zero=1, budget=SMALL, **algorithm):
     """Arguments of a policy that keeps an average of its weights."""
-    algo = AlgorithmConfig(whiten_advantages=False, **{"epochs": 1, "mini_batches": 1, **algorithm})
+    algo = AlgorithmConfig(estimator={"type": "gae", "whiten": False}, **{"epochs": 1, "mini_batches": 1, **algorithm})
     arguments = policy_arguments(files, zero, budget, algo=algo)
     return {**arguments, "config": arguments["config"].model_copy(update={"ema_decay": DECAY})}
 

@@ -13,10 +13,11 @@ def test_trl_gets_the_numbers_of_our_run():
     assert told["updates"] == config.run.steps == 9
     assert told["batch"] == config.coordinator.prompts_per_step * config.coordinator.samples_per_prompt
     algorithm = config.algorithm
+    estimator = algorithm.estimator
     assert (told["epochs"], told["mini_batches"]) == (algorithm.epochs, algorithm.mini_batches)
-    assert (told["kl_coef"], told["gamma"], told["lam"]) == (algorithm.kl.coef, algorithm.gamma, algorithm.lam)
-    assert (told["clip"], told["value_clip"]) == (algorithm.clip_low, algorithm.value_clip)
-    assert algorithm.clip_low == algorithm.clip_high, "TRL has one clip for both sides"
+    assert (told["kl_coef"], told["gamma"], told["lam"]) == (algorithm.kl.coef, estimator.gamma, estimator.lam)
+    assert (told["clip"], told["value_clip"]) == (algorithm.loss.clip_low, algorithm.value_clip)
+    assert algorithm.loss.clip_low == algorithm.loss.clip_high, "TRL has one clip for both sides"
     assert told["policy_rate"] == config.policy.optimizer.learning_rate
     assert told["critic_rate"] == config.critic.optimizer.learning_rate
     assert config.policy.optimizer.decay == "linear" and config.critic.optimizer.decay == "constant"

@@ -186,4 +186,4 @@ def test_a_submitted_run_is_started_by_the_command_of_its_method(tmp_path):
     file.write_text("run: {dir: /shared/a}\nmodel: {path: m}\nrewards: {r: {type: exact_match}}\nprompts: {path: p}\n")
     for stage in ("grpo", "rloo", "reinforce", "ppo"):
         config, command = _configuration(stage, file, [])
-        assert command == stage and COMMAND_OF[config.algorithm.estimator] == stage
+        assert command == stage and COMMAND_OF[config.algorithm.estimator.type] == stage

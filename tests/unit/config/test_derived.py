@@ -90,7 +90,7 @@ def test_generators_logprobs_can_be_the_old_ones_whatever_the_number_of_steps(wr
     old = "--algorithm.old_logprobs=generator"
     assert derive(load(STAGES["ppo"], write("ppo"), [old])).old_logprobs == "generator"
     assert derive(load(STAGES["ppo"], write("ppo"), [old, *ONE_STEP])).old_logprobs == "generator"
-    for change, field in (("--algorithm.importance=truncate", "set importance=none"),
+    for change, field in (("--algorithm.importance.tokens=truncate", "set importance.tokens=none"),
                           ("--critic.backbone=policy", "algorithm.old_logprobs=generator saves")):
         with pytest.raises(ConfigError, match=field):
             load(STAGES["ppo"], write("ppo"), [old, change])

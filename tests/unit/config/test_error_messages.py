@@ -31,7 +31,7 @@ def problems(cls, path, overrides=()):
         ("--policy.optimizer.betas=[0.9, x]", "policy.optimizer.betas.1='x': must be a number"),
         ("--policy.optimizer.betas=0.9", "policy.optimizer.betas='0.9': must be a list, such as [0.9, 0.95]"),
         ("--policy.zero_stage=4", "policy.zero_stage='4': must be at most 3"),
-        ("--algorithm.clip_low=1", "algorithm.clip_low='1': must be less than 1"),
+        ("--algorithm.loss.clip_low=1", "algorithm.loss.clip_low='1': must be less than 1"),
         ("--algorithm.kl.kind=adaptve", "algorithm.kl.kind='adaptve': must be one of fixed, adaptive"),
         ("--logging.tensorboard=maybe", "logging.tensorboard='maybe': must be true or false"),
         ("--run.dir=null", "run.dir=None: must be text"),

@@ -1,21 +1,22 @@
 """What follows from the choice of an estimator: defaults, and whether a critic takes part."""
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
 
-from rlhf_ray.config.algorithm import COMMAND_OF, METHODS, AlgorithmConfig, Estimator, KLConfig, method_in_words
+from rlhf_ray.config.algorithm import COMMAND_OF, AlgorithmConfig, KLConfig, method_in_words
 from rlhf_ray.config.derived import derive, placements_of
-from rlhf_ray.config.fields import describe_fields
+from rlhf_ray.config.estimators import ESTIMATORS, METHODS
+from rlhf_ray.config.fields import describe_fields, type_tag
 from rlhf_ray.config.load import COMMANDS, STARTED_WITH, as_yaml, load
+from rlhf_ray.config.losses import ClipLoss
 from rlhf_ray.config.rewards import NumberReward
 from rlhf_ray.config.stages import GRPOConfig, PPOConfig, ReinforceConfig, RLOOConfig
 from rlhf_ray.config.training_loop import CoordinatorConfig
 from rlhf_ray.errors import ConfigError
 
-ALONE, GROUPS = ("reinforce", "reinforce_pp"), ("reinforce_baseline", "rloo", "grpo", "dr_grpo")
+ALONE, GROUPS = ("reinforce", "reinforce_pp"), ("reinforce_baseline", "rloo", "grpo", "dr_grpo", "gdpo")
 
 
 @pytest.mark.parametrize("estimator", ["gae", *ALONE, *GROUPS])
@@ -23,14 +24,14 @@ def test_defaults_follow_the_estimator(estimator):
     a = AlgorithmConfig(estimator=estimator)
     assert (a.kl.placement, a.kl.estimator) == (("loss", "k3") if estimator in GROUPS else ("reward", "k1"))
     assert a.kl_in_loss is (estimator in GROUPS)
-    assert a.whiten_advantages is (estimator in ("gae", "reinforce_pp"))
+    assert a.whitens is (estimator in ("gae", "reinforce_pp", "gdpo"))
     assert a.has_critic is (estimator == "gae") and a.compares_groups is (estimator in GROUPS)
 
 
 @pytest.mark.parametrize("kl", [{"placement": "reward"}, KLConfig(placement="reward")])
 def test_what_is_said_wins_over_what_follows(kl):
-    a = AlgorithmConfig(estimator="rloo", whiten_advantages=True, kl=kl)
-    assert (a.kl.placement, a.kl.estimator, a.whiten_advantages) == ("reward", "k1", True)
+    a = AlgorithmConfig(estimator={"type": "rloo", "whiten": True}, kl=kl)
+    assert (a.kl.placement, a.kl.estimator, a.whitens) == ("reward", "k1", True)
     assert AlgorithmConfig(kl={"placement": "loss", "estimator": "k2"}).kl.estimator == "k2"
 
 
@@ -38,7 +39,8 @@ def test_the_saved_configuration_names_what_followed(write, tmp_path):
     config = load(PPOConfig, write("ppo"), ["--algorithm.estimator=grpo", "--coordinator.samples_per_prompt=4"])
     (tmp_path / "saved.yaml").write_text(as_yaml(config))
     saved = yaml.safe_load((tmp_path / "saved.yaml").read_text())["algorithm"]
-    assert (saved["kl"]["placement"], saved["kl"]["estimator"], saved["whiten_advantages"]) == ("loss", "k3", False)
+    assert (saved["kl"]["placement"], saved["kl"]["estimator"]) == ("loss", "k3")
+    assert saved["estimator"] == {"type": "grpo", "whiten": False}
     assert load(PPOConfig, tmp_path / "saved.yaml", []) == config
 
 
@@ -62,18 +64,19 @@ class TestCommands:
     def test_the_command_sets_the_defaults_of_its_estimator(self, command, samples, coef, write):
         config = load(COMMANDS[command], write("ppo"), [])
         a = config.algorithm
-        assert (a.estimator, a.epochs, a.kl.coef, config.coordinator.samples_per_prompt) == (command, 1, coef, samples)
+        assert (a.estimator.type, a.epochs, a.kl.coef) == (command, 1, coef)
+        assert config.coordinator.samples_per_prompt == samples
         by_estimator = AlgorithmConfig(estimator=command)
-        assert (a.kl.placement, a.kl.estimator, a.whiten_advantages) == (
-            by_estimator.kl.placement, by_estimator.kl.estimator, by_estimator.whiten_advantages)
+        assert (a.kl.placement, a.kl.estimator, a.whitens) == (
+            by_estimator.kl.placement, by_estimator.kl.estimator, by_estimator.whitens)
         assert derive(config).starts_reference is (command != "grpo") and not derive(config).starts_critic
 
     @pytest.mark.parametrize("command", NAMED)
     def test_only_the_fields_that_a_resume_keeps_have_other_defaults(self, command):
         usual = {f.path: f.default for f in describe_fields(PPOConfig)}
         others = {f.path for f in describe_fields(COMMANDS[command]) if usual[f.path] != f.default}
-        follow = {"algorithm.whiten_advantages", "algorithm.kl.placement", "algorithm.kl.estimator"}  # the estimator
-        assert others - follow <= {".".join(keys) for keys in STARTED_WITH}
+        follow = {"algorithm.estimator.whiten", "algorithm.kl.placement", "algorithm.kl.estimator"}  # the estimator
+        assert others - follow <= {".".join(keys).removesuffix(".type") for keys in STARTED_WITH}
 
     def test_what_the_user_sets_wins_wherever_it_is_set(self, write, monkeypatch):
         path = write("ppo", algorithm={"kl": {"coef": 0.04}, "epochs": 3}, coordinator={"prompts_per_step": 16})
@@ -98,7 +101,7 @@ class TestCommands:
             load(COMMANDS[command], write("ppo"), [f"--algorithm.estimator={estimator}"])
 
     def test_a_word_that_is_no_estimator_is_explained_as_such(self, write):
-        with pytest.raises(ConfigError, match="algorithm.estimator='gpro': must be one of grpo"):
+        with pytest.raises(ConfigError, match="algorithm.estimator.type='gpro': must be one of grpo"):
             load(GRPOConfig, write("ppo"), ["--algorithm.estimator=gpro"])
 
     @pytest.mark.parametrize("command", NAMED)
@@ -110,12 +113,12 @@ class TestCommands:
 
     def test_sections_of_the_stage_are_taken_with_the_commands_defaults(self):
         rest = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": {"r": NumberReward(type="number")}}
-        config = GRPOConfig(**rest, coordinator=CoordinatorConfig(prompts_per_step=4),
-                            algorithm=AlgorithmConfig(estimator="grpo", clip_high=0.28, kl=KLConfig(kind="fixed")))
+        algorithm = AlgorithmConfig(estimator="grpo", loss=ClipLoss(clip_high=0.28), kl=KLConfig(kind="fixed"))
+        config = GRPOConfig(**rest, coordinator=CoordinatorConfig(prompts_per_step=4), algorithm=algorithm)
         assert (config.coordinator.prompts_per_step, config.coordinator.samples_per_prompt) == (4, 8)
-        assert (config.algorithm.clip_high, config.algorithm.epochs, config.algorithm.kl.coef) == (0.28, 1, 0)
+        assert (config.algorithm.loss.clip_high, config.algorithm.epochs, config.algorithm.kl.coef) == (0.28, 1, 0)
         with pytest.raises(ConfigError, match="estimator=gae contradicts"):
-            GRPOConfig(**rest, algorithm=AlgorithmConfig(clip_high=0.28))
+            GRPOConfig(**rest, algorithm=AlgorithmConfig(epochs=2))
 
 
 class TestResume:
@@ -140,7 +143,7 @@ class TestResume:
         path, config = run(cls)
         assert load(PPOConfig, path, [], resume=True).model_dump() == config.model_dump()
         assert load(cls, path, [], resume=True) == config
-        assert load(PPOConfig, path, []).algorithm.estimator == "gae", "a new run"
+        assert load(PPOConfig, path, []).algorithm.estimator.type == "gae", "a new run"
 
     def test_a_command_resumes_what_ppo_started(self, run):
         path, config = run(PPOConfig, coordinator={"samples_per_prompt": 4}, algorithm={"estimator": "grpo"})
@@ -150,7 +153,7 @@ class TestResume:
     def test_what_is_set_now_wins(self, run):
         path, _ = run(GRPOConfig)
         resumed = load(PPOConfig, path, ["--algorithm.epochs=4"], resume=True).algorithm
-        assert (resumed.epochs, resumed.kl.coef, resumed.estimator) == (4, 0, "grpo")
+        assert (resumed.epochs, resumed.kl.coef, resumed.estimator.type) == (4, 0, "grpo")
 
     def test_another_estimator_that_is_set_now_has_its_own_defaults(self, run):
         path, _ = run(GRPOConfig)
@@ -170,7 +173,7 @@ class TestResume:
 
 
 def test_every_estimator_has_a_name():
-    assert METHODS.keys() == set(get_args(Estimator)) and COMMAND_OF.keys() <= METHODS.keys()
+    assert METHODS.keys() == set(map(type_tag, ESTIMATORS)) and COMMAND_OF.keys() <= METHODS.keys()
 
 
 @pytest.mark.parametrize(("values", "words"), [

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from rlhf_ray.config.algorithm import METHODS
+from rlhf_ray.config.estimators import METHODS
 from rlhf_ray.observability.progress import STEP, FollowedProgress, StageProgress, newest_step
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from rlhf_ray.algorithms.logprob_gap import gap_quantile
 from rlhf_ray.config.algorithm import AlgorithmConfig, KLConfig
+from rlhf_ray.config.estimators import GAEEstimator
 from rlhf_ray.errors import CheckpointError, DiskStalled, SupersededError
 from rlhf_ray.failpoints import VARIABLE, hanging
 from rlhf_ray.observability import sample_files
@@ -59,11 +60,11 @@ def two_rows() -> Rollout:
 
 @pytest.fixture
 def assemble(two_rows, policy_model):
-    """assemble(gold, **changes of the algorithm) -> (experience, summary)."""
+    """assemble(gold, lambdas of GAE, **changes of the algorithm) -> (experience, summary)."""
 
     def run(gold=None, ranks=1, terms=RewardTerms(COEF), steps=None, referenced=True,  # noqa: B008
-            components=None, **changes):
-        algorithm = AlgorithmConfig(gamma=GAMMA, lam=LAM, **changes)
+            components=None, lambdas=None, **changes):
+        algorithm = AlgorithmConfig(estimator=GAEEstimator(gamma=GAMMA, lam=LAM, **lambdas or {}), **changes)
         assembler = Assembler(algorithm, policy_model, LONGEST)
         assembler.start()
         whole = [TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, VALUES)]
@@ -110,7 +111,7 @@ def test_columns_are_what_the_roles_said(assemble, two_rows):
 
 
 def test_without_penalty_and_values_the_score_arrives_discounted(assemble, two_rows, policy_model):
-    assembler = Assembler(AlgorithmConfig(gamma=0.5, lam=1.0), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(estimator=GAEEstimator(gamma=0.5, lam=1.0)), policy_model, LONGEST)
     assembler.start()
     zero = TokenScores(offsets=OFFSETS, values=column([0] * 10))
     rewards = RewardScores(column([8.0, 4.0]))
@@ -175,12 +176,12 @@ def test_token_rewards_of_padding_and_gaps_do_not_exist(assemble):
 
 
 def test_lambda_may_follow_the_length(assemble):
-    experience, _ = assemble(lam_alpha=0.8)  # 1 - 1 / (0.8 * 3) and 1 - 1 / (0.8 * 2) for 3 and 2 tokens
+    experience, _ = assemble(lambdas={"lam_alpha": 0.8})  # 1 - 1 / (0.8 * 3) and 1 - 1 / (0.8 * 2) for 3 and 2 tokens
     assert experience.advantages == pytest.approx(expected_advantages(lams=(1 - 1 / 2.4, 1 - 1 / 1.6)), abs=1e-6)
 
 
 def test_the_critic_may_learn_with_a_lambda_of_its_own(assemble):
-    experience, _ = assemble(lam_critic=1.0)
+    experience, _ = assemble(lambdas={"lam_critic": 1.0})
     assert experience.advantages == pytest.approx(expected_advantages(), abs=1e-6)
     unbiased = [a + v for a, v in zip(expected_advantages(lams=(1, 1)), VALUES, strict=True)]
     assert experience.returns == pytest.approx(unbiased, abs=1e-6)
@@ -222,7 +223,7 @@ def test_without_a_critic_gae_refuses(two_rows, policy_model):
 
 def grouped(two_rows, policy_model, **changes):
     """Experience of the two rows as samples of one prompt, without a critic; coefficient COEF."""
-    assembler = Assembler(AlgorithmConfig(gamma=GAMMA, **changes), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(**changes), policy_model, LONGEST)
     assembler.start()
     rollout = replace(two_rows, keys=[SampleKey(0, 7, 0), SampleKey(0, 7, 1)])
     old, reference = (TokenScores(offsets=OFFSETS, values=column(c)) for c in (OLD, REFERENCE))
@@ -243,7 +244,8 @@ def test_the_kl_in_the_reward_is_part_of_what_is_compared(two_rows, policy_model
 
 
 def test_the_kl_in_the_loss_leaves_the_rewards_alone(two_rows, policy_model):
-    experience = grouped(two_rows, policy_model, estimator="reinforce", kl=KLConfig(placement="loss"))
+    estimator = {"type": "reinforce", "gamma": GAMMA}
+    experience = grouped(two_rows, policy_model, estimator=estimator, kl=KLConfig(placement="loss"))
     assert experience.advantages == pytest.approx([0, 3 * 0.81, 3 * 0.9, 3, 0, 0, -2 * 0.9, 0, 0, -2], abs=1e-6)
     assert experience.returns.tolist() == experience.advantages.tolist()
 
@@ -433,7 +435,7 @@ def test_experience_comes_back_from_disk(assemble, policy_model, tmp_path):
 @pytest.mark.parametrize("ranks", [0, 1, 2, 3])
 def test_rollouts_assembled_in_company_become_what_each_becomes_alone(two_rows, policy_model, ranks):
     """The ranks' shares are cut from all rows in a line, wherever a rollout ends; 0 made no pass for old ones."""
-    assembler = Assembler(AlgorithmConfig(gamma=GAMMA, lam=LAM), policy_model, LONGEST)
+    assembler = Assembler(AlgorithmConfig(estimator=GAEEstimator(gamma=GAMMA, lam=LAM)), policy_model, LONGEST)
     assembler.start()
     rollouts = [two_rows.select([1]), two_rows, two_rows.select([0])]
     rewards = [RewardScores(column(SCORES[1:])), RewardScores(column(SCORES)), RewardScores(column(SCORES[:1]))]

@@ -27,7 +27,8 @@ from rlhf_ray.roles.ppo_update import Update
 from tests.unit.roles.conftest import VOCABULARY
 
 TEXT = PtxConfig(path="unused", batch_size=3, coef=0.7)
-EVERYTHING = {"kl": {"placement": "loss", "estimator": "k3"}, "entropy_coef": 0.2, "importance": "truncate"}
+SEQUENCE = {"loss": {"ratio": "sequence"}, "aggregate": "sequence", "importance": {"tokens": "none"}}
+EVERYTHING = {"kl": {"placement": "loss", "estimator": "k3"}, "entropy_coef": 0.2, "importance": {"tokens": "truncate"}}
 KL_COEF, VALUE_COEF = 0.3, 0.4
 
 
@@ -120,11 +121,11 @@ def slope(module, loss, directions):
 @pytest.mark.parametrize("cls", [PolicyLearner, ActorCriticLearner])
 @pytest.mark.parametrize("with_text", [False, True])
 @pytest.mark.parametrize("changes", [
-    {}, {"aggregate": "sequence"}, {"ratio": "sequence", "aggregate": "sequence", "importance": "none"}, EVERYTHING,
+    {}, {"aggregate": "sequence"}, SEQUENCE, EVERYTHING,
     {**EVERYTHING, "aggregate": "sequence"}], ids=str)
 def test_gradient_check_of_the_whole_objective(modules, cls, with_text, changes):
     module, part = modules[cls], batch()
-    if "ratio" in changes:  # one ratio a row has this gradient where the row has one advantage (`policy_ratios`)
+    if "loss" in changes:  # one ratio a row has this gradient where the row has one advantage (`policy_ratios`)
         part = replace(part, advantages=np.repeat(part.advantages[part.offsets[1:] - 1], part.lengths))
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):

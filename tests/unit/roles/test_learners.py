@@ -98,7 +98,7 @@ def test_the_start_returns_sizes_and_parity(results, files):
 
 def test_the_policys_update_with_a_penalty_is_plain_torchs(results, files, experiences):
     algo = algorithm(kl={"placement": "loss"})
-    expected = plain_update(load_policy(files.tied), training_batch(experiences, algo.whiten_advantages),
+    expected = plain_update(load_policy(files.tied), training_batch(experiences, algo.whitens),
                             penalised_terms, algo)
     assert COEF == 0.4
     assert_same_update(expected, results.policy["before"], results.policy["after"])

@@ -36,24 +36,27 @@ RETURNS = OLD_VALUES + [0.3, 0.8, -0.4, 0.1, -0.9, 1.1, 0.6, -0.2, 0.5]
 MASK = np.concatenate([[False] + [True] * n for n in LENGTHS])
 
 POLICY = [
-    {"clip_low": 0.05}, {"clip_high": 0.6}, {"dual_clip": 1.3}, {"ratio": "sequence"}, {"aggregate": "sequence"},
-    {"importance": "none"}, {"importance": "mask"}, {"importance_cap": 1.3}, {"importance_level": "sequence"},
-    {"importance": "mask", "importance_cap": 1.3}, {"entropy_coef": 0.2},
+    {"loss": {"clip_low": 0.05}}, {"loss": {"clip_high": 0.6}}, {"loss": {"dual_clip": 1.3}},
+    {"loss": {"ratio": "sequence"}}, {"aggregate": "sequence"}, {"importance": {"tokens": "none"}},
+    {"importance": {"tokens": "mask"}}, {"importance": {"cap": 1.3}}, {"importance": {"level": "sequence"}},
+    {"importance": {"tokens": "mask", "cap": 1.3}}, {"entropy_coef": 0.2},
     {"entropy_coef": 0.2, "aggregate": "sequence"},
     *({"kl": {"placement": "loss", "estimator": estimator}} for estimator in ("k2", "k3", "abs")),
-    {"kl": {"placement": "loss"}, "aggregate": "sequence", "dual_clip": 1.3, "importance": "mask", "entropy_coef": 0.1},
+    {"kl": {"placement": "loss"}, "aggregate": "sequence", "loss": {"dual_clip": 1.3},
+     "importance": {"tokens": "mask"}, "entropy_coef": 0.1},
 ]
 CRITIC = [{"value_clip": 0.05}, {"value_clip": None}, {"aggregate": "sequence"}]
 BOTH = [*POLICY, *CRITIC, {"value_coef": 0.7}]
 ELSEWHERE = {
-    "estimator", "gamma", "lam", "lam_alpha", "lam_critic", "reward_normalisation", "reward_clip",
+    "estimator", "reward_normalisation", "reward_clip",
     "missing_eos_penalty", "overlong_buffer", "overlong_penalty",  # the assembler's: test_assembler, test_token_rewards
-    "epochs", "mini_batches", "whiten_advantages",  # of the batch, before the loss: test_updates
+    "epochs", "mini_batches",  # of the batch, before the loss: test_updates
+    "overlong_filter",  # of the mask, before the loss
     "old_logprobs",  # settled as `Derived.old_logprobs`, which the learner is given apart: below
     "critic_warmup_steps",  # the coordinator's
     "target_kl",  # whether a step is made: test_target_kl
 }
-ELSEWHERE_OF_KL = {"coef", "kind", "target", "horizon"}
+ELSEWHERE_OF_KL = {"coef", "kind", "target", "horizon", "unbiased"}
 """The controller's: it gives an update its coefficient."""
 
 
@@ -69,14 +72,15 @@ def of_rows(values, how):
 
 
 def policy_oracle(a: AlgorithmConfig, old=OLD):
-    ratio = np.exp(NEW - old if a.ratio == "token" else of_rows(NEW - old, np.mean))
-    losses = np.maximum(-ADVANTAGES * ratio, -ADVANTAGES * np.clip(ratio, 1 - a.clip_low, 1 + a.clip_high))
-    if a.dual_clip is not None:
-        losses = np.where(ADVANTAGES < 0, np.minimum(losses, -ADVANTAGES * a.dual_clip), losses)
-    if a.importance != "none":
-        weights = np.exp(old - BEHAVIOUR if a.importance_level == "token" else of_rows(old - BEHAVIOUR, np.sum))
-        losses = losses * (np.minimum(weights, a.importance_cap) if a.importance == "truncate"
-                           else np.where(weights > a.importance_cap, 0, weights))
+    clip, importance = a.loss, a.importance
+    ratio = np.exp(NEW - old if clip.ratio == "token" else of_rows(NEW - old, np.mean))
+    losses = np.maximum(-ADVANTAGES * ratio, -ADVANTAGES * np.clip(ratio, 1 - clip.clip_low, 1 + clip.clip_high))
+    if clip.dual_clip is not None:
+        losses = np.where(ADVANTAGES < 0, np.minimum(losses, -ADVANTAGES * clip.dual_clip), losses)
+    if importance.tokens != "none":
+        weights = np.exp(old - BEHAVIOUR if importance.level == "token" else of_rows(old - BEHAVIOUR, np.sum))
+        losses = losses * (np.minimum(weights, importance.cap) if importance.tokens == "truncate"
+                           else np.where(weights > importance.cap, 0, weights))
     loss = mean(losses, a.aggregate)
     if a.kl.placement == "loss":
         gap = NEW - REFERENCE

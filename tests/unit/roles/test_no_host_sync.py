@@ -28,8 +28,8 @@ META = torch.device("meta")
 VOCABULARY, PROMPT = 40, 2
 LENGTHS = [5, 9, 6, 4]
 CHUNKED = Chunks(elements=VOCABULARY * 4)
-EVERYTHING = {"kl": {"placement": "loss"}, "entropy_coef": 0.1, "importance": "mask", "dual_clip": 3.0,
-              "aggregate": "sequence"}
+EVERYTHING = {"kl": {"placement": "loss"}, "entropy_coef": 0.1, "importance": {"tokens": "mask"},
+              "loss": {"dual_clip": 3.0}, "aggregate": "sequence"}
 
 
 @pytest.fixture(scope="module")

@@ -94,28 +94,29 @@ WEIGHTS = [4.0, 0.5, 1.0]
 
 
 @pytest.mark.parametrize(("changes", "weights"), [
-    ({"importance": "none"}, [1, 1, 1]),
+    ({"tokens": "none"}, [1, 1, 1]),
     ({}, [2, 0.5, 1]),
-    ({"importance": "mask"}, [0, 0.5, 1]),
-    ({"importance_cap": 3.0}, [3, 0.5, 1]),
-    ({"importance": "mask", "importance_level": "sequence", "importance_cap": 1.5}, [0, 0, 1]),
+    ({"tokens": "mask"}, [0, 0.5, 1]),
+    ({"cap": 3.0}, [3, 0.5, 1]),
+    ({"tokens": "mask", "level": "sequence", "cap": 1.5}, [0, 0, 1]),
 ])
 def test_importance_weights_are_the_configured_ones(loss_of, changes, weights):
     part = batch([1.0, 2.0, 3.0], behaviour=np.array(NEW) - np.log(WEIGHTS))
-    loss, stats, _ = loss_of(part, **changes)
+    loss, stats, _ = loss_of(part, importance=changes)
     assert loss == pytest.approx(-sum(w * a for w, a in zip(weights, (1, 2, 3), strict=True)) / 3, abs=1e-6)
-    assert ("is_weight_mean" in stats) is (changes != {"importance": "none"})
+    assert ("is_weight_mean" in stats) is (changes != {"tokens": "none"})
 
 
 def test_the_ratio_is_the_configured_one(loss_of):
     part = batch([1.0, 1.0, 0.0], old=[-1.3, -2.1, -0.5])
-    wide = {"clip_high": 10.0, "importance": "none"}
-    assert loss_of(part, **wide)[0] == pytest.approx(-(np.exp(0.3) + np.exp(0.1)) / 3, rel=1e-6)
-    assert loss_of(part, **wide, ratio="sequence")[0] == pytest.approx(-2 * np.exp(0.2) / 3, rel=1e-6)
+    wide, plain = {"clip_high": 10.0}, {"tokens": "none"}
+    assert loss_of(part, loss=wide, importance=plain)[0] == pytest.approx(-(np.exp(0.3) + np.exp(0.1)) / 3, rel=1e-6)
+    by_row = {**wide, "ratio": "sequence"}
+    assert loss_of(part, loss=by_row, importance=plain)[0] == pytest.approx(-2 * np.exp(0.2) / 3, rel=1e-6)
 
 
 def test_each_update_weighs_the_penalty_by_the_coefficient_it_is_given():
-    algorithm = AlgorithmConfig(epochs=1, mini_batches=1, whiten_advantages=False,
+    algorithm = AlgorithmConfig(epochs=1, mini_batches=1, estimator={"type": "gae", "whiten": False},
                                 kl={"placement": "loss", "estimator": "k2"})
     learner, losses = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, algorithm, 1.0), []
 

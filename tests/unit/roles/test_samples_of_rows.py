@@ -45,7 +45,7 @@ def column_of(rollout, seed):
 def assembled(rollout, model, scores=SCORES, coef=0.0, **changes):
     assembler = Assembler(AlgorithmConfig(**changes), model, 8)
     assembler.start()
-    values = [column_of(rollout, 2)] if changes["estimator"] == "gae" else []
+    values = [column_of(rollout, 2)] if assembler.algorithm.has_critic else []
     return assemble_one(assembler, RewardTerms(coef), 1, rollout, RewardScores(np.array(scores, np.float32)),
                         column_of(rollout, 0), column_of(rollout, 1), *values)
 
@@ -60,7 +60,7 @@ def test_a_baseline_compares_samples(segments, policy_model):
 
 
 def test_advantages_run_over_a_samples_rows_one_after_the_other(segments, policy_model):
-    experience, _ = assembled(segments, policy_model, coef=0.5, estimator="gae", gamma=0.9, lam=0.8)
+    experience, _ = assembled(segments, policy_model, coef=0.5, estimator={"type": "gae", "gamma": 0.9, "lam": 0.8})
     old, reference, values = (column_of(segments, seed).values.astype(np.float64) for seed in (1, 0, 2))
     for sample, tokens in enumerate(TOKENS_OF_SAMPLE):
         at = np.arange(len(old))[tokens][segments.response_mask[tokens]]
@@ -96,7 +96,8 @@ def test_samples_of_several_rows_are_saved_as_one_each(segments, policy_model, t
 
 def test_with_one_row_a_sample_advantages_have_the_bytes_of_the_estimate_by_row(policy_model):
     rollout = rollout_of(MASKS)
-    experience, _ = assembled(rollout, policy_model, SCORES + SCORES[:2], 0.5, estimator="gae", gamma=0.9, lam=0.8)
+    estimator = {"type": "gae", "gamma": 0.9, "lam": 0.8}
+    experience, _ = assembled(rollout, policy_model, SCORES + SCORES[:2], 0.5, estimator=estimator)
     counts = [sum(mask) for mask in MASKS]
     mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
 
@@ -131,7 +132,7 @@ def test_a_sample_is_one_reward_request_with_the_tokens_of_all_its_rows(segments
 
 def test_losses_by_sequence_weigh_samples_equally(segments, policy_model):
     batch = training_batch([assembled(segments, policy_model, estimator="reinforce", coef=0.5)[0]], whiten=False)
-    algorithm = AlgorithmConfig(aggregate="sequence", importance="none")
+    algorithm = AlgorithmConfig(aggregate="sequence", importance={"tokens": "none"})
     learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, algorithm, 1.0, "update")
     learner.engine = SimpleNamespace(
         device="cpu", forward=lambda tokens, packing, predicted, _, mask: (tokens[predicted] / 10, None))

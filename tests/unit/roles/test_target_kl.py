@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.estimators import GAEEstimator
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.engine.deepspeed_engine import StepResult
@@ -75,7 +76,7 @@ class Engine:
 
 def learner_of(cls=PolicyLearner, **algorithm):
     learner = cls(PolicyConfig(micro_batch_tokens=8), ModelConfig(path="m"), 0, 1, 0, 1,
-                  AlgorithmConfig(epochs=2, mini_batches=2, whiten_advantages=False, **algorithm), 1.0)
+                  AlgorithmConfig(epochs=2, mini_batches=2, estimator=GAEEstimator(whiten=False), **algorithm), 1.0)
     learner.engine = engine = Engine()
     if cls is PolicyLearner:
         learner.engine.forward = lambda *asked, mask: Engine.forward(engine, *asked)[:2]
@@ -122,7 +123,7 @@ def test_without_a_target_every_step_is_made_and_the_kl_is_reported_in_three_way
 
 def test_the_advantages_mean_is_that_before_whitening():
     learner = learner_of()
-    learner.algorithm = learner.algorithm.model_copy(update={"whiten_advantages": True})
+    learner.algorithm = learner.algorithm.model_copy(update={"estimator": GAEEstimator()})
     assert learner.update(0, 0.0, experience()).metrics["advantage_mean"] == pytest.approx(ADVANTAGES.mean())
 
 

@@ -17,8 +17,8 @@ MASKS = st.lists(st.lists(st.booleans(), min_size=1, max_size=6).filter(any), mi
 @pytest.fixture(scope="module")
 def assemblers(policy_model):
     """By estimator; those whose rows do not look at each other."""
-    algorithms = [AlgorithmConfig(estimator=name, gamma=0.9, reward_clip=1.5) for name in NAMES]
-    made = {a.estimator: Assembler(a, policy_model, 9) for a in algorithms}
+    algorithms = [AlgorithmConfig(estimator={"type": name, "gamma": 0.9}, reward_clip=1.5) for name in NAMES]
+    made = {a.estimator.type: Assembler(a, policy_model, 9) for a in algorithms}
     for assembler in made.values():
         assembler.start()
     return made

@@ -29,7 +29,7 @@ def test_stages_hand_over_what_the_next_one_reads(file):
     sft = arithmetic_example.RECIPE.config("sft", Path("d"), 3)
     ppo = arithmetic_example.RECIPE.config("ppo", Path("d"), 3, file=file)
     assert ppo.model.path == f"{sft.run.dir}/model"
-    assert (ppo.algorithm.estimator, ppo.run.dir, ppo.run.seed) == (file, f"d/{file}", 3)
+    assert (ppo.algorithm.estimator.type, ppo.run.dir, ppo.run.seed) == (file, f"d/{file}", 3)
     assert {ppo.prompts.path, ppo.evaluation.prompts} == {"d/data/prompts.jsonl", "d/data/eval_prompts.jsonl"}
 
 
