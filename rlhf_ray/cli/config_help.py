@@ -36,9 +36,9 @@ COMMON: dict[str, list[str]] = {
         "prompts.max_tokens", "coordinator.prompts_per_step", "coordinator.samples_per_prompt",
         "coordinator.max_staleness", "generator.workers",
         "generator.sampling.max_tokens", "policy.workers", "policy.zero_stage", "policy.optimizer.learning_rate",
-        "critic.optimizer.learning_rate", "algorithm.estimator", "algorithm.kl.coef", "algorithm.epochs",
-        "algorithm.mini_batches",
-        "algorithm.loss", "checkpoint.every", "checkpoint.best_metric", "evaluation.prompts", "early_stop.kl_above",
+        "critic.optimizer.learning_rate", "algorithm.preset", "algorithm.estimator", "algorithm.kl.coef",
+        "algorithm.epochs", "algorithm.mini_batches", "algorithm.loss",
+        "checkpoint.every", "checkpoint.best_metric", "evaluation.prompts", "early_stop.kl_above",
         "logging.wandb_project",
     ],
 }  # fmt: skip

@@ -25,6 +25,7 @@ from rlhf_ray.cli.jobs import jobs, logs, stop
 from rlhf_ray.cli.ledger import ledger
 from rlhf_ray.cli.library_logging import quiet_libraries
 from rlhf_ray.cli.plan import plan
+from rlhf_ray.cli.presets import presets
 from rlhf_ray.cli.run_commands import profile, report, scale, status
 from rlhf_ray.cli.samples import samples
 from rlhf_ray.cli.serve_reward import serve_reward
@@ -60,11 +61,12 @@ NOT_HERE = {
             "two models on a file of prompts, and `rlhf-ray generate` writes responses",
     "dpo": "DPO is not among the stages. From preference pairs, train a reward model with `rlhf-ray reward-model`, and "
            "the policy on it with `rlhf-ray ppo` or `rlhf-ray grpo`",
-    "dapo": "use `rlhf-ray grpo` with --algorithm.loss.clip_high=0.28 and --algorithm.overlong_buffer "
-            "(docs/algorithms.md)",
-    "gspo": "use `rlhf-ray grpo` with --algorithm.loss.ratio=sequence (docs/algorithms.md)",
-    "dr-grpo": "use `rlhf-ray ppo --algorithm.estimator=dr_grpo`, with --coordinator.samples_per_prompt",
-    "reinforce-pp": "use `rlhf-ray ppo --algorithm.estimator=reinforce_pp`",
+    "dapo": "use `rlhf-ray ppo --algorithm.preset=dapo`; `rlhf-ray presets dapo` prints its values",
+    "gspo": "use `rlhf-ray ppo --algorithm.preset=gspo`; `rlhf-ray presets gspo` prints its values",
+    "cispo": "use `rlhf-ray ppo --algorithm.preset=cispo`; `rlhf-ray presets cispo` prints its values",
+    "dr-grpo": "use `rlhf-ray ppo --algorithm.preset=dr_grpo`; `rlhf-ray presets dr_grpo` prints its values",
+    "reinforce-pp": "use `rlhf-ray ppo --algorithm.preset=reinforce_pp`; `rlhf-ray presets reinforce_pp` prints its "
+                    "values",
     "rm": "use `rlhf-ray reward-model`",
     "prm": "use `rlhf-ray process-reward`",
     "resume": "repeat the run's command with --resume",
@@ -138,6 +140,7 @@ app.command(rich_help_panel=MODELS)(compare)
 app.command(rich_help_panel=MODELS)(serve_reward)
 app.add_typer(data, name="data", rich_help_panel=AROUND)
 app.command(rich_help_panel=AROUND, context_settings=STAGE_ARGUMENTS)(plan)
+app.command(rich_help_panel=TRAINING)(presets)
 for command in (status, samples, scale, profile, ledger, report, doctor):
     app.command(rich_help_panel=AROUND)(command)
 

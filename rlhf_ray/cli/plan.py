@@ -95,10 +95,11 @@ def load_any(path: Path | None, overrides: list[str], stage: str | None,
 
 def stage_of_file(values: object, path: Path | None) -> str:
     """Whose configuration a file is, by the sections that one stage alone has; else by its name; else sft. One with
-    rewards and without `algorithm.estimator` is for the command in its name, such as grpo; else for ppo."""
+    rewards and with neither `algorithm.estimator` nor `algorithm.preset` is for the command in its name, such as grpo;
+    else for ppo."""
     sections = values if isinstance(values, dict) else {}
     algorithm = sections.get("algorithm") or {}
-    if "rewards" in sections and path and isinstance(algorithm, dict) and "estimator" not in algorithm:
+    if "rewards" in sections and path and isinstance(algorithm, dict) and {"estimator", "preset"}.isdisjoint(algorithm):
         named = {"grpo", "rloo", "reinforce"}.intersection(re.split(r"[^a-z0-9]+", path.stem.lower()))
         if len(named) == 1:
             return named.pop()

@@ -19,7 +19,8 @@ from rlhf_ray.config.estimators import (
 )
 from rlhf_ray.config.fields import sections_of, type_tag
 from rlhf_ray.config.losses import CISPOLoss, ClipLoss, ImportanceConfig, LossConfig
-from rlhf_ray.config.section import Section
+from rlhf_ray.config.presets import PRESETS, fill
+from rlhf_ray.config.section import Section, as_set
 from rlhf_ray.config.type_union import one_of, tag_of
 
 OldLogprobs = Literal["policy", "update", "generator"]
@@ -64,6 +65,9 @@ class KLConfig(Section):
 class AlgorithmConfig(Section):
     """Proximal policy optimisation (Schulman et al. 2017) for token sequences."""
 
+    preset: Literal["ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp"] | None = None
+    """Recipe of a paper that fills in what is not set, here and in `coordinator`; `rlhf-ray presets` lists them with
+    the source of each value."""
     estimator: EstimatorConfig = Field(default_factory=GAEEstimator)
     """Advantage estimator: its name, or a section with `type` and the fields below. gae uses a critic (Schulman et al.
     2016); the others do not. reinforce (discounted returns) and reinforce_pp (whitened) need one sample per prompt;
@@ -154,34 +158,51 @@ class AlgorithmConfig(Section):
         if not isinstance(given, dict):
             return given
         default = cls.model_fields["estimator"].get_default(call_default_factory=True).type
-        filled = {"estimator": default, **given}
-        cispo = tag_of(given.get("loss"), "clip") == "cispo"
+        cls._check_preset(given)
+        filled = {"estimator": default, **fill(given, given.get("preset"), inside="algorithm")}
+        cispo = tag_of(filled.get("loss"), "clip") == "cispo"
         if cispo:
             filled.setdefault("old_logprobs", "generator")
-        if (kl := _as_set(given.get("kl", {}))) is not None:
+        if (kl := as_set(filled.get("kl", {}))) is not None:
             grouped = tag_of(filled["estimator"], default) in GROUP_ESTIMATORS
             kl.setdefault("placement", "loss" if grouped else "reward")
             kl.setdefault("estimator", "k3" if kl["placement"] == "loss" else "k1")
             filled["kl"] = kl
-        if (importance := _as_set(given.get("importance", {}))) is not None:
+        if (importance := as_set(filled.get("importance", {}))) is not None:
             weighted = not cispo and filled.get("old_logprobs") != "generator"
             importance.setdefault("tokens", "truncate" if weighted else "none")
             filled["importance"] = importance
         return filled
 
+    @classmethod
+    def _own_estimators(cls) -> list[str]:
+        """The types that this class takes: of a command that is named after an estimator, that one."""
+        return [str(type_tag(member)) for member in sections_of(cls.model_fields["estimator"].annotation)]
+
+    @classmethod
+    def _check_preset(cls, given: dict[str, Any]) -> None:
+        """Neither what is set nor the command is of another estimator than the preset's."""
+        preset, own = given.get("preset"), cls._own_estimators()
+        if not isinstance(preset, str) or preset not in PRESETS:
+            return
+        wanted = PRESETS[preset].estimator
+        chosen = tag_of(given.get("estimator", {}), wanted)
+        if wanted not in own:
+            raise ValueError(f"preset={preset} trains with estimator={wanted}, which contradicts "
+                             f"`rlhf-ray {COMMAND_OF[own[0]]}`; use {_command_of(wanted)}")
+        if chosen in METHODS and chosen != wanted:
+            raise ValueError(f"preset={preset} trains with estimator={wanted}, which contradicts estimator={chosen}; "
+                             "leave one of them out")
+
     @field_validator("estimator", mode="before")
     @classmethod
     def _estimator_of_the_command(cls, given: Any) -> Any:
         """The commands that are named after an estimator take no other one."""
-        own = [type_tag(member) for member in sections_of(cls.model_fields["estimator"].annotation)]
-        named = tag_of(given, str(own[0]))
+        own = cls._own_estimators()
+        named = tag_of(given, own[0])
         if len(own) == 1 and named in METHODS and named not in own:
-            instead = "`rlhf-ray ppo`, which takes them all"
-            if named in COMMAND_OF:
-                instead = f"`rlhf-ray {COMMAND_OF[named]}`"
-            command = COMMAND_OF[str(own[0])]
-            raise ValueError(f"estimator={named} contradicts `rlhf-ray {command}`, which trains with "
-                             f"estimator={own[0]}; leave it out, or use {instead}")
+            raise ValueError(f"estimator={named} contradicts `rlhf-ray {COMMAND_OF[own[0]]}`, which trains with "
+                             f"estimator={own[0]}; leave it out, or use {_command_of(named)}")
         return given
 
     @model_validator(mode="after")
@@ -208,11 +229,11 @@ class AlgorithmConfig(Section):
         return self
 
 
-def _as_set(section: Any) -> dict[str, Any] | None:
-    """The values that are set in a section, or in a mapping; None for anything else."""
-    if isinstance(section, Section):
-        return section.model_dump(exclude_unset=True)
-    return dict(section) if isinstance(section, dict) else None
+def _command_of(estimator: str) -> str:
+    """The command that trains with an estimator, for messages."""
+    if estimator in COMMAND_OF:
+        return f"`rlhf-ray {COMMAND_OF[estimator]}`"
+    return "`rlhf-ray ppo`, which takes them all"
 
 
 class GRPOPenalty(KLConfig):

@@ -14,6 +14,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.data import DataSection, DemonstrationsConfig, is_file_of_rows
 from rlhf_ray.config.derived import derive, has_later_steps, placements_of, reward_sections
 from rlhf_ray.config.fields import changed_fields, format_value
+from rlhf_ray.config.presets import gives
 from rlhf_ray.config.rewards import LOCAL_MODELS, FunctionReward, HTTPReward, RegexReward
 from rlhf_ray.config.stages import (
     PPOConfig,
@@ -259,8 +260,11 @@ def without_effect(config: StageConfig, *, warns: bool = False) -> Iterator[str]
     """
     rows = [row for stage, rows in CONDITIONAL_FIELDS.items() if isinstance(config, stage)
             for row in rows if row.warns == warns]
+    preset = config.algorithm.preset if isinstance(config, PPOConfig) else None
     values_by_reason: dict[tuple[str, str], list[str]] = {}
     for path, section, value in changed_fields(config):
+        if gives(preset, path, value):  # nobody set it
+            continue
         for row in rows:
             matches = path not in row.excluded and any(fnmatchcase(path, pattern) for pattern in row.fields)
             if matches and not row.act_if(config, section):

@@ -1,5 +1,6 @@
 """Base class of every section of the configuration: typed, frozen, and strict about unknown keys."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -62,6 +63,13 @@ class Section(BaseModel):
                 raise ValueError(f"{name}={value} has a truth value, as which YAML reads yes, no, on and off too; "
                                  "write a text in quotes, a number in digits, and null for nothing")
         return given
+
+
+def as_set(section: Any) -> dict[str, Any] | None:
+    """The values that are set in a section, or in a mapping; None for anything else."""
+    if isinstance(section, Section):
+        return {name: getattr(section, name) for name in section.model_fields_set}
+    return dict(section) if isinstance(section, Mapping) else None
 
 
 S = TypeVar("S", bound=BaseModel)

@@ -3,7 +3,7 @@
 What follows from several sections is in `derived`, what they must have in common in `combination_checks`.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,13 +21,14 @@ from rlhf_ray.config.data import (
     PromptsConfig,
     StepsConfig,
 )
-from rlhf_ray.config.generation import GenerationConfig, WeightsConfig
+from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig, PPOLearnerConfig, RewardLearnerConfig, SFTLearnerConfig
 from rlhf_ray.config.model import ModelConfig, StartModel
 from rlhf_ray.config.paths import UserPath
+from rlhf_ray.config.presets import fill
 from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig, PoolConfig, RoleFacts, RunConfig
-from rlhf_ray.config.section import Section
+from rlhf_ray.config.section import Section, as_set
 from rlhf_ray.config.training_loop import (
     BufferConfig,
     CheckpointConfig,
@@ -315,6 +316,20 @@ class PPOConfig(StageConfig):
     """Held-out evaluation; off if empty."""
     early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
     """When to end a run that went wrong."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, given: Any) -> Any:
+        """Fill in what `algorithm.preset` has for several sections and nobody set."""
+        preset = (as_set(given.get("algorithm")) or {}).get("preset") if isinstance(given, dict) else None
+        if preset is None:
+            return given
+        sampling = as_set((as_set(given.get("generator")) or {}).get("sampling")) or {}
+        try:
+            longest = int(sampling.get("max_tokens", SamplingConfig.model_fields["max_tokens"].default))
+        except (TypeError, ValueError):  # reported with the other problems
+            return given
+        return fill(given, preset, wholes={"generator.sampling.max_tokens": longest})
 
 
 class GRPOConfig(PPOConfig):

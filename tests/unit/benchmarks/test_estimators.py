@@ -34,7 +34,7 @@ def save(config, folder):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_all_estimators_share_models_prompts_and_the_budget_of_samples(estimator):
     config = run_config(estimator, 2, 24, Path("/m"), Path("/out"))
-    assert config.algorithm.estimator == estimator
+    assert config.algorithm.estimator.type == estimator
     assert config.coordinator.samples_per_step == 128
     assert (config.run.steps, config.run.seed, config.run.dir) == (24, 2, "/out")
     usual = run_config("gae", 2, 24, Path("/m"), Path("/out"))
