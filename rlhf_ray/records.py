@@ -356,6 +356,8 @@ class Batch(SampleRows):
     advantages: NDArray[np.float32] = per_token()
     """Zero where response_mask is False, as are the returns."""
     returns: NDArray[np.float32] = per_token()
+    finish_reasons: list[str] | None = field(default=None, kw_only=True, metadata={"axis": "row"})
+    """As in the rollout; None in experience without one."""
 
 
 @dataclass(frozen=True)
@@ -365,8 +367,6 @@ class Experience(Batch):
     keys: list[SampleKey] = per_sample()
     versions: NDArray[np.int32] | None = field(default=None, kw_only=True, metadata={"axis": "token"})
     """Weight version that sampled the token, as in the rollout; None in experience without a rollout."""
-    finish_reasons: list[str] | None = field(default=None, kw_only=True, metadata={"axis": "row"})
-    """As in the rollout; None in experience without one."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, where
 
-from rlhf_ray.algorithms.advantages import discounted_returns, gae, group_advantages
+from rlhf_ray.algorithms.advantages import discounted_returns, gae, gdpo_advantages, group_advantages
 from rlhf_ray.algorithms.masking import select, wide
 from rlhf_ray.errors import ConfigError
 
@@ -38,6 +38,10 @@ class ScoredResponses:
     """Lambda of the returns that the critic learns; None for that of the advantages."""
     step_rewards: Tensor | None = None
     """[B, T] rewards of single tokens, beside the score: those of a process reward model. None without any."""
+    components: Tensor | None = None
+    """[B, K] components of the scores, before their weights and before anything is done to the sum."""
+    component_weights: Tensor | None = None
+    """[K] weights of the components."""
 
     @property
     def outcomes(self) -> Tensor:
@@ -60,7 +64,7 @@ def estimate(name: str, responses: ScoredResponses) -> Result:
 
     Raises:
         ConfigError: an unknown name, or a prompt with too few samples (`advantages.group_advantages`).
-        ValueError: "gae" without values.
+        ValueError: "gae" without values, "gdpo" without components.
     """
     if name not in ESTIMATORS:
         raise ConfigError(f"estimator {name!r} is unknown; use one of {', '.join(ESTIMATORS)}")
@@ -109,6 +113,18 @@ def group_centred(responses: ScoredResponses) -> Result:
     return _on_every_token(responses, group_advantages(_totals(responses), responses.groups, "dr_grpo"))
 
 
+def reward_decoupled(responses: ScoredResponses) -> Result:
+    """GDPO (Liu et al. 2026): each component of the score compared within its group, then weighted and summed.
+
+    It reads the components as they were scored. Penalties, clips and normalisation apply to their sum, which nothing
+    here reads (verl, NeMo-RL and TRL alike): the configuration refuses them.
+    """
+    if responses.components is None or responses.component_weights is None:
+        raise ValueError("the gdpo estimator needs the components of the scores and their weights")
+    return _on_every_token(
+        responses, gdpo_advantages(responses.components, responses.groups, responses.component_weights))
+
+
 def _totals(responses: ScoredResponses) -> Tensor:
     """[B] outcome plus all token penalties: a sequence is one action, and its reward one number."""
     return responses.outcomes + select(responses.penalties, responses.mask).sum(-1)
@@ -128,6 +144,7 @@ ESTIMATORS: dict[str, Callable[[ScoredResponses], Result]] = {
     "rloo": leave_one_out,
     "grpo": group_relative,
     "dr_grpo": group_centred,
+    "gdpo": reward_decoupled,
 }
 
 

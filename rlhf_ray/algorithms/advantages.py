@@ -12,6 +12,8 @@ GroupKind = Literal["rloo", "grpo", "dr_grpo", "mean"]
 
 GRPO_EPSILON = 1e-6
 """Added to a group's standard deviation before dividing by it."""
+GDPO_EPSILON = 1e-4
+"""The same for each reward of GDPO; TRL 1.16 (verl 0.9 and NeMo-RL 0.7: 1e-6)."""
 
 
 @torch.no_grad()
@@ -95,9 +97,40 @@ def group_advantages(scores: Tensor, groups: Tensor, kind: GroupKind = "rloo") -
     return centred.to(wide(scores).dtype)
 
 
+@torch.no_grad()
+def gdpo_advantages(rewards: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+    """GDPO (Liu et al. 2026, arXiv:2601.05242, eq. 4 and 5): each reward compared within its group, then summed.
+
+    sum over k of w_k (r_k - mean) / (std + 1e-4), with mean and standard deviation (n-1) of reward k over the group. A
+    reward that is equal in a whole group adds 0 there, and so does every reward in a group of one. The paper whitens
+    the sum over the batch afterwards; that is the caller's, as for every estimator.
+
+    Args:
+        rewards: `[S, K]` of each sample, before their weights.
+        groups: `[S]` integers: samples with equal numbers form a group, in any order.
+        weights: `[K]`.
+
+    Returns:
+        `[S]` float32 or wider, without graph.
+
+    Raises:
+        ValueError: shapes do not agree.
+    """
+    if rewards.ndim != 2 or groups.shape != rewards.shape[:1] or weights.shape != rewards.shape[1:]:
+        raise ValueError(f"rewards of shape {tuple(rewards.shape)} with groups of {tuple(groups.shape)} and weights of "
+                         f"{tuple(weights.shape)}; they must be [S, K], [S] and [K]")
+    labels, member = torch.unique(groups, return_inverse=True)
+    exact = rewards.double()  # as in `group_advantages`
+    counts = torch.bincount(member, minlength=len(labels))[:, None]
+    centred = exact - (_group_sums(exact, member, counts) / counts)[member]
+    variances = _group_sums(centred.square(), member, counts) / (counts - 1).clamp(min=1)
+    compared = centred / (variances.sqrt()[member] + GDPO_EPSILON)
+    return (compared * weights.to(compared)).sum(-1).to(wide(rewards).dtype)
+
+
 def _group_sums(x: Tensor, member: Tensor, counts: Tensor) -> Tensor:
-    """`[G]` sums of `x` `[B]` over the groups that `member` `[B]` points at."""
-    return x.new_zeros(len(counts)).index_add_(0, member, x)
+    """`[G, ...]` sums of `x` `[B, ...]` over the groups that `member` `[B]` points at."""
+    return x.new_zeros(len(counts), *x.shape[1:]).index_add_(0, member, x)
 
 
 def _require_groups_of_two(labels: Tensor, counts: Tensor) -> None:

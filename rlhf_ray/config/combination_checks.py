@@ -23,6 +23,7 @@ from rlhf_ray.config.derived import (
     reward_sections,
     shares_one_gpu,
 )
+from rlhf_ray.config.estimators import GDPOEstimator
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, PPOLearnerConfig
 from rlhf_ray.config.losses import CISPOLoss
@@ -187,6 +188,28 @@ def check_groups(config: PPOConfig) -> None:
             f"algorithm.estimator={config.algorithm.estimator.type} compares a prompt's samples, but "
             f"coordinator.samples_per_prompt={config.coordinator.samples_per_prompt}; raise it to at least 2 (4 to "
             "16 are usual) or use gae, reinforce or reinforce_pp")
+
+
+def check_decoupled_rewards(config: PPOConfig) -> None:
+    """GDPO compares each reward by itself: what is done to their sum would not reach the advantages."""
+    a = config.algorithm
+    if not isinstance(a.estimator, GDPOEstimator):
+        return
+    of_the_sum = {
+        f"reward_normalisation={a.reward_normalisation}": a.reward_normalisation != "none",
+        f"reward_clip={a.reward_clip}": a.reward_clip is not None,
+        f"missing_eos_penalty={a.missing_eos_penalty}": bool(a.missing_eos_penalty),
+        f"overlong_buffer={a.overlong_buffer}": a.overlong_buffer is not None,
+        f"kl.placement=reward with kl.coef={a.kl.coef:g}": not a.kl_in_loss and a.kl.coef > 0,
+    }
+    if lost := [field for field, acts in of_the_sum.items() if acts]:
+        remedy = "leave it out"
+        if "kl.placement" in lost[0]:
+            remedy = "set algorithm.kl.placement=loss"
+        elif lost[0].startswith(("missing_eos", "overlong")):
+            remedy = "leave it out, and give a reward of `rewards` for it"
+        raise ValueError(f"algorithm.estimator=gdpo compares each reward by itself, and algorithm.{lost[0]} changes "
+                         f"their sum, so it would be lost; {remedy}, or use estimator=grpo")
 
 
 def check_held_out(config: PPOConfig) -> None:
@@ -414,8 +437,8 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     ProcessRewardConfig: (check_best_metric,),
     PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
     PPOConfig: (
-        check_backbone, check_target_kl, check_reward_components, check_critic_start, check_groups, check_held_out,
-        check_ratio, check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches,
+        check_backbone, check_target_kl, check_reward_components, check_critic_start, check_groups,
+        check_decoupled_rewards, check_held_out, check_ratio, check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches,
         check_chunks, check_buffer, check_micro_batches, check_transport, check_phases, check_schedules,
     ),
 }

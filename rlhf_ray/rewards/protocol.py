@@ -22,7 +22,7 @@ from rlhf_ray.data.answers import Prefills
 from rlhf_ray.data.chat import NO_OPTIONS, PromptText, template_options
 from rlhf_ray.data.encoding import decode_after
 from rlhf_ray.errors import RewardError, SampleError
-from rlhf_ray.records import Prompts, Rollout, SampleKey, SampleRows, response_start
+from rlhf_ray.records import Batch, Prompts, Rollout, SampleKey, SampleRows, response_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -191,9 +191,16 @@ def rollout_texts(
     return prompts, responses
 
 
-def finished(rollout: Rollout) -> np.ndarray:
-    """[S] bool: which samples ended with a stop token or a stop string."""
-    return np.array([rollout.finish_reasons[rows[-1]] == "stop" for rows in rollout.sample_rows])
+def finished(samples: Rollout | Batch) -> np.ndarray:
+    """[S] bool: which samples ended with a stop token or a stop string.
+
+    Raises:
+        ValueError: there are no finish reasons.
+    """
+    reasons = samples.finish_reasons
+    if reasons is None:
+        raise ValueError("experience without a rollout has no finish reasons, by which truncated samples are known")
+    return np.array([reasons[rows[-1]] == "stop" for rows in samples.sample_rows], dtype=bool)
 
 
 def shown_sample(request: RewardRequest) -> str:

@@ -55,6 +55,10 @@ class ActorCriticLearner(PolicyLearner):
         policy["total_loss"] += self.algorithm.value_coef * critic.get("loss", math.nan)
         return replace(both, metrics=policy), replace(both, metrics=critic)
 
+    def _skips_zero_advantages(self, mini_batch: Batch) -> bool:
+        """Never: the critic's loss depends on every row."""
+        return False
+
     def loss(self, part: Batch, update: Update) -> PartLoss:
         """The sum of both losses of some rows, from one forward pass."""
         a = self.algorithm

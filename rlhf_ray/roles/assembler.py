@@ -53,15 +53,17 @@ class Assembler:
     depends on earlier ones."""
 
     def __init__(self, algorithm: AlgorithmConfig, model: ModelConfig, longest: int,
-                 disk_timeout_s: float = float("inf")) -> None:
+                 disk_timeout_s: float = float("inf"), reward_weights: Mapping[str, float] | None = None) -> None:
         """
         Args:
             longest: the maximum number of tokens of a response, at which the overlong penalty is full.
+            reward_weights: of the components of the scores, by name; read by the estimator gdpo.
             disk_timeout_s: longest time without progress of writing samples.
         """
         self.algorithm = algorithm
         self._model = model
         self._longest = longest
+        self._reward_weights = dict(reward_weights or {})
         self._thread = FileThread("samples", disk_timeout_s)
         self._token_texts: dict[int, str] = {}
         """Tokens that were decoded, by id."""
@@ -74,6 +76,7 @@ class Assembler:
             "model": config.model,
             "longest": config.generator.sampling.max_tokens,
             "disk_timeout_s": config.cluster.disk_timeout_s,
+            "reward_weights": {name: source.weight for name, source in config.rewards.items()},
         }
 
     def start(self) -> None:
@@ -297,6 +300,7 @@ class Assembler:
             penalties=penalties, mask=grid(mask), groups=prompt_groups(rollout.keys),
             values=None if values is None else grid(values.values), gamma=a.gamma, lam=lam, critic_lam=critic_lam,
             step_rewards=None if steps is None else self._clipped(steps / terms.score_deviation),
+            **self._components(rewards),
         ))
         return Experience(
             offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=mask,
@@ -308,6 +312,14 @@ class Assembler:
             advantages=flat(advantages), returns=flat(returns), keys=rollout.keys, versions=rollout.versions,
             finish_reasons=rollout.finish_reasons,
         )
+
+    def _components(self, rewards: RewardScores) -> dict[str, torch.Tensor]:
+        """The [S, K] components of the scores and their [K] weights, if the estimator reads them."""
+        if self.algorithm.estimator.type != "gdpo":
+            return {}
+        columns = [torch.tensor(rewards.components[name]) for name in self._reward_weights]
+        return {"components": torch.stack(columns, dim=-1),
+                "component_weights": torch.tensor(list(self._reward_weights.values()), dtype=torch.float64)}
 
     def _sample_scores(
         self, rollout: Rollout, scores: torch.Tensor, terms: RewardTerms, lengths: torch.Tensor

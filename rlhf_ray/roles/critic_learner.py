@@ -15,7 +15,7 @@ from rlhf_ray.models.loading import has_scalar_head, load_scalar_model, remove_d
 from rlhf_ray.models.packed_model import PackedScalarModel, values_before_tokens
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, PartLoss
-from rlhf_ray.roles.ppo_update import PPOLearner, Update, run_update, training_batch
+from rlhf_ray.roles.ppo_update import ChosenRows, PPOLearner, Update, run_update, training_batch
 
 
 class CriticLearner(PPOLearner):
@@ -59,9 +59,9 @@ class CriticLearner(PPOLearner):
         stats.metrics.update(value_metrics(batch))
         return stats
 
-    def optimize(self, mini_batch: Batch, update: Update, meter: AverageMeter) -> StepResult:
+    def optimize(self, mini_batch: Batch, chosen: ChosenRows, update: Update, meter: AverageMeter) -> StepResult:
         """One optimizer step; it depends on the mini-batch alone."""
-        for share in self.shares(mini_batch, self.loss, meter):
+        for share in self.shares(mini_batch, self.loss, meter, chosen.passed, chosen.counted):
             self.engine.backward(share)
         return self.engine.step()
 

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
-from rlhf_ray.data.batching import inference_plan, rank_plan
+from rlhf_ray.data.batching import RowNumbers, inference_plan, rank_plan
 from rlhf_ray.engine import distributed
 from rlhf_ray.engine.deepspeed_engine import TrainEngine
 from rlhf_ray.engine.saved_weights import SavedWeights
@@ -171,7 +172,10 @@ class Learner(ProfiledByTorch):
         """Number of tokens, samples, pairs or steps that the loss of some rows is a mean over."""
         raise NotImplementedError
 
-    def shares(self, mini_batch: Any, loss: Callable[[Any], PartLoss], meter: AverageMeter) -> Iterator[Tensor]:
+    def shares(
+        self, mini_batch: Any, loss: Callable[[Any], PartLoss], meter: AverageMeter,
+        passed: RowNumbers | None = None, counted: RowNumbers | None = None,
+    ) -> Iterator[Tensor]:
         """This rank's parts of the loss of a mini-batch that every rank holds whole, one for each micro-batch.
 
         The sum over all ranks and micro-batches is the loss. It does not depend on the number of ranks or on
@@ -181,30 +185,35 @@ class Learner(ProfiledByTorch):
         Args:
             loss: the loss of some rows of the mini-batch.
             meter: receives the statistics of every pass.
+            passed: rows that are computed; None for all.
+            counted: rows that the loss is a mean over, at least those that are passed; None for all. The loss of those
+                that are not passed is taken as 0.
         """
-        whole_count = self.count(mini_batch)
-        whole_tokens = float(mini_batch.lengths.sum())
-        for part, counted in self.parts(mini_batch):
-            # The forward pass. A part that is not counted adds nothing: all its weights are 0.
+        whole_count = self.count(mini_batch if counted is None else mini_batch.select(counted))
+        whole_tokens = float(mini_batch.lengths[slice(None) if passed is None else passed].sum())
+        for part, counts in self.parts(mini_batch, passed):
+            # The forward pass. A part that does not count adds nothing: all its weights are 0.
             found = loss(part)
-            count = self.count(part) if counted else 0.0
-            share = found.loss * (count / whole_count)
+            count = self.count(part) if counts else 0.0
+            share = found.loss * (count / whole_count if counts else 0.0)
             meter.add(count, found.means)
-            meter.add(found.tokens if counted else 0.0, found.token_means)
+            meter.add(found.tokens if counts else 0.0, found.token_means)
 
             # The auxiliary loss of the routers in this pass, by the part's share of the mini-batch's tokens.
             if self._router_balance is not None:
                 balance = self._router_balance.loss()
-                tokens = float(part.lengths.sum()) if counted else 0.0
-                share = share + self.config.router_aux_loss_coef * balance * (tokens / whole_tokens)
+                tokens = float(part.lengths.sum()) if counts else 0.0
+                share = share + self.config.router_aux_loss_coef * balance * (tokens / whole_tokens if counts else 0.0)
                 meter.add(tokens, {"router_aux_loss": balance.detach()})
             yield share
 
-    def parts(self, rows: Any) -> Iterator[tuple[Any, bool]]:
-        """This rank's micro-batches of some rows, and whether each counts. A rank without rows left takes part in the
-        collective calls with any row, which does not."""
-        for chosen in rank_plan(rows.lengths, self.world, self.config.micro_batch_tokens)[self.rank]:
-            yield rows.select(chosen if len(chosen) else [0]), len(chosen) > 0
+    def parts(self, rows: Any, passed: RowNumbers | None = None) -> Iterator[tuple[Any, bool]]:
+        """This rank's micro-batches of some rows (`passed`; None for all), and whether each counts. A rank without rows
+        left takes part in the collective calls with any row, which does not. So does every rank if there are none."""
+        among = np.arange(len(rows)) if passed is None else passed
+        plan = rank_plan(rows.lengths[among], self.world, self.config.micro_batch_tokens)[self.rank]
+        for chosen in plan or [among[:0]] * (len(rows) > 0):
+            yield rows.select(among[chosen] if len(chosen) else [0]), len(chosen) > 0
 
     def score(
         self, rollouts: Sequence[Rollout], forward: Callable[[MicroBatch], Sequence[Tensor]], columns: int = 1

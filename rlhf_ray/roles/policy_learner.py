@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.logprob_gap import gap_histogram, gap_quantile
-from rlhf_ray.algorithms.losses import entropy_bonus, policy_loss
+from rlhf_ray.algorithms.losses import cispo_loss, entropy_bonus, kl_penalty, policy_loss
 from rlhf_ray.algorithms.masking import aggregate_mean, masked_mean
 from rlhf_ray.checkpoint.model_card import ModelCardInfo
 from rlhf_ray.checkpoint.state_files import save_state
 from rlhf_ray.config.algorithm import AlgorithmConfig, OldLogprobs, PtxConfig
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.learner import PolicyConfig
-from rlhf_ray.config.losses import ClipLoss
+from rlhf_ray.config.losses import CISPOLoss
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.batching import inference_plan
@@ -35,7 +34,7 @@ from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, GivenTokens, LearnerPass, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner_state import Writers
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, PartLoss, score_columns
-from rlhf_ray.roles.ppo_update import PPOLearner, Update, run_update, training_batch
+from rlhf_ray.roles.ppo_update import ChosenRows, PPOLearner, Update, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
 from rlhf_ray.weights.gathered_tensors import GatheredAdapters, GatheredTensors
 
@@ -160,7 +159,7 @@ class PolicyLearner(PPOLearner):
         Args:
             kl_coef: current coefficient of the KL penalty, for a penalty in the loss.
         """
-        batch = training_batch(experiences, self.algorithm.whitens)
+        batch = training_batch(experiences, self.algorithm.whitens, self.algorithm.overlong_filter)
         stats = run_update(self, batch, step, kl_coef)
 
         # Metrics that follow from those of the steps, or from the batch.
@@ -176,16 +175,42 @@ class PolicyLearner(PPOLearner):
             stats.metrics["optimizer_steps"] = float(stats.applied)
         return stats
 
-    def optimize(self, mini_batch: Batch, update: Update, meter: AverageMeter) -> StepResult | None:
-        """One optimizer step, with pretraining text if configured; updates the average of the weights.
+    def chosen_rows(self, mini_batch: Batch) -> ChosenRows:
+        """As `PPOLearner.chosen_rows`. Rows whose advantages are all exactly 0 count, but are not passed, where their
+        loss and its gradient are 0 in any case (prime-rl, Open-Instruct). One row is always passed, so that every
+        mini-batch has statistics."""
+        chosen = super().chosen_rows(mini_batch)
+        if not self._skips_zero_advantages(mini_batch) or not len(chosen.counted):
+            return chosen
+        nonzero = np.logical_or.reduceat(mini_batch.advantages != 0, mini_batch.offsets[:-1])
+        passed = chosen.counted[nonzero[chosen.counted]]
+        if not len(passed):
+            passed = chosen.counted[[int(mini_batch.lengths[chosen.counted].argmin())]]
+        return ChosenRows(passed, chosen.counted)
+
+    def _skips_zero_advantages(self, mini_batch: Batch) -> bool:
+        """Whether nothing but the advantages gives rows a part in the update: neither a KL penalty (or its measurement)
+        nor an entropy bonus in the loss, no routers to balance, and no target of a KL over all tokens."""
+        a = self.algorithm
+        return not (a.kl_in_loss and mini_batch.reference_logprobs is not None or a.entropy_coef
+                    or a.target_kl is not None or self.config.router_aux_loss_coef)
+
+    def optimize(
+        self, mini_batch: Batch, chosen: ChosenRows, update: Update, meter: AverageMeter
+    ) -> StepResult | None:
+        """One optimizer step, with pretraining text if configured; updates the average of the weights. The loss that is
+        reported is that of all rows that count, other statistics are means over the tokens of those that are passed.
 
         With `algorithm.target_kl`, every step but the update's first is left out, and ends the update, if the
         mini-batch's KL from the policy before the update is above it.
         """
         # The policy's loss.
         own = AverageMeter()
-        for share in self.shares(mini_batch, lambda part: self.loss(part, update), own):
+        for share in self.shares(
+                mini_batch, lambda part: self.loss(part, update), own, chosen.passed, chosen.counted):
             self.engine.backward(share)
+        if self._skips_zero_advantages(mini_batch):
+            self._add_left_out(mini_batch, chosen, own)
         ends_update = self._beyond_target(update, own)
         meter.merge(own)
 
@@ -201,6 +226,15 @@ class PolicyLearner(PPOLearner):
         if self.average and result.applied:
             self.average.update()
         return result
+
+    def _add_left_out(self, mini_batch: Batch, chosen: ChosenRows, meter: AverageMeter) -> None:
+        """The loss of 0 of the rows that count without being passed, and their share. All ranks know them; one adds."""
+        left_out = np.setdiff1d(chosen.counted, chosen.passed)
+        first = self.rank == 0
+        share = torch.tensor(len(left_out) / max(len(chosen.counted), 1), device=self.engine.device)
+        meter.add(len(chosen.counted) * first, {"zero_advantage_rows": share})
+        if len(left_out):
+            meter.add(self.count(mini_batch.select(left_out)) * first, {"loss": torch.zeros_like(share)})
 
     def _beyond_target(self, update: Update, meter: AverageMeter) -> bool:
         """Whether the KL of a mini-batch's rows, over all ranks, is above `algorithm.target_kl`. A collective call in
@@ -223,19 +257,9 @@ class PolicyLearner(PPOLearner):
         a = self.algorithm
         new = micro.lay_out(logprobs)
 
-        # PPO's clipped loss.
-        clip = a.loss
-        if not isinstance(clip, ClipLoss):
-            raise NotImplementedError(f"algorithm.loss={clip.type} is not computed yet")
-        importance: dict[str, Any] = {} if a.importance.tokens == "none" else {
-            "behaviour_logprobs": micro.grid("behaviour_logprobs"), "is_cap": a.importance.cap,
-            "importance": a.importance.tokens, "importance_level": a.importance.level,
-        }
+        # The loss of the ratio.
         old = new.detach() if self.old_logprobs == "update" else micro.grid("old_logprobs")
-        loss, stats = policy_loss(
-            new, old, micro.grid("advantages"), micro.mask, clip.clip_low, clip.clip_high, clip.dual_clip,
-            aggregate=a.aggregate, ratio=clip.ratio, row_weights=micro.row_weights, **importance,
-        )
+        loss, stats = self._ratio_loss(micro, new, old)
 
         # The gap to the generators, while the weights are those that they sampled with.
         if self.old_logprobs != "policy" and not update.applied:
@@ -245,7 +269,8 @@ class PolicyLearner(PPOLearner):
 
         # The KL penalty.
         if a.kl_in_loss and micro.record.reference_logprobs is not None:
-            kl = approx_kl(new, micro.grid("reference_logprobs"), a.kl.estimator)
+            kl = kl_penalty(new, micro.grid("reference_logprobs"), micro.mask, a.kl.estimator,
+                            old if a.kl.unbiased else None)
             stats["kl_penalty"] = masked_mean(kl.detach(), micro.mask)
             if update.kl_coef:  # otherwise it is only measured, and an infinite one must not become NaN in the loss
                 loss = loss + update.kl_coef * aggregate_mean(kl, micro.mask, a.aggregate, micro.row_weights)
@@ -256,6 +281,22 @@ class PolicyLearner(PPOLearner):
             stats["entropy"] = entropy_bonus(grid.detach(), micro.mask)
             loss = loss - a.entropy_coef * aggregate_mean(grid, micro.mask, a.aggregate, micro.row_weights)
         return PartLoss(loss, {"loss": loss.detach()}, micro.response_tokens, stats)
+
+    def _ratio_loss(self, micro: MicroBatch, new: Tensor, old: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss that `algorithm.loss` chooses, with importance weights if configured, and its statistics."""
+        a = self.algorithm
+        columns = (new, old, micro.grid("advantages"), micro.mask)
+        if isinstance(a.loss, CISPOLoss):
+            return cispo_loss(*columns, a.loss.max_ratio, a.loss.min_ratio, a.aggregate, micro.row_weights)
+        i = a.importance
+        importance: dict[str, Any] = {} if not i.acts else {
+            "behaviour_logprobs": micro.grid("behaviour_logprobs"), "is_cap": i.cap, "importance": i.tokens,
+            "importance_level": i.level, "band": i.band, "masks": i.masks, "geometric": i.geometric,
+            "outlier": i.outlier,
+        }
+        return policy_loss(
+            *columns, a.loss.clip_low, a.loss.clip_high, a.loss.dual_clip, aggregate=a.aggregate, ratio=a.loss.ratio,
+            row_weights=micro.row_weights, **importance)
 
     def export_average(self, directory: str, card: ModelCardInfo, term: Term | None = None) -> None:
         """Write the average of the weights as `export` writes the weights; requires `policy.ema_decay`."""

@@ -12,27 +12,47 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rlhf_ray.algorithms.masking import denominator, masked_whiten
 from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.data.batching import RowNumbers
 from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Batch, Experience, UpdateStats
+from rlhf_ray.rewards.protocol import finished
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 
 
-def training_batch(experiences: Sequence[Experience], whiten: bool) -> Batch:
-    """All experience of one update in order; with `whiten`, advantages are whitened over all response tokens."""
+def training_batch(experiences: Sequence[Experience], whiten: bool, overlong_filter: bool = False) -> Batch:
+    """All experience of one update in order; with `whiten`, advantages are whitened over all response tokens, with
+    `overlong_filter` over those that it leaves in (as in NeMo-RL's PPO)."""
     whole = Experience.concat(experiences)
     columns = {f.name: getattr(whole, f.name) for f in fields(Batch)}
     if whiten:
-        columns["advantages"] = masked_whiten(
-            torch.from_numpy(whole.advantages), torch.from_numpy(whole.response_mask)
-        ).numpy()
+        mask = whole.response_mask
+        if overlong_filter:
+            mask = mask & np.repeat(~truncated_rows(whole), whole.lengths)
+        columns["advantages"] = masked_whiten(torch.from_numpy(whole.advantages), torch.from_numpy(mask)).numpy()
     return Batch(**columns)
+
+
+def truncated_rows(rows: Batch) -> NDArray[np.bool_]:
+    """[N] whether the row belongs to a sample that did not end by itself, with a stop token or a stop string."""
+    return ~finished(rows)[rows.samples]
+
+
+@dataclass(frozen=True)
+class ChosenRows:
+    """What a mini-batch's rows are for: numbers of rows in it, ascending."""
+
+    passed: RowNumbers
+    """Those that are computed."""
+    counted: RowNumbers
+    """Those that the loss is a mean over, `passed` among them. The loss of those that are not passed is 0."""
 
 
 def mini_batches(samples: int, epochs: int, per_epoch: int, seed: int, step: int) -> Iterator[np.ndarray]:
@@ -79,8 +99,26 @@ class PPOLearner(Learner):
         micro = MicroBatch(rows, "cpu")
         return float(denominator(micro.mask, self.algorithm.aggregate, micro.row_weights))
 
-    def optimize(self, mini_batch: Batch, update: Update, meter: AverageMeter) -> StepResult | None:
-        """One optimizer step of an update, by the losses of a mini-batch; None if the update ends before it."""
+    def chosen_rows(self, mini_batch: Batch) -> ChosenRows:
+        """All rows, less those of truncated samples with `algorithm.overlong_filter`.
+
+        The filter is a mask of 0: truncated samples are neither in the sum nor in the denominator of any term, token or
+        sequence (NeMo-RL 0.7; TRL 1.16 and SkyRL 0.4 alike where losses are means over tokens). Both peers with a
+        critic, NeMo-RL and SkyRL, leave them out of its loss too. Their scores were compared with the others' before.
+        """
+        rows = np.arange(len(mini_batch))
+        if self.algorithm.overlong_filter:
+            rows = np.flatnonzero(~truncated_rows(mini_batch))
+        return ChosenRows(rows, rows)
+
+    def optimize(
+        self, mini_batch: Batch, chosen: ChosenRows, update: Update, meter: AverageMeter
+    ) -> StepResult | None:
+        """One optimizer step of an update, by the losses of a mini-batch; None if the update ends before it.
+
+        Where no row is chosen, the gradient is 0, and a step is made all the same: weight decay and momentum act, and
+        all mini-batches make as many steps.
+        """
         raise NotImplementedError
 
 
@@ -113,9 +151,10 @@ def run_update(learner: PPOLearner, batch: Batch, step: int, kl_coef: float = 0.
     # One optimizer step for each mini-batch.
     for samples in mini_batches(batch.sample_count, epochs, per_epoch, learner.seed, step):
         rows = batch.select(batch.rows_of(samples))
-        tokens += len(rows.tokens)
+        chosen = learner.chosen_rows(rows)
+        tokens += int(rows.lengths[chosen.passed].sum())
         of_step = AverageMeter()
-        result = learner.optimize(rows, update, of_step)
+        result = learner.optimize(rows, chosen, update, of_step)
         if result is None:
             learner.engine.pass_over(epochs * per_epoch - update.applied - skipped)
             break

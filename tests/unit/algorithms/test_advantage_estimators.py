@@ -123,7 +123,10 @@ def test_reinforce_baseline_compares_sums_of_step_rewards_too():
     assert advantages.tolist() == [[-1.25, -0.5, 0], [-0.5, 0, -2.0], [-0.875, 0.25, 0.5], [-1.5, 0, 0]]
 
 
-@pytest.mark.parametrize("name", list(ESTIMATORS))
+OF_SCORES = [name for name in ESTIMATORS if name != "gdpo"]
+
+
+@pytest.mark.parametrize("name", OF_SCORES)
 def test_a_step_reward_on_the_last_token_is_a_score(name):
     last = torch.tensor([[0.0, 4.0, NAN], [0.0, NAN, 1.0], [0.0, 0.0, 2.0], [6.0, NAN, NAN]])
     found = estimate(name, responses(scores=torch.zeros(4), step_rewards=last))
@@ -133,8 +136,22 @@ def test_a_step_reward_on_the_last_token_is_a_score(name):
 
 @pytest.mark.parametrize("name", list(ESTIMATORS))
 def test_a_failed_reward_stays_visible(name):
-    advantages, _ = estimate(name, responses(scores=torch.tensor([NAN, 1.0, 2.0, 6.0])))
+    advantages, _ = estimate(name, responses(
+        scores=torch.tensor([NAN, 1.0, 2.0, 6.0]), components=torch.tensor([[1.0, NAN], [1, 1], [2, 2], [6, 6]]),
+        component_weights=torch.ones(2)))
     assert advantages[0][MASK[0]].isnan().all() and not advantages[2:].isnan().any()
+
+
+def test_gdpo_compares_each_component_and_no_penalty():
+    components = torch.tensor([[1.0, 3.0], [1.0, 1.0], [0.0, 2.0], [4.0, 2.0]])
+    found, returns = estimate("gdpo", responses(values=None, components=components,
+                                                component_weights=torch.tensor([1.0, 0.5])))
+    # Groups of the first and the last two rows. Deviations (n-1) of two numbers d apart are d / sqrt(2).
+    first, second = 0.5 * 1 / (2**0.5 + 1e-4), 2 / (8**0.5 + 1e-4)
+    torch.testing.assert_close(found, torch.tensor(spread([first, -first, -second, second])))
+    assert returns.tolist() == RETURNS
+    with pytest.raises(ValueError, match="gdpo estimator needs the components"):
+        estimate("gdpo", responses(values=None))
 
 
 def test_gae_without_values_and_unknown_names_are_refused():
@@ -156,14 +173,16 @@ def test_padding_and_order_of_rows_change_nothing(name, seed):
     mask, groups = torch.rand(6, 4, generator=g) < 0.7, torch.tensor([0, 0, 1, 1, 1, 0])
     penalties, values = torch.randn(2, 6, 4, generator=g).unbind()
     steps = torch.randn(6, 4, generator=g)
-    whole = ScoredResponses(torch.randn(6, generator=g), penalties, mask, groups, values, 0.9, 0.8, step_rewards=steps)
+    whole = ScoredResponses(torch.randn(6, generator=g), penalties, mask, groups, values, 0.9, 0.8, step_rewards=steps,
+                            components=torch.randn(6, 2, generator=g), component_weights=torch.tensor([1.0, -0.3]))
     order = torch.randperm(6, generator=g)
 
     def changed(x, fill=NAN):
         return torch.nn.functional.pad(x[order].masked_fill(~mask[order], fill), (2, 1), value=fill)
 
     moved = ScoredResponses(whole.scores[order], changed(penalties), changed(mask, False), groups[order],
-                            changed(values), 0.9, 0.8, step_rewards=changed(steps))
+                            changed(values), 0.9, 0.8, step_rewards=changed(steps),
+                            components=whole.components[order], component_weights=whole.component_weights)
     for plain, other in zip(estimate(name, whole), estimate(name, moved), strict=True):
         torch.testing.assert_close(other[:, 2:-1], plain[order])
         assert (other[:, :2] == 0).all() and (plain[~mask] == 0).all()

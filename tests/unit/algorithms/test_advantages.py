@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlhf_ray.algorithms.advantages import discounted_returns, gae, group_advantages
+from rlhf_ray.algorithms.advantages import discounted_returns, gae, gdpo_advantages, group_advantages
 from rlhf_ray.errors import ConfigError
 
 NAN = float("nan")
@@ -163,3 +163,39 @@ def test_sample_order_and_other_groups_change_nothing(seed, kind):
     torch.testing.assert_close(group_advantages(scores[order], groups[order], kind), advantages[order])
     own = groups == 1
     torch.testing.assert_close(group_advantages(scores[own], groups[own], kind), advantages[own])
+
+
+def test_gdpo_by_hand():
+    rewards = torch.tensor([[1.0, 10.0], [5.0, 7.0], [3.0, 30.0], [5.0, 7.0]])
+    groups = torch.tensor([4, 9, 4, 9])
+    # group 4: means 2 and 20, deviations (n-1) sqrt(2) and sqrt(200); group 9 is constant in both rewards
+    first, second = 1 / (2**0.5 + 1e-4), 10 / (200**0.5 + 1e-4)
+    advantages = gdpo_advantages(rewards, groups, torch.tensor([1.0, 0.25]))
+    assert advantages.tolist() == pytest.approx([-first - 0.25 * second, 0, first + 0.25 * second, 0], rel=1e-6)
+
+
+def test_gdpo_is_trls_sum_before_it_is_whitened():
+    """`reward_k` times weights, summed: trl 1.16.0, trl/trainer/grpo_trainer.py, lines 2791 to 2796, run in float32."""
+    first = [1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    second = [0.2, 0.9, 0.4, 0.7, 0.3, 0.3, 0.8, 0.1]
+    advantages = gdpo_advantages(torch.tensor([first, second]).T, torch.arange(8) // 4, torch.tensor([1.0, 0.5]))
+    assert advantages.tolist() == pytest.approx([0.3031972, -0.3031973, 0.6247276, -0.6247277, -0.1255407, -0.1255407,
+                                                 0.7113973, -0.4603160], abs=1e-6)
+
+
+def test_gdpo_sees_a_difference_that_a_weighted_sum_hides():
+    rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    scaled = rewards * torch.tensor([100.0, 1.0])
+    groups, weights = torch.zeros(4, dtype=torch.long), torch.ones(2)
+    torch.testing.assert_close(gdpo_advantages(scaled, groups, weights), gdpo_advantages(rewards, groups, weights),
+                               rtol=0, atol=1e-3)
+
+
+def test_gdpo_of_a_group_of_one_and_of_equal_rewards_is_exactly_zero():
+    rewards = torch.tensor([[0.1, 3.3], [0.7, 0.2], [0.7, 0.2], [0.7, 0.2]])
+    assert gdpo_advantages(rewards, torch.tensor([0, 1, 1, 1]), torch.ones(2)).tolist() == [0, 0, 0, 0]
+
+
+def test_gdpo_refuses_shapes_that_do_not_agree():
+    with pytest.raises(ValueError, match=r"\(2, 3\) with groups of \(2,\) and weights of \(2,\)"):
+        gdpo_advantages(torch.zeros(2, 3), torch.zeros(2), torch.ones(2))

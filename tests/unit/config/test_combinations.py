@@ -53,6 +53,12 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--reference.micro_batch_tokens=100"], ["reference.micro_batch_tokens=100", "longest sample"]),
         ("ppo", ["--algorithm.critic_warmup_steps=100"], ["algorithm.critic_warmup_steps=100", "run.steps=100"]),
         ("ppo", ["--algorithm.kl.kind=adaptive", "--algorithm.kl.horizon=20"], ["algorithm.kl.horizon=20"]),
+        *(("ppo", ["--algorithm.estimator=gdpo", "--coordinator.samples_per_prompt=4", f"--algorithm.{option}"],
+           ["estimator=gdpo compares each reward by itself", f"algorithm.{option.split('=')[0]}", remedy])
+          for option, remedy in (
+              ("reward_normalisation=scale", "leave it out, or use estimator=grpo"), ("reward_clip=5", "leave it out"),
+              ("missing_eos_penalty=1", "give a reward of `rewards` for it"), ("overlong_buffer=8", "give a reward"),
+              ("kl.placement=reward", "set algorithm.kl.placement=loss"))),
         ("ppo", ["--coordinator.max_staleness=1", "--generator.chunk=24"], ["multiple of generator.chunk=24"]),
         ("ppo", ["--policy.lora.targets=[all-linear, q_proj]"], ["['all-linear', 'q_proj']", "keep one"]),
         ("ppo", ["--policy.lora.targets=[]"], ["policy.lora.targets=[]"]),

@@ -198,6 +198,19 @@ def test_the_estimator_is_the_configured_one(assemble, estimator, kl):
     assert experience.advantages[6] == pytest.approx(delta + GAMMA * LAM * last, abs=1e-6)
 
 
+def test_gdpo_weighs_the_components_of_the_score_by_the_rewards_own_weights(two_rows, policy_model):
+    """In the order of the weights, not in that of the components; the sum and its penalties are not read."""
+    algorithm = AlgorithmConfig(estimator={"type": "gdpo"})
+    assembler = Assembler(algorithm, policy_model, LONGEST, reward_weights={"quality": 2.0, "format": 0.5})
+    prompt = replace(two_rows, keys=[SampleKey(0, 7, 0), SampleKey(0, 7, 1)])
+    rewards = RewardScores(column([9.0, 9.0]), {"format": column([0.0, 4.0]), "quality": column([3.0, 1.0])})
+    experience, _ = assemble_one(assembler, RewardTerms(COEF), 0, prompt, rewards, None)
+    # Two numbers d apart are each d / 2 from their mean, and their deviation (n-1) is d / sqrt(2).
+    expected = 2.0 * 1 / (2**0.5 + 1e-4) - 0.5 * 2 / (8**0.5 + 1e-4)
+    assert experience.advantages[MASK] == pytest.approx([expected] * 3 + [-expected] * 2, rel=1e-6)
+    assert not experience.advantages[~MASK].any()
+
+
 def test_parts_of_several_ranks_are_put_together(assemble):
     one, _ = assemble(ranks=1)
     two, _ = assemble(ranks=2)

@@ -99,7 +99,7 @@ def total(made, part, meter=None):
     losses = []
     made.engine.backward = losses.append
     made.engine.step = lambda: StepResult(applied=True, grad_norm=1.0, learning_rate=0.1)
-    assert made.optimize(part, Update(KL_COEF), meter or AverageMeter()) is not None
+    assert made.optimize(part, made.chosen_rows(part), Update(KL_COEF), meter or AverageMeter()) is not None
     return sum(losses)
 
 
@@ -121,7 +121,7 @@ def slope(module, loss, directions):
 @pytest.mark.parametrize("cls", [PolicyLearner, ActorCriticLearner])
 @pytest.mark.parametrize("with_text", [False, True])
 @pytest.mark.parametrize("changes", [
-    {}, {"aggregate": "sequence"}, SEQUENCE, EVERYTHING,
+    {}, {"aggregate": "sequence"}, SEQUENCE, EVERYTHING, {"kl": {"placement": "loss", "unbiased": False}},
     {**EVERYTHING, "aggregate": "sequence"}], ids=str)
 def test_gradient_check_of_the_whole_objective(modules, cls, with_text, changes):
     module, part = modules[cls], batch()

@@ -41,7 +41,15 @@ POLICY = [
     {"importance": {"tokens": "mask"}}, {"importance": {"cap": 1.3}}, {"importance": {"level": "sequence"}},
     {"importance": {"tokens": "mask", "cap": 1.3}}, {"entropy_coef": 0.2},
     {"entropy_coef": 0.2, "aggregate": "sequence"},
-    *({"kl": {"placement": "loss", "estimator": estimator}} for estimator in ("k2", "k3", "abs")),
+    {"importance": {"tokens": "band"}}, {"importance": {"tokens": "band", "band": (0.9, 1.5)}},
+    {"importance": {"masks": ["geometric"]}}, {"importance": {"masks": ["geometric"], "geometric": (0.8, 1.3)}},
+    {"importance": {"masks": ["outlier"], "outlier": (0.4, 2.0)}},
+    {"importance": {"tokens": "none", "masks": ["geometric", "outlier"], "geometric": (0.8, 1.5),
+                    "outlier": (0.4, 3.0)}},
+    {"loss": {"type": "cispo"}}, {"loss": {"type": "cispo", "max_ratio": 1.2}},
+    {"loss": {"type": "cispo", "min_ratio": 0.8, "max_ratio": 1.2}, "aggregate": "sequence", "entropy_coef": 0.1},
+    *({"kl": {"placement": "loss", "estimator": estimator}} for estimator in ("k1", "k2", "k3", "abs")),
+    {"kl": {"placement": "loss", "unbiased": False}}, {"kl": {"placement": "loss"}, "loss": {"type": "cispo"}},
     {"kl": {"placement": "loss"}, "aggregate": "sequence", "loss": {"dual_clip": 1.3},
      "importance": {"tokens": "mask"}, "entropy_coef": 0.1},
 ]
@@ -52,12 +60,12 @@ ELSEWHERE = {
     "missing_eos_penalty", "overlong_buffer", "overlong_penalty",  # the assembler's: test_assembler, test_token_rewards
     "epochs", "mini_batches",  # of the batch, before the loss: test_updates
     "preset",  # fills in others: test_presets
-    "overlong_filter",  # of the mask, before the loss
+    "overlong_filter",  # whether a row is passed: test_rows_left_out
     "old_logprobs",  # settled as `Derived.old_logprobs`, which the learner is given apart: below
     "critic_warmup_steps",  # the coordinator's
     "target_kl",  # whether a step is made: test_target_kl
 }
-ELSEWHERE_OF_KL = {"coef", "kind", "target", "horizon", "unbiased"}
+ELSEWHERE_OF_KL = {"coef", "kind", "target", "horizon"}
 """The controller's: it gives an update its coefficient."""
 
 
@@ -74,20 +82,35 @@ def of_rows(values, how):
 
 def policy_oracle(a: AlgorithmConfig, old=OLD):
     clip, importance = a.loss, a.importance
+    if clip.type == "cispo":
+        return mean(-np.clip(np.exp(NEW - old), clip.min_ratio, clip.max_ratio) * ADVANTAGES * NEW,
+                    a.aggregate) + other_terms(a, old)
     ratio = np.exp(NEW - old if clip.ratio == "token" else of_rows(NEW - old, np.mean))
     losses = np.maximum(-ADVANTAGES * ratio, -ADVANTAGES * np.clip(ratio, 1 - clip.clip_low, 1 + clip.clip_high))
     if clip.dual_clip is not None:
         losses = np.where(ADVANTAGES < 0, np.minimum(losses, -ADVANTAGES * clip.dual_clip), losses)
-    if importance.tokens != "none":
-        weights = np.exp(old - BEHAVIOUR if importance.level == "token" else of_rows(old - BEHAVIOUR, np.sum))
-        losses = losses * (np.minimum(weights, importance.cap) if importance.tokens == "truncate"
-                           else np.where(weights > importance.cap, 0, weights))
-    loss = mean(losses, a.aggregate)
+    weights = np.exp(old - BEHAVIOUR if importance.level == "token" else of_rows(old - BEHAVIOUR, np.sum))
+    low, high = importance.band
+    losses = losses * {"none": np.ones(len(NEW)), "truncate": np.minimum(weights, importance.cap),
+                       "mask": np.where(weights > importance.cap, 0, weights),
+                       "band": np.where((weights < low) | (weights > high), 0, weights)}[importance.tokens]
+    if "geometric" in importance.masks:
+        averages, (low, high) = np.exp(of_rows(old - BEHAVIOUR, np.mean)), importance.geometric
+        losses = losses * ((averages >= low) & (averages <= high))
+    if "outlier" in importance.masks:
+        low, high = np.log(importance.outlier)
+        losses = losses * ((of_rows(old - BEHAVIOUR, np.min) >= low) & (of_rows(old - BEHAVIOUR, np.max) <= high))
+    return mean(losses, a.aggregate) + other_terms(a, old)
+
+
+def other_terms(a: AlgorithmConfig, old):
+    """The KL penalty and the entropy bonus."""
+    loss = -a.entropy_coef * mean(ENTROPY, a.aggregate)
     if a.kl.placement == "loss":
         gap = NEW - REFERENCE
-        kl = {"k2": gap**2 / 2, "k3": np.exp(-gap) - 1 + gap, "abs": abs(gap)}[a.kl.estimator]
-        loss += KL_COEF * mean(kl, a.aggregate)
-    return loss - a.entropy_coef * mean(ENTROPY, a.aggregate)
+        kl = {"k1": gap, "k2": gap**2 / 2, "k3": np.exp(-gap) - 1 + gap, "abs": abs(gap)}[a.kl.estimator]
+        loss += KL_COEF * mean(kl * np.exp(NEW - old) if a.kl.unbiased else kl, a.aggregate)
+    return loss
 
 
 def value_oracle(a: AlgorithmConfig):

@@ -61,10 +61,14 @@ def loss_of():
 ])
 def test_the_penalty_in_the_loss(loss_of, estimator, kl, slope):
     part = batch(reference=[-1.5, -1.75, -0.5])
-    loss, stats, gradient = loss_of(part, 0.3, kl={"placement": "loss", "estimator": estimator})
+    loss, stats, gradient = loss_of(part, 0.3, kl={"placement": "loss", "estimator": estimator, "unbiased": False})
     assert loss == pytest.approx(0.3 * sum(kl) / 3, abs=1e-6)
     assert stats["kl_penalty"] == pytest.approx(sum(kl) / 3, abs=1e-6)
     assert gradient == pytest.approx([0.3 * s / 3 for s in slope], abs=1e-6)
+    # Times the ratio, which is 1 with a gradient of its own: r k has the gradient k' + k.
+    loss, _, gradient = loss_of(part, 0.3, kl={"placement": "loss", "estimator": estimator})
+    assert loss == pytest.approx(0.3 * sum(kl) / 3, abs=1e-6)
+    assert gradient == pytest.approx([0.3 * (s + k) / 3 for s, k in zip(slope, kl, strict=True)], abs=1e-6)
 
 
 def test_without_a_coefficient_the_penalty_is_measured_and_without_a_reference_it_is_not(loss_of):
@@ -144,7 +148,7 @@ def test_rows_that_do_not_count_add_nothing_to_loss_and_statistics(monkeypatch):
     meter, rows = AverageMeter(), batch()
     losses = iter([PartLoss(torch.tensor(2.0), {"loss": torch.tensor(2.0)}, 3.0, {"clip_fraction": torch.tensor(0.5)}),
                    PartLoss(torch.tensor(7.0), {"loss": torch.tensor(7.0)}, 3.0, {"clip_fraction": torch.tensor(1.0)})])
-    monkeypatch.setattr(learner, "parts", lambda _: [(rows, True), (rows, False)])
+    monkeypatch.setattr(learner, "parts", lambda *_: [(rows, True), (rows, False)])
     assert [float(share) for share in learner.shares(rows, lambda _: next(losses), meter)] == [2.0, 0.0]
     assert meter.means() == {"loss": 2.0, "clip_fraction": 0.5}
 

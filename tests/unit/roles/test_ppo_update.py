@@ -12,7 +12,7 @@ from rlhf_ray.engine.deepspeed_engine import StepResult
 from rlhf_ray.errors import TrainingError
 from rlhf_ray.records import Batch, Experience, SampleKey, offsets_of
 from rlhf_ray.roles.critic_learner import value_metrics
-from rlhf_ray.roles.ppo_update import mini_batches, run_update, training_batch
+from rlhf_ray.roles.ppo_update import ChosenRows, mini_batches, run_update, training_batch
 
 
 def experience_of(rows, first=0):
@@ -68,16 +68,19 @@ def test_the_epoch_does_not_depend_on_how_many_there_are():
 
 
 def learner_of(optimize, counted, **algorithm):
-    """One that makes its optimizer steps so, and notes how many of each update were applied."""
+    """One that makes its optimizer steps so, and notes how many of each update were applied. All rows are passed."""
+    def chosen_rows(rows):
+        return ChosenRows(np.arange(len(rows)), np.arange(len(rows)))
+
     return SimpleNamespace(
-        optimize=optimize, seed=3, engine=SimpleNamespace(count_update=counted.append), last_update=None,
+        optimize=optimize, chosen_rows=chosen_rows, seed=3, engine=SimpleNamespace(count_update=counted.append), last_update=None,
         algorithm=AlgorithmConfig(**{"epochs": 2, "mini_batches": 2, **algorithm}))
 
 
 def test_an_update_makes_every_step_and_says_what_it_did():
     seen, counted = [], []
 
-    def optimize(batch, update, meter):
+    def optimize(batch, chosen, update, meter):
         assert (update.kl_coef, update.applied) == (0.3, len(seen))
         seen.append(batch)
         meter.add(float(batch.response_mask.sum()), {"loss": torch.tensor(float(len(seen)))})
@@ -151,7 +154,7 @@ def test_whitening_is_by_token_whatever_the_samples():
 def test_steps_that_were_not_applied_are_counted_and_leave_no_trace_in_the_means(spoiled):
     made, counted = [], []
 
-    def optimize(batch, update, meter):
+    def optimize(batch, chosen, update, meter):
         made.append(len(made) + 1)
         good = made[-1] not in spoiled
         meter.add(1.0, {"loss": torch.tensor(float(made[-1]) if good else float("nan"))})
@@ -189,7 +192,7 @@ def test_explained_variance_needs_values():
 def test_a_step_that_ends_the_update_is_the_last_and_the_schedule_goes_on(at):
     made, counted, passed = [], [], []
 
-    def optimize(batch, update, meter):
+    def optimize(batch, chosen, update, meter):
         made.append(len(made) + 1)
         meter.add(1.0, {"loss": torch.tensor(float(made[-1]))})
         return None if made[-1] == at else StepResult(True, grad_norm=2.0, learning_rate=0.1)
