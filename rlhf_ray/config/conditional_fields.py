@@ -71,6 +71,16 @@ def _has_conversations(_: Any, data: DemonstrationsConfig) -> bool:
     return any(part.messages is not None for part in data.parts())
 
 
+def _rounds_logits(config: StageConfig, _: Any) -> bool:
+    """Whether a stage's language model computes in bfloat16, in generators or in learners."""
+    half = config.model.dtype == "bfloat16"  # type: ignore[attr-defined]
+    if isinstance(config, PPOConfig):
+        return half or config.policy.autocast == "bfloat16"
+    if isinstance(config, SFTConfig | ProcessRewardConfig):
+        return config.learner.autocast == "bfloat16" or (half and config.learner.lora is not None)
+    return half
+
+
 def _beyond_files(_: Any, section: Any) -> bool:
     """Whether a section's rows come from elsewhere than files, which have no splits."""
     parts = section.parts() if isinstance(section, DataSection) else [section]
@@ -103,6 +113,14 @@ _EVERY_STAGE = (
         ("learner.zero_stage", "policy.zero_stage", "critic.zero_stage"),
         lambda _, learner: learner.zero_stage != 2 or learner.workers > 1 or learner.offload_optimizer,
         "there is nothing to divide on one rank", "raise workers"),
+    ConditionalFields(
+        ("model.float32_head",), lambda config, _: not isinstance(config, RewardModelConfig),
+        "the scalar head of a reward model is float32 in any case"),
+    ConditionalFields(
+        ("model.float32_head",), _rounds_logits, "nothing computes the logits in bfloat16",
+        "set model.dtype or autocast to bfloat16", warns=True),
+    ConditionalFields(
+        ("rewards.*.float32_head",), _never, "no log-probabilities of a reward model are compared with a generator's"),
 )
 _SUPERVISED = (
     ConditionalFields(

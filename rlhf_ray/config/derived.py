@@ -159,10 +159,11 @@ def needs_reference(config: PPOConfig) -> list[str]:
 
 
 def _other_model(config: PPOConfig, section: CriticConfig | ReferenceConfig) -> ModelConfig | None:
-    """The model that a section names, in the policy's precision; None if it names none. It runs no code of its own."""
+    """The model that a section names, in the policy's precisions; None if it names none. It runs no own code."""
     if section.path is None:
         return None
-    return ModelConfig(path=section.path, revision=section.revision, dtype=config.model.dtype)
+    return ModelConfig(path=section.path, revision=section.revision, dtype=config.model.dtype,
+                       float32_head=config.model.float32_head)
 
 
 def has_later_steps(config: PPOConfig) -> bool:

@@ -87,6 +87,10 @@ class ModelConfig(Section):
     """Directory or Hub name of the tokenizer; the model's own if empty."""
     dtype: DType = "float32"
     """Precision of the weights in memory: float32 on CPUs, bfloat16 on GPUs."""
+    float32_head: bool = False
+    """Compute the logits in float32 where the model computes in bfloat16, in learners, reference and generators: their
+    log-probabilities then differ less (MiniMax 2025, arXiv:2506.13585, section 3.2; false as TRL's
+    `cast_lm_head_to_fp32`). Logits take twice the memory."""
     trust_remote_code: bool = False
     """Run Python code from the model's repository; requires a pinned `revision`."""
 

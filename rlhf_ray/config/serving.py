@@ -39,6 +39,13 @@ class ServingConfig(Section):
     """Private key (PEM) of `tls_cert`."""
 
     @model_validator(mode="after")
+    def _scalar(self) -> "ServingConfig":
+        if self.model.float32_head:
+            raise ValueError("model.float32_head=true has no effect: the scalar head of a reward model is float32 in "
+                             "any case; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _guarded(self) -> "ServingConfig":
         token = self.token.get_secret_value() if self.token else None
         if token is None and not is_loopback(self.host):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.models.float32_head import ConvertedHead, use_float32_head
 from rlhf_ray.models.parity import NOISE, SEED
 from rlhf_ray.models.parity_pass import embedding_as_leaf
 from rlhf_ray.records import GivenTokens, Rollout, offsets_of
@@ -83,7 +84,8 @@ def given_rows(config: PretrainedConfig, longest: int, lengths: tuple[int, ...] 
 
 
 class TransformersReference:
-    """transformers' own model with the weights in a directory, with its "eager" attention."""
+    """transformers' own model with the weights in a directory, with its "eager" attention, and its logits in float32 if
+    the configuration says so."""
 
     def __init__(self, model: ModelConfig, device: str = "cpu") -> None:
         """Load it."""
@@ -92,6 +94,8 @@ class TransformersReference:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model.path, dtype=getattr(torch, model.dtype), attn_implementation="eager", use_safetensors=True,
             **model.trust)
+        if model.float32_head:
+            use_float32_head(loaded, ConvertedHead)
         self.model = loaded.to(device).eval()
 
     @torch.no_grad()

@@ -135,13 +135,18 @@ def load_causal_lm(config: ModelConfig | NewModelConfig, mapped: bool = False) -
         mapped: see `_mapped`.
 
     Raises:
-        ModelError: the model cannot be loaded.
+        ModelError: the model cannot be loaded, or has no head that `ModelConfig.float32_head` can act on.
     """
     from transformers import AutoModelForCausalLM
 
     if isinstance(config, NewModelConfig):
         return new_causal_lm(config)
-    return (_mapped if mapped else _load)(AutoModelForCausalLM, config)
+    model = (_mapped if mapped else _load)(AutoModelForCausalLM, config)
+    if config.float32_head:
+        from rlhf_ray.models.float32_head import use_float32_head
+
+        use_float32_head(model)
+    return model
 
 
 def load_scalar_model(config: ModelConfig, new_head: bool, mapped: bool = False, labels: int = 1) -> PreTrainedModel:

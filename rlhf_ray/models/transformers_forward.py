@@ -18,6 +18,7 @@ from rlhf_ray.errors import ModelError
 from rlhf_ray.internals.torch import uncompiled
 from rlhf_ray.internals.transformers import attention_implementation, supports_sdpa
 from rlhf_ray.models.cpu.linear import OneDNNLinear
+from rlhf_ray.models.float32_head import ConvertedHead, Float32Head
 from rlhf_ray.models.packed_model import PackedActorCritic, PackedLanguageModel, PackedScalarModel, runs_packed
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ LARGEST_SCORES = 2**26
 everything that families add to attention; 256 MiB of float32."""
 LARGEST_MASK = 2**26
 """Largest attention mask, in elements, that is passed for a single row, which is causal and does not need one."""
+
+THEIRS: dict[type[nn.Module], type[nn.Module]] = {OneDNNLinear: nn.Linear, Float32Head: ConvertedHead}
+"""Layers of the reference, by ours. A head in float32 is computed by its definition."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +101,16 @@ def _scalars(head: nn.Module, states: Tensor) -> Tensor:
 def transformers_layers(model: "PreTrainedModel", attention: str) -> Iterator[None]:
     """Inside, the model uses transformers' attention and linear layers, and none that is compiled; ours are restored on
     exit."""
-    ours, layers = attention_implementation(model), [m for m in model.modules() if type(m) is OneDNNLinear]
+    ours, layers = attention_implementation(model), {m: type(m) for m in model.modules() if type(m) in THEIRS}
     try:
         model.set_attn_implementation(attention)
-        for layer in layers:
-            layer.__class__ = nn.Linear
+        for layer, kind in layers.items():
+            layer.__class__ = THEIRS[kind]
         with uncompiled(model):
             yield
     finally:
-        for layer in layers:
-            layer.__class__ = OneDNNLinear
+        for layer, kind in layers.items():
+            layer.__class__ = kind
         model.set_attn_implementation(ours)
 
 

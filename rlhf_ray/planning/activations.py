@@ -42,10 +42,24 @@ class MicroBatch:
     """Whether each layer is compiled as a whole: normalised streams are kept as factors alone, and the activation of
     the gate is computed again."""
 
+    float32_head: bool = False
+    """Whether logits are float32 in any case (`model.float32_head`)."""
+
     @property
     def product_bytes(self) -> int:
         """Bytes of a value that goes into a matrix product."""
         return HALF if self.half or self.half_model else FLOAT
+
+    @property
+    def logit_bytes(self) -> int:
+        """Bytes of a logit, and of its gradient."""
+        return FLOAT if self.float32_head else self.product_bytes
+
+    @property
+    def converts_head(self) -> bool:
+        """Whether the weight of the head is converted for a pass: CPUs have no product of bfloat16 in float32
+        (models/float32_head.py; vLLM's `LogitsProcessor`)."""
+        return self.float32_head and not self.on_gpu and self.product_bytes == HALF
 
     @property
     def stream_bytes(self) -> int:
@@ -99,14 +113,15 @@ def scoring_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
 
 def head_bytes(shape: ModelShape, micro_batch: MicroBatch) -> float:
     """Bytes of the output head's gradient and of its copy in the order of the weights. Both exist together with all
-    activations, because the backward pass starts at the head."""
+    activations, because the backward pass starts at the head. A head in float32 has one gradient of twice the size."""
     return 2.0 * shape.vocabulary * shape.hidden * micro_batch.product_bytes
 
 
 def logits_bytes(
     shape: ModelShape, micro_batch: MicroBatch, answers: int, gradients: int = 0, copies: int = 1
 ) -> float:
-    """Bytes of the logits that exist at the same time, and of their gradients in training.
+    """Bytes of the logits that exist at the same time, and of their gradients in training; and of the head's weight as
+    it is converted for them (`MicroBatch.converts_head`).
 
     Args:
         answers: tokens of the micro-batch whose log-probability is computed.
@@ -120,4 +135,5 @@ def logits_bytes(
     if micro_batch.on_gpu and gradients and not micro_batch.checkpointing:
         elements = KEPT_ELEMENTS
     rows = min(answers, max(1, elements // shape.vocabulary))
-    return float(rows * shape.vocabulary * micro_batch.product_bytes * (1 + gradients) * copies)
+    converted = FLOAT * shape.vocabulary * shape.hidden if micro_batch.converts_head else 0
+    return float(rows * shape.vocabulary * micro_batch.logit_bytes * (1 + gradients) * copies + converted)

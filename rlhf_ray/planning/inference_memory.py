@@ -47,7 +47,7 @@ WITHOUT_ADAPTERS = GeneratorAdapters(0, 0.0)
 
 def generator_memory(
     config: GenerationConfig, shape: ModelShape, longest: int, device: Hardware, bucket_bytes: float,
-    through_memory: float = 0.0, adapters: GeneratorAdapters = WITHOUT_ADAPTERS,
+    through_memory: float = 0.0, adapters: GeneratorAdapters = WITHOUT_ADAPTERS, float32_head: bool = False,
 ) -> Memory:
     """Memory of one generator.
 
@@ -60,9 +60,10 @@ def generator_memory(
         longest: tokens of prompt and response.
         bucket_bytes: buckets of a publication that are on the GPU at a time.
         through_memory: bytes of a publication that a GPU's engine maps in main memory before it loads them.
+        float32_head: as in `MicroBatch`.
     """
     if not config.gpus:
-        return _on_cpu(config, shape, adapters, longest)
+        return _on_cpu(config, shape, adapters, longest, float32_head)
     spans = config.devices
     weights = shape.weight_bytes / spans
     parts = {WEIGHTS: weights, **_of_a_pass(config, shape, longest), BUFFERS: bucket_bytes, RUNTIME: GPU_CONTEXT}
@@ -77,22 +78,26 @@ def generator_memory(
     return Memory(device=parts, host=host)
 
 
-def _of_a_pass(config: GenerationConfig, shape: ModelShape, longest: int) -> dict[str, float]:
+def _of_a_pass(
+    config: GenerationConfig, shape: ModelShape, longest: int, float32_head: bool = False
+) -> dict[str, float]:
     """A prefill's activations, of one GPU or of all processes on CPUs, and the logits of all sequences with a copy."""
     micro_batch = MicroBatch(config.prefill_tokens(longest), longest, on_gpu=bool(config.gpus),
-                             half_model=shape.bytes_per_value == 2)
+                             half_model=shape.bytes_per_value == 2, float32_head=float32_head)
+    converted = shape.hidden if micro_batch.converts_head else 0
     return {ACTIVATIONS: scoring_bytes(shape, micro_batch) / (config.devices if config.gpus else 1),
-            LOGITS: 2 * config.max_sequences * shape.vocabulary * 4.0}
+            LOGITS: (2 * config.max_sequences + converted) * shape.vocabulary * 4.0}
 
 
-def _on_cpu(config: GenerationConfig, shape: ModelShape, adapters: GeneratorAdapters, longest: int) -> Memory:
+def _on_cpu(config: GenerationConfig, shape: ModelShape, adapters: GeneratorAdapters, longest: int,
+            float32_head: bool) -> Memory:
     head = shape.vocabulary * shape.hidden * shape.bytes_per_value if shape.tied else 0
     received = 2.0 * (shape.weight_bytes + head)
     if adapters.rank:
         received = adapters.held_bytes(config.prefill_tokens(longest), shape)
     return Memory(host={
         WEIGHTS: shape.weight_bytes + head,
-        **_of_a_pass(config, shape, longest),
+        **_of_a_pass(config, shape, longest, float32_head),
         BUFFERS: received,
         CACHE: (config.cache_mb or 0) * MIB,
         RUNTIME: GENERATOR + (ENGINE_CORE if config.engine_kind == "async" else 0),
@@ -106,7 +111,8 @@ def cache_sequences(config: GenerationConfig, shape: ModelShape, memory: Memory,
 
 
 def scorer_memory(
-    config: ScorerConfig, shape: ModelShape, samples: int, longest: int, answers: float, logit_copies: int = 1
+    config: ScorerConfig, shape: ModelShape, samples: int, longest: int, answers: float, logit_copies: int = 1,
+    float32_head: bool = False,
 ) -> Memory:
     """Memory of a rank with a frozen model that scores: its weights or its shard of them, and a pass without gradients.
 
@@ -118,10 +124,12 @@ def scorer_memory(
         samples: most samples of a call, which the ranks of a model divide.
         answers: share of the tokens whose log-probability is computed; 0 with a scalar head.
         logit_copies: as in `logits_bytes`.
+        float32_head: as in `MicroBatch`.
     """
     on_gpu, sharded = config.gpus > 0, config.shards > 1
     micro_batch_tokens = min(config.micro_batch_tokens, -(-samples // config.shards) * longest)
-    micro_batch = MicroBatch(micro_batch_tokens, longest, on_gpu, half_model=shape.bytes_per_value == 2)
+    micro_batch = MicroBatch(micro_batch_tokens, longest, on_gpu, half_model=shape.bytes_per_value == 2,
+                             float32_head=float32_head)
     parts = {
         WEIGHTS: shape.weight_bytes / config.shards,
         ACTIVATIONS: scoring_bytes(shape, micro_batch),

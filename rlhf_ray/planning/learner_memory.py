@@ -59,6 +59,8 @@ class Training:
     logit_copies: int = 1
     logit_gradients: int = 1
     """As in `logits_bytes`."""
+    float32_head: bool = False
+    """As in `MicroBatch`."""
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
@@ -120,7 +122,8 @@ def _micro_batch(config: LearnerConfig, model: Training) -> MicroBatch:
     return MicroBatch(min(config.micro_batch_tokens, share * model.longest), model.longest, config.gpus > 0,
                       half=config.autocast == "bfloat16", checkpointing=config.gradient_checkpointing,
                       half_model=_is_half(config, model.shape), adapter_dropout=config.drops_out,
-                      compiled=config.compiles_layers and not model.shape.active_experts)
+                      compiled=config.compiles_layers and not model.shape.active_experts,
+                      float32_head=model.float32_head)
 
 
 def _pass_without_gradients(config: LearnerConfig, model: Training) -> dict[str, float]:

@@ -50,7 +50,7 @@ def roles_of(config: StageConfig, shapes: Shapes) -> list[Role]:
     if isinstance(config, PreferencesStageConfig):
         shape = shapes(config.model, "model")
         longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
-        return [_generator(config.generator, shape, config.model.path, longest, 0.0),
+        return [_generator(config.generator, shape, config.model, longest, 0.0),
                 _reader("prompt_reader", config.generator.pool)]
     if isinstance(config, SFTConfig | RewardModelConfig | ProcessRewardConfig):
         return [_supervised(config, shapes), _reader("data_reader", config.learner.pool)]
@@ -81,20 +81,22 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     def reference() -> Role:
         frozen = shapes(derived.reference_model, "reference")
         return Role("reference", config.reference, (frozen,), derived.reference_model.path,
-                    lambda _: scorer_memory(config.reference, frozen, samples, longest, answers, copies))
+                    lambda _: scorer_memory(config.reference, frozen, samples, longest, answers, copies,
+                                            derived.reference_model.float32_head))
 
     def policy() -> Role:
         return _learner("policy", config.policy, Training(
             shape, longest, answers, rows, config.policy.ema_decay is not None, bucket,
             direct=transport != "object_store", logit_copies=copies,
-            logit_gradients=2 if config.algorithm.entropy_coef else 1), named)
+            logit_gradients=2 if config.algorithm.entropy_coef else 1, float32_head=config.model.float32_head), named)
 
     def critic() -> Role:
         trained = shapes(derived.critic_model, "critic").headless()
         return _learner("critic", config.critic, Training(trained, longest, 0.0, rows), derived.critic_model.path)
 
     with_models = {
-        "generator": lambda: _generator(config.generator, shape, named, longest, received, through_memory, added),
+        "generator": lambda: _generator(
+            config.generator, shape, config.model, longest, received, through_memory, added),
         "reference": reference,
         "reward": lambda: _reward(reward_sections(config), config.reward, shapes, longest, samples),
         "policy": policy,
@@ -114,13 +116,14 @@ def _supervised(config: SFTConfig | RewardModelConfig | ProcessRewardConfig, sha
     scalar = isinstance(config, RewardModelConfig)
     rows = config.training.batch_size * (2 if scalar else 1)  # both sides of a pair
     return _learner("learner", config.learner, Training(
-        shape.headless() if scalar else shape, config.data.max_tokens, 0.0 if scalar else 1.0, rows), named)
+        shape.headless() if scalar else shape, config.data.max_tokens, 0.0 if scalar else 1.0, rows,
+        float32_head=isinstance(config.model, ModelConfig) and config.model.float32_head), named)
 
 
-def _generator(config: GenerationConfig, shape: ModelShape, named: str, longest: int, bucket: float,
+def _generator(config: GenerationConfig, shape: ModelShape, model: ModelConfig, longest: int, bucket: float,
                through_memory: float = 0.0, adapters: GeneratorAdapters = WITHOUT_ADAPTERS) -> Role:
-    return Role("generator", config, (shape,), named,
-                lambda device: generator_memory(config, shape, longest, device, bucket, through_memory, adapters))
+    return Role("generator", config, (shape,), model.path, lambda device: generator_memory(
+        config, shape, longest, device, bucket, through_memory, adapters, model.float32_head))
 
 
 def _small(name: str, placement: PlacementConfig) -> Role:

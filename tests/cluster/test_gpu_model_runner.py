@@ -28,6 +28,7 @@ CHECKS = {
         "test_generator.py", "asynchronous_engine"),
     "penalties and lower bounds of length and probability act": (
         "test_sampling.py", "distribution_that and not top_k and not top_p"),
+    "logits are float32 where they are asked to be": ("test_float32_head.py", "before_and_after"),
     "responses end at stop tokens and texts": ("test_sampling.py", "test_stop_tokens or stop_string or ends_responses"),
 }
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rlhf_ray.models.float32_head import Float32Head
 from rlhf_ray.records import TensorEntry
 from rlhf_ray.weights import fingerprint as fingerprints
 from rlhf_ray.weights.direct_transport import handle_arguments, plain_handle
@@ -33,6 +34,24 @@ def test_a_tensor_of_more_bytes_than_32_bits_count_has_the_fingerprint_of_the_pl
     sums = fingerprint_on_gpu.weighted_sums(words, fingerprints.SEEDS,
                                             (fingerprints.GOLDEN, fingerprints.FIRST, fingerprints.SECOND))
     assert sums.tolist() == fingerprints._weighted_sums(words).tolist()
+
+
+def test_a_head_in_float32_has_the_logits_and_gradients_of_float64(gpu):
+    """Without a copy of the weight in float32; gradients but for the rounding of those of the logits."""
+    head = torch.nn.Linear(512, 32_000, bias=False, device=gpu)
+    states = torch.randn(300, 512, device=gpu, requires_grad=True)
+    upstream = torch.randn(300, 32_000, device=gpu)
+    x, w = states.detach().bfloat16().double(), head.weight.detach().bfloat16().double()
+    head.__class__ = Float32Head
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = head(states)
+    assert torch.cuda.max_memory_allocated() - before < logits.nbytes + 0.6 * head.weight.nbytes
+    logits.backward(upstream)
+    assert (logits - x @ w.t()).abs().max() < 1e-4
+    for got, expected in ((states.grad, upstream.double() @ w), (head.weight.grad, upstream.double().t() @ x)):
+        assert (got - expected).abs().max() < 2**-8 * expected.abs().max()
 
 
 def test_buckets_of_a_gpu_are_those_of_main_memory(gpu):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rlhf_ray.config.adapter_publication import RANKS
 from rlhf_ray.config.generation import GenerationConfig
+from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.errors import ConfigError, WorkerError
 from rlhf_ray.internals.vllm import ADAPTER_ID, BACKENDS, model_class
 from rlhf_ray.records import TensorEntry
@@ -114,6 +115,7 @@ def engine_arguments(settings: EngineSettings) -> AsyncEngineArgs:
         **_memory(generation),
         **_parallelism(generation),
         **_adapters(settings.adapters),
+        **_head(model),
     )
     arguments = arguments | generation.vllm
     if operators := _operators(settings):
@@ -172,6 +174,13 @@ def _adapters(adapters: AdapterSettings | None) -> dict[str, Any]:
 
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(rank for rank in RANKS if rank >= adapters.rank),
             "lora_target_modules": last_names(map(layer_in_file, adapters.shapes))}
+
+
+def _head(model: ModelConfig) -> dict[str, Any]:
+    """Engine arguments for logits in float32. vLLM's `LogitsProcessor` reads the entry of config.json, in both model
+    runners and for adapters on the head, and converts the weight that it has at each pass, so publications do not
+    matter to it (vllm/config/model.py, `head_dtype`)."""
+    return {"hf_overrides": {"head_dtype": "float32"}} if model.float32_head else {}
 
 
 def adapter_request(settings: EngineSettings) -> LoRARequest | None:

@@ -47,10 +47,11 @@ def test_a_reference_where_something_needs_it(write, changes, where):
 
 def test_models_that_are_named_are_loaded_in_the_policy_s_precision(write):
     config = load(STAGES["ppo"], write("ppo"), [
-        "--model.dtype=bfloat16", "--reference.path=r", "--reference.revision=v1", "--critic.path=c"])
+        "--model.dtype=bfloat16", "--model.float32_head=true", "--reference.path=r",
+        "--reference.revision=v1", "--critic.path=c"])
     derived = derive(config)
-    assert derived.reference_model == ModelConfig(path="r", revision="v1", dtype="bfloat16")
-    assert derived.critic_model == ModelConfig(path="c", dtype="bfloat16")
+    assert derived.reference_model == ModelConfig(path="r", revision="v1", dtype="bfloat16", float32_head=True)
+    assert (derived.critic_model.path, derived.critic_model.dtype) == ("c", "bfloat16")
     assert model_paths(config, "reference") == [config.model.path, "r"]
     assert model_paths(config, "critic") == [config.model.path, "c"]
 

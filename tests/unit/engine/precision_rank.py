@@ -36,16 +36,18 @@ STEPS = 2
 """Adapters begin with one of their two factors at zero, and the other has a gradient from the second step on."""
 AGAIN = {False: True, True: 0.5}
 """Share of layers that are recomputed, with adapters and without."""
-CASES = list(product(range(4), (False, True), ("float32", "bfloat16")))
+HEAD = "bfloat16 with a float32 head"
+CASES = [*product(range(4), (False, True), ("float32", "bfloat16")), *product((0, 3), (False,), (HEAD,))]
 
 
 def engine(model: str, stage: int, adapters: bool, precision: Any, again: float) -> TrainEngine:
     """`precision` of passes, and of a base that adapters leave as it is."""
-    lora = LoRAConfig(rank=4) if adapters else None
+    lora, head = LoRAConfig(rank=4) if adapters else None, precision == HEAD
+    precision = "bfloat16" if head else precision
     config = LearnerConfig(zero_stage=stage, workers=2, autocast=precision, gradient_checkpointing=again,
                            optimizer=OPTIMIZER, lora=lora)
     torch.manual_seed(5)
-    inner = load_causal_lm(ModelConfig(path=model, dtype=precision if adapters else "float32"))
+    inner = load_causal_lm(ModelConfig(path=model, dtype=precision if adapters else "float32", float32_head=head))
     deepspeed_engine.SHARDED_BUCKET = 1 if stage == 2 else SHARDED_BUCKET
     # Two pieces of logits, each of which the backward pass makes again.
     module = PackedLanguageModel(inner, chunks=Chunks(16 * VOCAB, most_tokens=32))

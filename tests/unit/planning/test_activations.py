@@ -86,6 +86,17 @@ def test_logits_come_in_pieces_of_bounded_size():
     assert logits_bytes(shape.headless(), micro_batch, 4096, gradients=1) == 0
 
 
+def test_logits_of_a_float32_head_take_four_bytes_and_cpus_convert_its_weight():
+    shape = ModelShape(hidden=8, layers=1, heads=1, kv_heads=1, intermediate=8, vocabulary=2**17)
+    half = MicroBatch(4096, 64, on_gpu=True, half=True)
+    head = replace(half, float32_head=True)
+    assert [logits_bytes(shape, each, 16, gradients=1) / 2**17 for each in (half, head)] == [2 * 16 * 2, 2 * 16 * 4]
+    on_cpu = replace(head, on_gpu=False)
+    assert logits_bytes(shape, on_cpu, 16, gradients=1) / 2**17 == 2 * 16 * 4 + 8 * 4
+    alone = replace(on_cpu, half=False)
+    assert logits_bytes(shape, alone, 16) == logits_bytes(shape, replace(alone, float32_head=False), 16)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("autocast", ["bfloat16", "float32"])
 def test_of_what_adapters_on_a_half_base_keep_nothing_is_left_out(autocast, dropout):

@@ -156,6 +156,15 @@ class TestPrefill:
         assert many[LOGITS] == 2 * 64 * SHAPE.vocabulary * 4 and few[LOGITS] == many[LOGITS] / 32
         assert many[ACTIVATIONS] * 2 * CONTEXT == few[ACTIVATIONS] * 2048 > 0
 
+    def test_the_plan_counts_the_weight_of_a_head_that_cpus_convert_to_float32(self):
+        def logits(**more):
+            half = SHAPE.in_bytes(2)
+            whole, head = (generator_memory(GenerationConfig(**more), half, CONTEXT, H100, 0.0, float32_head=asked)
+                           for asked in (False, True))
+            return head.shown[LOGITS] - whole.shown[LOGITS]
+
+        assert logits() == SHAPE.vocabulary * SHAPE.hidden * 4 and logits(gpus=1) == 0
+
     def test_the_plan_counts_the_same(self):
         def activations(**more):
             return generator_memory(GenerationConfig(gpus=1, **more), SHAPE, CONTEXT, H100, 0.0).device[ACTIVATIONS]

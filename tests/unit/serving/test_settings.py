@@ -10,6 +10,7 @@ from transformers import LlamaForSequenceClassification
 
 from rlhf_ray.cli.serve_reward import TOKEN_VARIABLE
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.serving import ServingConfig
 from rlhf_ray.errors import ConfigError, ModelError
 
 SECRET = "canary-0123456789abcdef"
@@ -51,6 +52,12 @@ def test_an_address_that_others_reach_needs_a_token(serve, host, capsys, monkeyp
     assert code == 2 and not served and "give --token-file or set RLHF_RAY_REWARD_TOKEN" in capsys.readouterr().err
     monkeypatch.setenv(TOKEN_VARIABLE, SECRET)
     assert serve("--host", host)[0] == 0 and served[0].token.get_secret_value() == SECRET
+
+
+def test_a_reward_model_has_no_logits_in_float32():
+    with pytest.raises(ConfigError, match="model.float32_head=true has no effect: the scalar head .* leave it out"):
+        ServingConfig(model=ModelConfig(path="m", float32_head=True))
+    assert not ServingConfig(model=ModelConfig(path="m")).model.float32_head
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1"])
