@@ -55,7 +55,7 @@ PRESETS = {
         "algorithm.kl.coef": (0.0, f"{NO_KL} (Shao et al. 2024: 0.04, verl: 0.001)"),
         "coordinator.samples_per_prompt": (8, "TRL (Shao et al. 2024: 64)"),
     }),
-    "dapo": Preset("DAPO: GRPO with a higher upper clip and a penalty for responses near the limit (Yu et al. 2025)", {
+    "dapo": Preset("DAPO: GRPO with dynamic sampling, a higher upper clip, a penalty for length (Yu et al. 2025)", {
         "algorithm.estimator.type": ("grpo", "Yu et al. 2025, eq. 9"),
         "algorithm.loss.type": ("clip", "Yu et al. 2025, eq. 8"),
         "algorithm.loss.clip_low": (0.2, "Yu et al. 2025, section 4.1"),
@@ -67,6 +67,7 @@ PRESETS = {
         "algorithm.overlong_buffer": (ShareOf(0.2, "generator.sampling.max_tokens"),
                                       "Yu et al. 2025, section 4.1: 4096 of 20480 tokens, a fifth of the maximum"),
         "algorithm.overlong_penalty": (1.0, "Yu et al. 2025, eq. 13"),
+        "algorithm.dynamic_sampling.max_batches": (10, "Yu et al. 2025, section 3.2; the number: verl and NeMo-RL"),
         "coordinator.samples_per_prompt": (16, "Yu et al. 2025, section 4.1"),
     }),
     "dr_grpo": Preset("Dr. GRPO: GRPO without the biases of its two normalisations (Liu et al. 2025)", {

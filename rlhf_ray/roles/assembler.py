@@ -185,8 +185,11 @@ class Assembler:
         """
         sifted = []
         for keys, rewards in zip(keys_of_each, each_rewards, strict=True):
-            differ = scores_differ(torch.tensor(rewards.scores)[:, None], prompt_groups(keys)).numpy()
-            others = {name: scores[~differ].tolist() for name, scores in rewards.numbers().items()}
+            parts = self._components(rewards)  # with gdpo each component tells something by itself
+            scores = parts["components"][:, parts["component_weights"] != 0] if parts else torch.tensor(
+                rewards.scores)[:, None]
+            differ = scores_differ(scores, prompt_groups(keys)).numpy()
+            others = {name: column[~differ].tolist() for name, column in rewards.numbers().items()}
             sifted.append(Sifted(np.flatnonzero(differ).tolist(), others))
         return sifted
 

@@ -26,7 +26,6 @@ def score(responses, **_):
     return [float(len(response.split()) > 8) for response in responses]
 """
 STEPS, A_STEP, EACH = 4, 6, 2
-UNDER_WAY = "SELECT max(rowid) FROM samples WHERE step IS NOT NULL"
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +74,7 @@ def test_every_batch_is_whole_and_has_no_prompt_of_equal_scores(undisturbed):
 def test_what_was_filtered_is_in_metrics_ledger_and_report(undisturbed):
     rows = steps(undisturbed)
     filtered = [row["dynamic/filtered"] for row in rows]
-    assert all(row["dynamic/drawn_per_kept"] == (A_STEP + gone) / A_STEP for row, gone in zip(rows, filtered, strict=True))
+    assert [row["dynamic/drawn_per_kept"] for row in rows] == [(A_STEP + gone) / A_STEP for gone in filtered]
     assert sum(filtered) > 0 and not any(row["dynamic/filled"] for row in rows)
     assert any(row["reward/mean"] != 0.5 for row in rows), "the mean of what is kept is 1/2"
     with closing(open_for_reading(undisturbed / "ledger.sqlite")) as db:
@@ -90,10 +89,10 @@ def within_a_refill(directory):
         return False
     try:
         with closing(open_for_reading(directory / "ledger.sqlite")) as db:
-            gone, = db.execute(f"SELECT count(*) FROM samples WHERE state = 'filtered' AND rowid > ({UNDER_WAY})").fetchone()
-            begun, = db.execute("SELECT count(*) FROM samples WHERE state IN ('leased', 'generated') AND rowid > (SELECT "
-                                "max(rowid) FROM samples WHERE state = 'filtered')").fetchone()
-            return gone > 0 and begun > 0
+            trained, = db.execute("SELECT max(rowid) FROM samples WHERE step IS NOT NULL").fetchone()
+            filtered, = db.execute("SELECT max(rowid) FROM samples WHERE state = 'filtered'").fetchone()
+            begun, = db.execute("SELECT max(rowid) FROM samples WHERE state IN ('leased', 'generated')").fetchone()
+            return (trained or 0) < (filtered or 0) < (begun or 0)
     except LedgerError:
         return False
 
@@ -124,4 +123,5 @@ def test_rollouts_that_run_ahead_are_filtered_within_the_bound(write, sections, 
     rows = steps(directory)
     assert len(rows) == 4 and max(row["staleness/max"] for row in rows) <= 2
     with closing(open_for_reading(directory / "ledger.sqlite")) as db:
-        assert audit(db, ended=True) == [] and counts(db)["committed"] == 4 * A_STEP * EACH and counts(db)["filtered"] > 0
+        told = counts(db)
+        assert audit(db, ended=True) == [] and told["committed"] == 4 * A_STEP * EACH and told["filtered"] > 0

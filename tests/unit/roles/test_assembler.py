@@ -473,3 +473,54 @@ def test_rollouts_assembled_in_company_become_what_each_becomes_alone(two_rows, 
         for name in (field.name for field in fields(Experience)):
             assert np.array_equal(getattr(together[i], name), getattr(alone, name)), name
         assert summaries[i].min_version == summary.min_version and summaries[i].kl.tolist() == summary.kl.tolist()
+
+
+def three_groups():
+    """Samples of three prompts, the second's of two rows each; their rewards; a reference's log-probabilities."""
+    keys = [SampleKey(0, row, sample) for row in (7, 9, 8) for sample in (0, 1)]
+    lengths = [2, 3, 2, 2, 2, 2, 4, 2]  # the third and fourth sample have two rows each
+    offsets = offsets_of(lengths)
+    count = int(offsets[-1])
+    rollout = Rollout(
+        offsets=offsets, tokens=np.arange(count, dtype=np.int32), response_mask=np.ones(count, bool),
+        logprobs=-np.arange(count, dtype=np.float32), versions=np.zeros(count, np.int32), keys=keys,
+        seeds=np.arange(8), finish_reasons=["stop"] * 8, samples=np.array([0, 1, 2, 2, 3, 3, 4, 5]))
+    rewards = RewardScores(
+        column([1, 0, 2, 2, 0.5, 0.5]), {"a": column([1, 0, 1, 1, 0, 0.5]), "b": column([0, 0, 1, 1, 0.5, 0])},
+        token_rewards=np.arange(count, dtype=np.float32), gold=column([1, 2, 3, 4, 5, 6]))
+    return rollout, rewards, TokenScores(offsets=offsets, values=10.0 * np.arange(count, dtype=np.float32))
+
+
+def sifting(policy_model, estimator, **weights):
+    return Assembler(AlgorithmConfig(estimator=estimator), policy_model, LONGEST, reward_weights=weights)
+
+
+@pytest.mark.parametrize(("estimator", "weights", "kept"), [
+    ("grpo", {"a": 1, "b": 1}, [0, 1]), ("gdpo", {"a": 1, "b": 1}, [0, 1, 4, 5]), ("gdpo", {"a": 0, "b": 1}, [4, 5])])
+def test_samples_of_prompts_with_equal_scores_are_sifted_out(policy_model, estimator, weights, kept):
+    """With gdpo by each component that has a weight."""
+    rollout, rewards, _ = three_groups()
+    sifted, = sifting(policy_model, estimator, **weights).sift([rollout.keys], [rewards])
+    assert sifted.kept == kept
+    gone = [number for number in range(6) if number not in kept]
+    assert sifted.others == {name: [values[number] for number in gone] for name, values in {
+        "score": [1, 0, 2, 2, 0.5, 0.5], "reward/a": [1, 0, 1, 1, 0, 0.5], "reward/b": [0, 0, 1, 1, 0.5, 0],
+        "gold": [1, 2, 3, 4, 5, 6]}.items()}
+
+
+def test_kept_samples_keep_their_rows_scores_and_reference(policy_model):
+    """Of three rollouts that were scored together, one with all samples and one without any."""
+    rollout, rewards, reference = three_groups()
+    several = TokenScores.concat([reference] * 3)
+    first, third, each_rewards, ref = sifting(policy_model, "grpo").keep_samples(
+        [[2, 5], [], range(6)], [rollout] * 3, [rewards] * 3, several)
+    rows = [2, 3, 7]
+    tokens = np.concatenate([rollout.row(row, "tokens") for row in rows])
+    assert first.keys == [rollout.keys[2], rollout.keys[5]] and first.samples.tolist() == [0, 0, 1]
+    assert first.tokens.tolist() == tokens.tolist() and third.tokens.tolist() == rollout.tokens.tolist()
+    assert each_rewards[0].scores.tolist() == [2, 0.5] and each_rewards[0].gold.tolist() == [3, 6]
+    assert each_rewards[0].token_rewards.tolist() == tokens.tolist()
+    assert {name: values.tolist() for name, values in each_rewards[0].components.items()} == {"a": [1, 0.5], "b": [1, 0]}
+    assert ref.values.tolist() == [*(10.0 * tokens), *reference.values]
+    *_, none = sifting(policy_model, "grpo").keep_samples([[2, 5]], [rollout], [rewards], None)
+    assert none is None
