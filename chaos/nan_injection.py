@@ -15,7 +15,7 @@ import torch
 from chaos.injection_log import INJECTION_LOG, InjectionLog
 from rlhf_ray.records import Batch
 from rlhf_ray.roles.micro_batch import AverageMeter, PartLoss
-from rlhf_ray.roles.ppo_update import PPOLearner, Update
+from rlhf_ray.roles.ppo_update import ChosenRows, PPOLearner, Update
 
 
 def nan_order_file(injections: InjectionLog) -> Path:
@@ -73,13 +73,13 @@ class NaNInjection(PPOLearner):
         found.loss.register_hook(lambda gradient: gradient * torch.nan)
         return found
 
-    def optimize(self, mini_batch: Batch, update: Update, meter: AverageMeter) -> Any:
+    def optimize(self, mini_batch: Batch, chosen: ChosenRows, update: Update, meter: AverageMeter) -> Any:
         """As the real learner; logs "recovered" when a step is applied again."""
         injections = InjectionLog(Path(os.environ[INJECTION_LOG]))
         if not self._began:
             self._began = True
             self._unrecovered = self._unrecovered or unrecovered(injections, self.role, self.rank)
-        result = super().optimize(mini_batch, update, meter)
+        result = super().optimize(mini_batch, chosen, update, meter)
         if result is not None and result.applied and self._unrecovered is not None:
             injections.add("recovered", fault=self._unrecovered)
             self._unrecovered = None

@@ -28,11 +28,12 @@ from numpy.typing import NDArray
 
 from chaos.witness.journals import JOURNALS, WEIGHTS, Journal
 from chaos.witness.weights import digest_of, keep
+from rlhf_ray.data.batching import RowNumbers
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores
 from rlhf_ray.roles.critic_learner import CriticLearner
 from rlhf_ray.roles.micro_batch import AverageMeter, PartLoss
 from rlhf_ray.roles.policy_learner import PolicyLearner
-from rlhf_ray.roles.ppo_update import PPOLearner, Update
+from rlhf_ray.roles.ppo_update import ChosenRows, PPOLearner, Update
 
 
 class Witnessed(PPOLearner):
@@ -78,9 +79,9 @@ class Witnessed(PPOLearner):
             self._journal.add("update", update=self._update, before=before, weights=self._digest())
         return stats
 
-    def parts(self, rows: Any) -> Iterator[tuple[Any, bool]]:
+    def parts(self, rows: Any, passed: RowNumbers | None = None) -> Iterator[tuple[Any, bool]]:
         """As the real learner; remembers whether a micro-batch counts."""
-        for part, counted in super().parts(rows):
+        for part, counted in super().parts(rows, passed):
             self._counted = counted
             yield part, counted
 
@@ -92,10 +93,16 @@ class Witnessed(PPOLearner):
         finally:
             self._counts = False
 
-    def optimize(self, mini_batch: Batch, update: Update, meter: AverageMeter) -> Any:
-        """As the real learner; notes the rows that it fed forward."""
+    def optimize(self, mini_batch: Batch, chosen: ChosenRows, update: Update, meter: AverageMeter) -> Any:
+        """As the real learner; notes the rows that it fed forward, and as fed those that it may leave out: rows whose
+        advantages are all 0, and truncated ones with the overlong filter."""
         self._rows = []
-        result = super().optimize(mini_batch, update, meter)
+        result = super().optimize(mini_batch, chosen, update, meter)
+        if not self.rank:
+            for row in np.setdiff1d(np.arange(len(mini_batch)), chosen.passed).tolist():
+                truncated = self.algorithm.overlong_filter and row not in chosen.counted
+                if truncated or not mini_batch.row(row, "advantages").any():
+                    self._rows.append(mini_batch.row(row, "tokens").tolist())
         applied = result is not None and result.applied
         self._journal.add("fed", update=self._update, index=self._index, applied=applied, rows=self._rows,
                           **({"batch": self._batch} if self._batch and not self._index else {}))

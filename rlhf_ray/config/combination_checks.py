@@ -433,8 +433,9 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
     PPOConfig: (
         check_backbone, check_target_kl, check_reward_components, check_critic_start, check_groups,
-        check_decoupled_rewards, check_held_out, check_ratio, check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches,
-        check_chunks, check_buffer, check_micro_batches, check_transport, check_phases, check_schedules,
+        check_decoupled_rewards, check_held_out, check_ratio, check_overlong_buffer, check_sampling, check_prefill,
+        check_best_metric, check_mini_batches, check_chunks, check_buffer, check_micro_batches, check_transport,
+        check_phases, check_schedules,
     ),
 }
 """The checks of a configuration and of those derived from it, in the order in which they are made."""

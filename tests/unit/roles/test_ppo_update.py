@@ -73,7 +73,8 @@ def learner_of(optimize, counted, **algorithm):
         return ChosenRows(np.arange(len(rows)), np.arange(len(rows)))
 
     return SimpleNamespace(
-        optimize=optimize, chosen_rows=chosen_rows, seed=3, engine=SimpleNamespace(count_update=counted.append), last_update=None,
+        optimize=optimize, chosen_rows=chosen_rows, seed=3, last_update=None,
+        engine=SimpleNamespace(count_update=counted.append),
         algorithm=AlgorithmConfig(**{"epochs": 2, "mini_batches": 2, **algorithm}))
 
 
