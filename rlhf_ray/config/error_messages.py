@@ -150,6 +150,9 @@ def _meant(cls: type[BaseModel], place: _Place) -> str:
     namesakes = [path for path in paths if path.endswith(f".{key}")]
     if namesakes and not difflib.get_close_matches(key, known, n=1):
         return f"did you mean {' or '.join(namesakes[:3])}?"
+    below = {path.rsplit(".", 1)[-1]: path for path in paths if section and path.startswith(section)}
+    if (close := difflib.get_close_matches(key, below, n=1)) and not difflib.get_close_matches(key, known, n=1):
+        return f"did you mean {below[close[0]]}?"
     return suggestion(key, known)
 
 

@@ -225,7 +225,7 @@ def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
         if isinstance(found, dict) and name in found:
             kept[name] = found[name]
     estimator, algorithm = started["algorithm"]["estimator"].get("type"), values.get("algorithm")
-    set_now = tag_of(algorithm.get("estimator"), "gae") if isinstance(algorithm, dict) else None
+    set_now = tag_of(algorithm.get("estimator"), str(estimator)) if isinstance(algorithm, dict) else None
     own_defaults = cls is PPOConfig and estimator not in COMMANDS
     another = set_now is not None and set_now != estimator
     return Layer({}) if own_defaults or another else Layer(started, saved.origins)

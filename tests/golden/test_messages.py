@@ -47,6 +47,11 @@ OVERRIDES = [
     "--reference.revision=v1", "--critic.init=reward --critic.path=other",
     "--algorithm.estimator=grpo", "--algorithm.kl.kind=adaptive --algorithm.kl.coef=0", "--evaluation.every=5",
     "--algorithm.estimator=reinforce --critic.cpus=0.2 --critic.zero_stage=0",
+    "--algorithm.clip_lo=0.1", "--algorithm.importance=none", "--algorithm.estimator.lamda=0.9",
+    "--algorithm.loss=cispo --algorithm.importance.tokens=mask",
+    "--algorithm.loss=cispo --algorithm.old_logprobs=policy --coordinator.max_staleness=1",
+    "--algorithm.importance.band=[5,0.5]", "--algorithm.importance.geometric=[0.9,1.1]",
+    "--algorithm.preset=grpo --algorithm.estimator=rloo",
     "--reward.quarantine_limit=0.2", "--run.dir=~no-such-user/x", "--prompts.path=$NO_SUCH_VARIABLE/x",
     f"--run.dir={'d' * 300}",
 ]

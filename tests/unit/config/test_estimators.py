@@ -160,6 +160,12 @@ class TestResume:
         resumed = load(PPOConfig, path, ["--algorithm.estimator=gae"], resume=True)
         assert resumed.model_dump() == load(PPOConfig, path, []).model_dump()
 
+    @pytest.mark.parametrize("estimator", [{"type": "grpo", "whiten": True}, {"whiten": True}])
+    def test_a_field_of_the_same_estimator_leaves_the_other_defaults(self, estimator, run, write):
+        path, _ = run(GRPOConfig)
+        resumed = load(PPOConfig, path, [f"--algorithm.estimator={estimator}"], resume=True).algorithm
+        assert (resumed.estimator.type, resumed.whitens, resumed.epochs, resumed.kl.coef) == ("grpo", True, 1, 0)
+
     def test_a_run_of_another_estimator_is_refused(self, run, tmp_path):
         path, _ = run(PPOConfig)
         refusal = rf"estimator=gae contradicts `rlhf-ray grpo`.*\[{tmp_path}/run/config.yaml:"
