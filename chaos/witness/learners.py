@@ -94,9 +94,15 @@ class Witnessed(PPOLearner):
             self._counts = False
 
     def optimize(self, mini_batch: Batch, chosen: ChosenRows, update: Update, meter: AverageMeter) -> Any:
-        """As the real learner; notes the rows that it fed forward."""
+        """As the real learner; notes the rows that it fed forward, and as fed those that it may leave out: rows whose
+        advantages are all 0, and truncated ones with the overlong filter."""
         self._rows = []
         result = super().optimize(mini_batch, chosen, update, meter)
+        if not self.rank:
+            for row in np.setdiff1d(np.arange(len(mini_batch)), chosen.passed).tolist():
+                truncated = self.algorithm.overlong_filter and row not in chosen.counted
+                if truncated or not mini_batch.row(row, "advantages").any():
+                    self._rows.append(mini_batch.row(row, "tokens").tolist())
         applied = result is not None and result.applied
         self._journal.add("fed", update=self._update, index=self._index, applied=applied, rows=self._rows,
                           **({"batch": self._batch} if self._batch and not self._index else {}))

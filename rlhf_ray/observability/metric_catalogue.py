@@ -42,7 +42,7 @@ METRICS: dict[str, Metric] = {
     "policy/router_aux_loss": Metric("Load-balancing loss of the policy's routers, before its coefficient"),
     "policy/ratio_mean": Metric("Probability ratio to the policy before the update, mean"),
     "policy/is_weight_mean": Metric("Importance weight of learner over generator, mean"),
-    "policy/is_capped_fraction": Metric("Tokens whose importance weight was over the cap or outside the band", "share"),
+    "policy/is_capped_fraction": Metric("Tokens whose importance weight was over the cap, or beyond the band", "share"),
     "policy/is_geometric_fraction": Metric("Tokens left out by the mask of geometric means", "share"),
     "policy/is_outlier_fraction": Metric("Tokens left out by the mask of outliers", "share"),
     "policy/zero_advantage_rows": Metric("Rows left out of the policy's passes, whose advantages are all 0", "share"),

@@ -192,8 +192,8 @@ class PolicyLearner(PPOLearner):
         """Whether nothing but the advantages gives rows a part in the update: neither a KL penalty (or its measurement)
         nor an entropy bonus in the loss, no routers to balance, and no target of a KL over all tokens."""
         a = self.algorithm
-        return not ((a.kl_in_loss and mini_batch.reference_logprobs is not None) or a.entropy_coef
-                    or a.target_kl is not None or self.config.router_aux_loss_coef)
+        penalised = a.kl_in_loss and mini_batch.reference_logprobs is not None
+        return not (penalised or a.entropy_coef or a.target_kl is not None or self.config.router_aux_loss_coef)
 
     def optimize(
         self, mini_batch: Batch, chosen: ChosenRows, update: Update, meter: AverageMeter

@@ -50,6 +50,23 @@ def make_experiences(files):
     return [whole.select(range(6)), whole.select(range(6, ROWS))]
 
 
+LEAVING_OUT = {"overlong_filter": True, "estimator": {"type": "gae", "whiten": False}}
+"""With it rows without advantage and truncated ones are left out."""
+TRUNCATED, WITHOUT_ADVANTAGE = 2, (1, 4)
+"""Rows of each experience of `partly_useless`."""
+
+
+def partly_useless(experiences):
+    """The same with a truncated row in each, and some whose advantages are all 0."""
+    changed = []
+    for each in experiences:
+        without = np.isin(np.repeat(np.arange(len(each)), each.lengths), WITHOUT_ADVANTAGE)
+        reasons = ["length" if row == TRUNCATED else "stop" for row in range(len(each))]
+        changed.append(replace(each, advantages=np.where(without, 0, each.advantages).astype(np.float32),
+                               finish_reasons=reasons))
+    return changed
+
+
 def make_rollout(experience):
     """The rollout that an experience could have come from."""
     return Rollout(experience.offsets, experience.tokens, experience.response_mask, experience.behaviour_logprobs,
@@ -117,6 +134,8 @@ def penalised_terms(model, batch, i, algorithm):
     logprobs, _ = row_logprobs(model, batch.row(i, "tokens"), TEMPERATURE)
     d = logprobs[mask] - torch.from_numpy(batch.row(i, "reference_logprobs"))[mask]
     kl = {"k2": d**2 / 2, "k3": (-d).exp() - 1 + d, "abs": d.abs()}[algorithm.kl.estimator]
+    if algorithm.kl.unbiased:
+        kl = kl * (logprobs[mask] - torch.from_numpy(batch.row(i, "old_logprobs"))[mask]).exp()
     return policy_terms(model, batch, i, algorithm) + COEF * kl
 
 

@@ -130,6 +130,13 @@ def test_what_is_outside_the_mask_changes_nothing():
         assert [stats[name].item() for name in sorted(stats)] == [0, 0, 0, 1]
 
 
+def test_a_gap_in_a_row_is_no_outlier():
+    mask = torch.tensor([[True, False, True]])
+    weights, _ = importance_weights(torch.zeros(1, 3), torch.full((1, 3), -0.5), mask, "none", masks=["outlier"],
+                                    outlier=(1.5, 2.0))  # exp(0.5) = 1.65; 1, as at the gap, would be outside
+    assert weights[mask].tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"tokens": "bands"}, "importance='bands'"), ({"masks": ["sequence"]}, r"\['sequence'\]"),
     ({"band": (5.0, 0.5)}, r"band=\(5.0, 0.5\)"), ({"geometric": (0.0, 1.0)}, "geometric="),

@@ -5,6 +5,7 @@ A process of its own: joining a process group and choosing an accelerator are fo
 
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.supervised_learner import ProcessRewardLearner, RewardModelLearner, SFTLearner
 from tests.cluster.learners.plain_torch import (
+    LEAVING_OUT,
     SMALL,
     STEPS,
     algorithm,
@@ -31,6 +33,7 @@ from tests.cluster.learners.plain_torch import (
     make_rollout,
     make_sequences,
     make_step_rows,
+    partly_useless,
     policy_arguments,
     supervised_arguments,
 )
@@ -106,6 +109,15 @@ def policy(files: Any, address: str, folder: Path) -> dict[str, Any]:
     result |= {"buckets": buckets(it), "unchanged": it.unchanged_weights()}
     result["ends"] = resumed(PolicyLearner, address, arguments, folder, update, mix)
     return result
+
+
+def left_out(files: Any, address: str, _: Path) -> dict[str, Any]:
+    """Updates of a policy with rows without advantage and truncated rows; then one of truncated rows alone."""
+    experiences = partly_useless(make_experiences(files))
+    it = make(PolicyLearner, address, policy_arguments(files, 1, SMALL, algo=algorithm(**LEAVING_OUT)))
+    result: dict[str, Any] = {"before": weights(it), "stats": it.update(0, 0.0, *experiences), "after": weights(it)}
+    truncated = [replace(e, finish_reasons=["length"] * len(e)) for e in experiences]
+    return {**result, "nothing": it.update(1, 0.0, *truncated), "decayed": weights(it)}
 
 
 def adapters(files: Any, address: str, folder: Path) -> dict[str, Any]:
@@ -184,7 +196,7 @@ def main(files: Any, folder: Path) -> dict[str, Any]:
     address = distributed.free_address("127.0.0.1")
     distributed.join(address, 0, 1, 60.0)
     results = {make_all.__name__: make_all(files, address, folder)
-             for make_all in (policy, adapters, critic, actor_critic, mixture)}
+             for make_all in (policy, left_out, adapters, critic, actor_critic, mixture)}
     for cls, path, data, options in (
         (SFTLearner, files.tied, [make_sequences(seed) for seed in (1, 2)], {}),
         (RewardModelLearner, files.reward,

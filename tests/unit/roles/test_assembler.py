@@ -520,7 +520,8 @@ def test_kept_samples_keep_their_rows_scores_and_reference(policy_model):
     assert first.tokens.tolist() == tokens.tolist() and third.tokens.tolist() == rollout.tokens.tolist()
     assert each_rewards[0].scores.tolist() == [2, 0.5] and each_rewards[0].gold.tolist() == [3, 6]
     assert each_rewards[0].token_rewards.tolist() == tokens.tolist()
-    assert {name: values.tolist() for name, values in each_rewards[0].components.items()} == {"a": [1, 0.5], "b": [1, 0]}
+    components = {name: values.tolist() for name, values in each_rewards[0].components.items()}
+    assert components == {"a": [1, 0.5], "b": [1, 0]}
     assert ref.values.tolist() == [*(10.0 * tokens), *reference.values]
     *_, none = sifting(policy_model, "grpo").keep_samples([[2, 5]], [rollout], [rewards], None)
     assert none is None

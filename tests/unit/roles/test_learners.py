@@ -24,6 +24,7 @@ from rlhf_ray.data.supervised_records import Pairs
 from rlhf_ray.roles.ppo_update import training_batch
 from tests.cluster.learners.plain_torch import (
     COEF,
+    LEAVING_OUT,
     STEPS,
     VOCAB,
     algorithm,
@@ -35,10 +36,12 @@ from tests.cluster.learners.plain_torch import (
     make_sequences,
     make_step_rows,
     pair_loss,
+    partly_useless,
     penalised_terms,
     plain_logprobs,
     plain_supervised,
     plain_update,
+    policy_terms,
     row_values,
     sft_loss,
     step_loss,
@@ -102,6 +105,30 @@ def test_the_policys_update_with_a_penalty_is_plain_torchs(results, files, exper
                             penalised_terms, algo)
     assert COEF == 0.4
     assert_same_update(expected, results.policy["before"], results.policy["after"])
+
+
+def test_rows_left_out_are_as_if_truncated_ones_were_absent_and_the_others_trained(results, files, experiences):
+    """Plain torch runs all rows that are not truncated, those without advantage too, and takes the mean over them."""
+    def terms(model, mini, i, algo):
+        return policy_terms(model, mini, i, algo) if mini.finish_reasons[i] == "stop" else torch.zeros(0)
+
+    algo = algorithm(**LEAVING_OUT)
+    useless = partly_useless(experiences)
+    batch = training_batch(useless, False)
+    expected = plain_update(load_policy(files.tied), batch, terms, algo)
+    assert_same_update(expected, results.left_out["before"], results.left_out["after"])
+    stats = results.left_out["stats"]
+    passed = [row for row in range(len(batch)) if batch.finish_reasons[row] == "stop"
+              and batch.row(row, "advantages").any()]
+    assert stats.tokens == 2 * batch.lengths[passed].sum() < 2 * batch.lengths.sum()
+    assert stats.metrics["zero_advantage_rows"] == pytest.approx(4 / 12)
+
+
+def test_an_update_of_truncated_rows_alone_makes_its_steps(results):
+    stats = results.left_out["nothing"]
+    assert (stats.applied, stats.skipped, stats.tokens) == (4, 0, 0) and stats.metrics["grad_norm"] == 0
+    moved = [np.abs(results.left_out["decayed"][name] - last).max() for name, last in results.left_out["after"].items()]
+    assert max(moved) > 1e-3, "momentum and weight decay act"
 
 
 def test_an_update_counts_its_steps_and_tokens_and_is_made_once(results, experiences):
