@@ -16,6 +16,7 @@ import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ def make_model(directory: str, scale: float, vocabulary: int = VOCABULARY) -> No
         initializer_range=scale, bos_token_id=None, eos_token_id=None, pad_token_id=None))
     torch.nn.init.normal_(model.lm_head.weight, std=SPREAD * HIDDEN**-0.5)
     model.save_pretrained(directory)
-    train_tokenizer(["some words"], 300, directory)
+    train_tokenizer(["some words"], 300, Path(directory))
 
 
 async def sampled(directory: str, head: bool, vocabulary: int = VOCABULARY) -> Rollout:
