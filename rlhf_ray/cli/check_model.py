@@ -30,6 +30,8 @@ def check_model(
     dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(
         "--dtype", help="Precision of the weights; float32 detects smaller errors.",
         show_default="bfloat16 on a GPU, else float32")] = None,
+    float32_head: Annotated[bool, typer.Option(
+        "--float32-head", help="Compute logits in float32, as with model.float32_head (for bfloat16).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check whether a model works here, before training it: a table of verdicts, figures, and what to do.
@@ -53,7 +55,7 @@ def check_model(
     """
     from rlhf_ray.stages.check_model import CheckOptions, run
 
-    options = CheckOptions(model, tuple(map(str, skip or ())), tokens, dtype)
+    options = CheckOptions(model, tuple(map(str, skip or ())), tokens, dtype, float32_head)
     report = _with_progress(lambda progress: run(options, progress))
     if as_json:
         typer.echo(json.dumps(as_values(report), indent=2, ensure_ascii=False))

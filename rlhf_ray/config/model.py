@@ -89,8 +89,8 @@ class ModelConfig(Section):
     """Precision of the weights in memory: float32 on CPUs, bfloat16 on GPUs."""
     float32_head: bool = False
     """Compute the logits in float32 where the model computes in bfloat16, in learners, reference and generators: their
-    log-probabilities then differ less (MiniMax 2025, arXiv:2506.13585, section 3.2; false as TRL's
-    `cast_lm_head_to_fp32`). Logits take twice the memory."""
+    log-probabilities then differ less (MiniMax 2025, arXiv:2506.13585, section 3.2), here by a tenth to a third
+    (docs/models.md). Logits take twice the memory. False as TRL's `cast_lm_head_to_fp32`."""
     trust_remote_code: bool = False
     """Run Python code from the model's repository; requires a pinned `revision`."""
 

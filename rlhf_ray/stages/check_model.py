@@ -83,6 +83,8 @@ class CheckOptions:
     """Longest row that is compared."""
     dtype: DType | None = None
     """None is bfloat16 on a GPU and float32 without one."""
+    float32_head: bool = False
+    """As `ModelConfig.float32_head`."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def run(options: CheckOptions, progress: Callable[[str], None] = lambda _: None)
     model, notice = model_at(options.model, "MODEL", options.dtype or "auto")
     if notice:
         progress(notice)
+    model = model.model_copy(update={"float32_head": options.float32_head})
     kind = model_family(model)
     outcomes: list[Outcome] = []
     skipped: list[str] = []

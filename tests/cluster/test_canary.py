@@ -81,7 +81,8 @@ def run_with(kind, configure, directory, monkeypatch, **sections):
     """A run of 3 steps with generators of this class, without a critic, a reference and a reward model."""
     from rlhf_ray.stages import ppo
 
-    use_class(monkeypatch, kind)
+    if kind is not Generator:
+        use_class(monkeypatch, kind)
     run = {**SMALL, "run": {"steps": 3}, "evaluation": None, "checkpoint": {"every": 0}, "critic": None,
            "rewards": {"main": {"type": "regex", "pattern": "w[0-9]*7"}},
            "algorithm": {"estimator": "grpo", "epochs": 2, "mini_batches": 2, "kl": {"coef": 0.0, "kind": "fixed"}},
@@ -135,8 +136,10 @@ def test_a_layer_that_is_loaded_twice_ends_the_run_saved(configure, tmp_path, mo
     {"model": {"dtype": "bfloat16"}}, {"model": {"dtype": "bfloat16"}, "policy": {"autocast": "bfloat16"}},
     {"policy": {"lora": {"rank": 4}}}, {"model": {"dtype": "bfloat16"}, "policy": {"lora": {"rank": 4}}},
     {"policy": {"zero_stage": 3, "workers": 2}, "weights": {"in_flight": "abort"}, "coordinator": {"max_staleness": 1}},
-    {"generator": {"workers": 2, "engine": "async", "sampling": {"max_tokens": 12, "temperature": 0.7}}}],
-    ids=["bfloat16", "autocast", "lora", "bfloat16-lora", "zero3", "async"])
+    {"generator": {"workers": 2, "engine": "async", "sampling": {"max_tokens": 12, "temperature": 0.7}}},
+    {"model": {"dtype": "bfloat16", "float32_head": True}, "policy": {"autocast": "bfloat16"}},
+    {"model": {"dtype": "bfloat16", "float32_head": True}, "policy": {"autocast": "bfloat16", "lora": {"rank": 4}}}],
+    ids=["bfloat16", "autocast", "lora", "bfloat16-lora", "zero3", "async", "head", "head-lora"])
 def test_runs_whose_generators_are_right_end_well(configure, tmp_path, monkeypatch, sections):
     """Updates are a thousand times as large as above."""
     large = {"optimizer": {"learning_rate": 0.01, "grad_clip": 1.0}}

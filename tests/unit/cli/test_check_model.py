@@ -49,9 +49,10 @@ def test_json_holds_the_figures(checked, command_line):
 
 def test_options_reach_the_check(checked, command_line):
     calls = checked("works")
-    command_line("check-model", "m", "--skip", "generation", "--skip", "lora", "--tokens", "64", "--dtype", "bfloat16")
+    command_line("check-model", "m", "--skip", "generation", "--skip", "lora", "--tokens", "64", "--dtype", "bfloat16",
+                 "--float32-head")
     command_line("check-model", "m")
-    assert calls == [CheckOptions("m", ("generation", "lora"), 64, "bfloat16"), CheckOptions("m", (), 256, None)]
+    assert calls == [CheckOptions("m", ("generation", "lora"), 64, "bfloat16", True), CheckOptions("m", (), 256, None)]
 
 
 def test_a_model_that_does_not_exist_is_refused(command_line):
