@@ -129,7 +129,8 @@ class AlgorithmConfig(Section):
     """Number of first steps in which only the critic is trained (verl's critic_warmup)."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """Train only on prompts whose samples differ in score, as it is before penalties and normalisation; `true` takes
-    the defaults. Batches stay whole, and more prompts are visited than trained on. Off if empty."""
+    the defaults. Batches stay whole, and more prompts are visited than trained on, so `run.epochs` gives the largest
+    number of steps then. Off if empty."""
     kl: KLConfig = Field(default_factory=KLConfig)
     """KL penalty towards the reference."""
 

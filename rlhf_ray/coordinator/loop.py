@@ -59,6 +59,8 @@ class Coordinator:
     files: RunFiles = field(default_factory=RunFiles)
     pace: SavePace = field(default_factory=lambda: SavePace(0))
     """Of checkpoints by time; that of `recovery`."""
+    prompts_used: bool = False
+    """Whether the run has ended because it may draw no more prompts."""
     saved_at: int | None = None
     """Step of the checkpoint that the run continued from or last saved, which may still be written."""
     _row: asyncio.Task[None] | None = None
@@ -129,11 +131,25 @@ class Coordinator:
         if lease is not None:
             await self._step(lease, began, received)
             return
+        if self.pipeline.exhausted and not self.stop.requested:
+            await self._end_without_prompts()
+            return
         if self.saved_at != self.state.step:
             await self._save()
         await self.recovery.settled()
         raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
                              f"{self.config.run.steps}; the checkpoint is saved, --resume continues from it")
+
+    async def _end_without_prompts(self) -> None:
+        """What the last step of a run is followed by: its evaluation and its checkpoint."""
+        self.state.unmeasured = self.config.evaluation is not None and not self._due(self.config.evaluation.every)
+        self.prompts_used = True
+        self.progress.note(f"dynamic sampling has drawn all prompts of run.epochs, which were enough for "
+                           f"{self.state.step} of {self.config.run.steps} steps")
+        if self.state.unmeasured and await self._evaluate():
+            await self._keep_best()
+        elif self.saved_at != self.state.step:
+            await self._save()
 
     @asynccontextmanager
     async def _saved_before_the_end(self) -> AsyncIterator[None]:
@@ -334,7 +350,7 @@ class Coordinator:
     @property
     def _ended(self) -> bool:
         """Whether the present step is the last one."""
-        return self.state.step == self.config.run.steps or self.stopped_early is not None
+        return self.state.step == self.config.run.steps or self.prompts_used or self.stopped_early is not None
 
 
 def check_open_samples(coordinator: Coordinator, checkpoint: Path | str) -> None:

@@ -30,8 +30,13 @@ class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and returns batches."""
 
     def __init__(self, config: PPOConfig, roles: RoleGroups, calls: ChunkCalls, state: RunState, buffer: ReplayBuffer,
-                 prompts: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None) -> None:
-        """`quarantine` removes prompts with a sample that has no score; if None, such a prompt ends the run."""
+                 prompts: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None,
+                 most_prompts: int | None = None) -> None:
+        """
+        Args:
+            quarantine: removes prompts with a sample that has no score; if None, such a prompt ends the run.
+            most_prompts: how many prompts the run may draw; None for any number.
+        """
         self.config = config
         self._roles = roles
         self._calls = calls
@@ -39,7 +44,7 @@ class Pipeline:
         self.buffer = buffer
         self.ledger = ledger
         self.quarantine = quarantine
-        self._prompts = PromptsAhead(prompts, state.cursor)
+        self._prompts = PromptsAhead(prompts, state.cursor, most_prompts)
         self._rollouts = RolloutSource(roles.dispatcher(roles.generators), self._prompts, config.run.seed)
         self.chat = prompts.chat
         """Whether the policy answers conversations."""
@@ -55,9 +60,12 @@ class Pipeline:
         """Of chunks, oldest first."""
         self._finished = asyncio.Event()
         """A task of a chunk has ended."""
+        self.exhausted = False
+        """Whether there is no further batch, because the run may draw no more prompts."""
 
-    async def next_batch(self) -> Lease:
-        """Wait until a whole batch is ready, and admit new work meanwhile. The first failure of a chunk is raised."""
+    async def next_batch(self) -> Lease | None:
+        """Wait until a whole batch is ready, and admit new work meanwhile; None if the prompts do not suffice for one.
+        The first failure of a chunk is raised."""
         while True:
             self._finished.clear()
             self.admit()
@@ -66,6 +74,8 @@ class Pipeline:
                 return lease
             if self._failures:
                 raise self._failures.pop(0)
+            if not self._tasks and self.exhausted:
+                return None
             if not self._tasks:
                 raise BufferError(f"at step {self.state.step} the buffer ({self.buffer.stats()}) has no batch of "
                                   f"{self.config.coordinator.samples_per_step} samples, and no chunk is under way to "
@@ -140,7 +150,7 @@ class Pipeline:
         allowance = min(allowance, left)
         while allowance > 0:
             size = self._next_chunk()
-            if size > allowance:
+            if size > allowance or not self._suffices(size):
                 return
             chunk = buffer.reserve(size, self.state.published, again=bool(self.state.returned))
             if chunk is None:
@@ -154,8 +164,9 @@ class Pipeline:
         if not self.buffer.samples_in(Phase.ADMITTED):
             return
         for chunk in self.buffer.under_way():
-            if chunk.phase is Phase.ADMITTED and not chunk.complete:
-                chunk.keys = chunk.keys + self._next_keys(chunk.samples - len(chunk.keys))
+            missing = chunk.samples - len(chunk.keys)
+            if chunk.phase is Phase.ADMITTED and missing and self._suffices(missing):
+                chunk.keys = chunk.keys + self._next_keys(missing)
                 self._start(chunk)
 
     def _rule_of(self, generators: int) -> AdmissionRule:
@@ -169,6 +180,12 @@ class Pipeline:
         batch = self.config.coordinator.samples_per_step
         position = (self.buffer.accepted + self.buffer.running) % batch
         return min(self.config.generator.chunk, batch - position)
+
+    def _suffices(self, samples: int) -> bool:
+        """Whether so many samples can be admitted; if not, the prompts of the run are at their end."""
+        new = max(0, samples - len(self.state.returned)) // self.config.coordinator.samples_per_prompt
+        self.exhausted = not self._prompts.lasts_for(new)
+        return not self.exhausted
 
     def _next_keys(self, samples: int) -> list[SampleKey]:
         """Samples to admit: first those that lost their place, then the cursor's next."""

@@ -98,6 +98,8 @@ def _endings(summary: Mapping[str, Any]) -> list[str]:
     if left_out := (summary.get("ledger") or {}).get("quarantined"):
         sentences.append(f"{left_out} samples were left out, because no score was found for them or for another "
                          "sample of their prompt: quarantine.jsonl lists them.")
+    if "prompts_used" in summary:
+        sentences.append(f"Ended after {summary['steps']} steps: dynamic sampling had drawn all prompts of run.epochs.")
     if filtered := (summary.get("ledger") or {}).get("filtered"):
         sentences.append(f"Dynamic sampling left {filtered} samples out: all samples of their prompts had the same "
                          "score.")

@@ -69,7 +69,9 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     config = with_gpu_settings(config, resume)
     configured = config.generator.workers
     preflight(config)
+    bounded = config.run.epochs is not None and config.algorithm.dynamic_sampling is not None
     config = with_steps(config, lambda: count_prompts(config), config.coordinator.prompts_per_step)
+    most_prompts = config.run.steps * config.coordinator.prompts_per_step if bounded else None
     derived = derive(config)
     geometry = ppo_geometry(config, derived)
     with owned_directory(config, resume) as directory:
@@ -78,15 +80,19 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
             config = with_generators(config, load_generator_count(directory, configured))
             check_resume(config, config.run.steps, geometry)
         return run_stage(config, directory, resume,
-                         lambda session: _run(config, derived, directory, session, resume, configured, geometry))
+                         lambda session: _run(config, derived, directory, session, resume, configured, geometry,
+                                              most_prompts))
 
 
 async def _run(
     config: PPOConfig, derived: Derived, directory: RunDirectory, session: Session, resume: bool, configured: int,
-    geometry: Geometry,
+    geometry: Geometry, most_prompts: int | None,
 ) -> dict[str, Any]:
-    """`configured`: the number of generators in the configuration; a run that was scaled resumes with another
-    number."""
+    """
+    Args:
+        configured: the number of generators in the configuration; a run that was scaled resumes with another number.
+        most_prompts: those of `run.epochs`, where dynamic sampling draws more of them than it trains on.
+    """
     began = time.perf_counter()
     files = directory.files
     store = checkpoint_store(config, directory, config.checkpoint.keep)
@@ -126,7 +132,7 @@ async def _run(
                                          partial(restart_learners, config, runtime, roles, progress), progress.warn,
                                          stop, files)
         builder = CoordinatorBuilder(config, derived, roles, weights, prompts, held_out, directory, store, geometry,
-                                     progress, stop)
+                                     progress, stop, most_prompts)
         attempts = RunAttempts(config.logging, directory, learner_restart, builder.build)
         scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
                           partial(save_generator_count, directory, configured), progress.note, files)
@@ -151,6 +157,7 @@ def _summary(coordinator: Coordinator, attempts: RunAttempts, seconds: float) ->
     first_rollout = roles.clock.first_end.get("phase:generate", roles.clock.now())
     return {
         "stage": "ppo", "method": config.algorithm.method, **stopped,
+        **({"prompts_used": True} if coordinator.prompts_used else {}),
         "steps": coordinator.state.step, "samples": coordinator.state.samples,
         "seconds": seconds, "seconds_loop": attempts.seconds, "probe_seconds": roles.probe_seconds,
         "first_rollout_at": round(time.time() - (roles.clock.now() - first_rollout), 3),

@@ -52,6 +52,8 @@ class CoordinatorBuilder:
     geometry: Geometry
     progress: StageProgress
     stop: StopRequest
+    most_prompts: int | None = None
+    """How many prompts the run may draw; None for any number."""
 
     def build(self, metrics: MetricsWriter, evaluations: EvaluationLog, resume_at: int | None) -> Coordinator:
         """The coordinator, with everything it writes to.
@@ -69,7 +71,8 @@ class CoordinatorBuilder:
         buffer = self._buffer()
         ledger = self._ledger(state.cursor, resume_at)
         calls = ChunkCalls(roles, derived)
-        pipeline = Pipeline(config, roles, calls, state, buffer, self.prompts, ledger, self._quarantine(ledger))
+        pipeline = Pipeline(config, roles, calls, state, buffer, self.prompts, ledger, self._quarantine(ledger),
+                            self.most_prompts)
         evaluator = None
         if config.evaluation and self.held_out:
             evaluator = Evaluator(config, derived, roles, calls, self.held_out, progress.warn_once)

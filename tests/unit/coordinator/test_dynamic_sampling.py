@@ -194,3 +194,23 @@ def test_no_sample_grows_too_old_while_the_places_beside_it_are_filled(dynamic, 
     assert not any(row in equal for rows, _ in made for row in rows)
     assert states["filtered"] == 2 * sum(drawn.metrics["dynamic/filtered"] for _, drawn in made) + 2 * sum(
         len(chunk.filtered.get("score", ())) // 2 for chunk in (*harness.buffer.ready(), *harness.buffer.under_way()))
+
+
+def test_prompts_that_may_be_drawn_end_the_batches(summary):
+    """Of 18 prompts four of the first twelve are filtered; the six that are left are no batch."""
+    for most, whole in ((18, 1), (20, 2), (11, 0)):
+        harness = DynamicHarness(config_of(steps=5), summary)
+        harness.pipeline._prompts._most = most
+
+        async def run(harness=harness):
+            made = 0
+            while (lease := await harness.pipeline.next_batch()) is not None:
+                harness.buffer.ack(lease, harness.state.step)
+                harness.ledger.consumed(lease.keys, harness.state.step + 1)
+                harness.state.step += 1
+                harness.version = harness.state.published = harness.state.step
+                made += 1
+            return made
+
+        assert run_in_virtual_time(run()) == whole and harness.pipeline.exhausted
+        assert problems(harness)[0] == [] and sum(harness.state.cursor.position) <= most
