@@ -28,8 +28,10 @@ META = torch.device("meta")
 VOCABULARY, PROMPT = 40, 2
 LENGTHS = [5, 9, 6, 4]
 CHUNKED = Chunks(elements=VOCABULARY * 4)
-EVERYTHING = {"kl": {"placement": "loss"}, "entropy_coef": 0.1, "importance": {"tokens": "mask"},
-              "loss": {"dual_clip": 3.0}, "aggregate": "sequence"}
+EVERYTHING = {
+    "kl": {"placement": "loss"}, "entropy_coef": 0.1, "loss": {"dual_clip": 3.0}, "aggregate": "sequence",
+    "importance": {"tokens": "band", "masks": ["geometric", "outlier"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +65,11 @@ def batch(stop_tokens_later=False):
     (PolicyLearner, PolicyConfig, lambda model: PackedLanguageModel(model, 0.9), {}, batch()),
     (PolicyLearner, PolicyConfig, lambda model: PackedLanguageModel(model, 0.9, CHUNKED), EVERYTHING, batch()),
     (PolicyLearner, PolicyConfig, lambda model: PackedLanguageModel(model, 0.9), {}, batch(stop_tokens_later=True)),
+    (PolicyLearner, PolicyConfig, lambda model: PackedLanguageModel(model, 0.9), {"loss": "cispo"}, batch()),
     (CriticLearner, CriticConfig, PackedScalarModel, {}, batch()),
     (ActorCriticLearner, PolicyConfig, lambda model: PackedActorCritic(model, 0.9), EVERYTHING, batch()),
-], ids=["policy", "policy, every option, chunked", "policy, min_tokens", "critic", "policy and critic in one"])
+], ids=["policy", "policy, every option, chunked", "policy, min_tokens", "policy, CISPO", "critic",
+        "policy and critic in one"])
 def test_the_passes_of_an_optimizer_step_read_nothing_from_the_device(model, cls, config, module, changes, rows):
     algorithm = AlgorithmConfig(**changes)
     with META:
@@ -76,7 +80,7 @@ def test_the_passes_of_an_optimizer_step_read_nothing_from_the_device(model, cls
     learner.engine = SimpleNamespace(
         device=META, forward=packed, backward=lambda loss: losses.append(loss) or loss.backward(),
         step=lambda: StepResult(applied=True, grad_norm=1.0, learning_rate=0.1))
-    learner.optimize(rows, Update(kl_coef=0.1), meter)
+    learner.optimize(rows, learner.chosen_rows(rows), Update(kl_coef=0.1), meter)
     assert len(losses) > 1 and {loss.device for loss in losses} == {META}
     with pytest.raises((NotImplementedError, RuntimeError)):
         meter.means()  # the one reading, after all passes
