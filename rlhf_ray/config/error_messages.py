@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from rlhf_ray.config.config_layers import Layer
 from rlhf_ray.config.fields import (
     describe_fields,
+    has_short_form,
     section_of_items,
     sections_of,
     sections_of_values,
@@ -191,6 +192,8 @@ def _rule(place: _Place, problem: Any) -> str:
         return f"must have at least {context['min_length']}"
     if kind in _SECTION_TYPES:
         members = sections_of(place.annotation)
+        if has_short_form(place.annotation):
+            return f"must be one of {', '.join(str(type_tag(member)) for member in members)}, or a section with `type`"
         keys = ", ".join(members[0].model_fields) if members else "names of your choice"
         return f"is a section; give it keys ({keys})"
     return _SCALARS.get(kind) or problem["msg"][:1].lower() + problem["msg"][1:]

@@ -56,11 +56,12 @@ def one_of(members: tuple[type[TypedSection], ...], default: str) -> WrapValidat
     return WrapValidator(chosen)
 
 
-def tag_of(given: Any, default: str) -> Any:
-    """The type of a section of a union in any form: its name, a mapping, or a section."""
-    if isinstance(given, dict):
-        return given.get("type", default)
-    return getattr(given, "type", default) if isinstance(given, TypedSection) else given
+def tag_of(given: Any, default: str) -> str | None:
+    """The type of a section of a union in any form: its name, a mapping, or a section; None for anything else."""
+    if isinstance(given, TypedSection):
+        return type_tag(type(given))
+    tag = given.get("type", default) if isinstance(given, dict) else given
+    return tag if isinstance(tag, str) else None
 
 
 def _types_with(members: tuple[type[TypedSection], ...], key: Any) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from rlhf_ray.config.algorithm import AlgorithmConfig
+from rlhf_ray.config.algorithm import AlgorithmConfig, GRPOAlgorithm
 from rlhf_ray.config.conditional_fields import without_effect
 from rlhf_ray.config.estimators import ESTIMATORS, GAEEstimator, GRPOEstimator
 from rlhf_ray.config.load import as_yaml, load
@@ -45,6 +45,15 @@ class TestForms:
         monkeypatch.setenv("RLHF_RAY_ALGORITHM__ESTIMATOR__GAMMA", "0.5")
         found = load(PPOConfig, write("ppo"), []).algorithm.estimator
         assert (found.type, found.gamma) == ("reinforce", 0.5)
+
+    @pytest.mark.parametrize("given", [None, 3, ["grpo"], {"type": ["grpo"]}, {"type": None}, {1: 2}])
+    @pytest.mark.parametrize("preset", [{}, {"preset": "grpo"}])
+    def test_what_is_no_form_of_a_section_is_an_error_of_that_field(self, given, preset):
+        for cls in (AlgorithmConfig, GRPOAlgorithm):
+            with pytest.raises(ConfigError, match=r"\n  (estimator|loss)[.=]"):
+                cls(**preset, estimator=given, loss=given)
+        with pytest.raises(ConfigError, match="loss=3: must be one of clip, cispo, or a section with `type`"):
+            AlgorithmConfig(loss=3)
 
     def test_a_command_of_an_estimator_takes_its_fields(self, write):
         assert load(GRPOConfig, write("ppo"), ["--algorithm.estimator.whiten=true"]).algorithm.whitens
