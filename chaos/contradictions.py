@@ -9,7 +9,7 @@ from chaos.kinds import kind_of
 from chaos.run_record import RunRecord
 from chaos.witness.testimony import WitnessReport, testify
 
-COUNTED = ("trained", "lost", "duplicated", "quarantined")
+COUNTED = ("trained", "lost", "duplicated", "quarantined", "filtered")
 """Numbers of samples that the ledger and the witness count apart."""
 
 
@@ -30,7 +30,7 @@ def contradictions(record: RunRecord, books: Books, testimony: WitnessReport) ->
         return
     for what in COUNTED:
         counted, seen = getattr(books, what), getattr(testimony, what)
-        if counted != seen:
+        if seen is not None and counted != seen:
             yield f"the ledger counts {counted} samples as {what}, the witness {seen}"
     if testimony.not_applied and not any(kind_of(fault).changes_results for fault in record.faults):
         yield f"witness: {testimony.not_applied} optimizer steps were not applied, and no fault caused that"

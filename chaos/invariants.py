@@ -40,6 +40,8 @@ class Books:
     """Samples that the run's own summary counts as trained on."""
     again: int
     """Attempts that were given up."""
+    filtered: int = 0
+    """By dynamic sampling."""
 
     @property
     def lost(self) -> int:
@@ -66,7 +68,7 @@ class Books:
         counted = json.loads(summary.read_text())["samples"] if summary.exists() else trained
         if record.interruption is not None:
             wanted = trained = counted  # the last samples of an unfinished run are in no checkpoint
-        return cls(wanted, trained, states["quarantined"], counted, states["attempts given up"])
+        return cls(wanted, trained, states["quarantined"], counted, states["attempts given up"], states["filtered"])
 
 
 def violations(record: RunRecord, undisturbed: Path | None) -> list[str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 from chaos.injection_log import InjectionLog
 from chaos.witness.journals import REFUSED, SCORED, SERVICE, Journal
-from tests.unit.rewards.http.fault_server import faulty_in_thread
+from tests.unit.rewards.http.fault_server import faulty_in_thread, parity
 
-OK, REFUSAL = "ok", "400"
+OK, PARITY, REFUSAL = "ok", "parity", "400"
 PREFIX_TOKENS = 2
 """A prompt is identified by its first tokens; all prompts have this many. Prompts with equal prefixes are refused
 together."""
@@ -51,6 +51,8 @@ class RewardService:
         self._refused: set[str] = set()
         """Prefixes of prompts that get no score in this run."""
         self._journal: Journal | None = None
+        self.good = OK
+        """The behaviour of a request that does not fail."""
 
     def serve(self, injections: InjectionLog, journals: Path) -> None:
         """Obey the orders beside this injection log from now on, log there how they were obeyed, and note the samples
@@ -62,8 +64,11 @@ class RewardService:
     def behaviour(self, samples: Samples) -> str:
         """The behaviour of the service for a request with these samples."""
         behaviour = self._behaviour(samples)
-        if self._journal is not None and behaviour in (OK, "largest"):
-            self._journal.add(SCORED, samples=[sample["tokens"] for sample in samples])
+        if behaviour == OK:
+            behaviour = self.good
+        if self._journal is not None and behaviour in (OK, PARITY, "largest"):
+            scores = {"scores": [parity(sample) for sample in samples]} if behaviour == PARITY else {}
+            self._journal.add(SCORED, samples=[sample["tokens"] for sample in samples], **scores)
         return behaviour
 
     def _behaviour(self, samples: Samples) -> str:

@@ -15,8 +15,8 @@ WEIGHTS = "weights"
 SERVICE = "reward_service"
 """Name of the reward service's journal."""
 SCORED, REFUSED = "scored", "refused"
-"""Its events: samples got scores (`samples`, their tokens); a prompt gets none from now on (`prompt`, its first
-tokens)."""
+"""Its events: samples got scores (`samples`, their tokens; `scores`, where they depend on the responses); a prompt gets
+none from now on (`prompt`, its first tokens)."""
 
 
 class Journal:

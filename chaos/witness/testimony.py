@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,8 @@ class Plan:
     """Number of ranks of each learner."""
     model: Path
     temperature: float
+    filters: bool
+    """Whether prompts whose samples have equal scores are left out."""
 
     @classmethod
     def read(cls, config: Path) -> Plan:
@@ -49,8 +51,10 @@ class Plan:
         order = DataOrder.read(Path(given["prompts"]["path"]), given["prompts"]["max_tokens"], given["run"]["seed"])
         return cls(order, given["run"]["steps"], loop["prompts_per_step"], loop["samples_per_prompt"],
                    algorithm["epochs"], algorithm["mini_batches"], loop.get("max_staleness", 0),
-                   {POLICY: given["policy"]["workers"], CRITIC: given["critic"]["workers"]},
-                   Path(given["model"]["path"]), given["generator"]["sampling"].get("temperature", 1.0))
+                   {role: given[section]["workers"] for role, section in ((POLICY, "policy"), (CRITIC, "critic"))
+                    if given.get(section)},
+                   Path(given["model"]["path"]), given["generator"]["sampling"].get("temperature", 1.0),
+                   bool(algorithm.get("dynamic_sampling")))
 
 
 @dataclass
@@ -64,6 +68,9 @@ class WitnessReport:
     """Samples that some learner trained on although the enumeration has no (further) one of their prompt."""
     quarantined: int = 0
     """Samples of prompts that the reward service refused, in the part of the enumeration that the run has visited."""
+    filtered: int | None = 0
+    """Samples of prompts whose samples all got one score, in the same part; None where that part is not all that was
+    drawn."""
     not_applied: int = 0
     """Optimizer steps of ranks that changed no weight."""
     problems: list[str] = field(default_factory=list)
@@ -90,7 +97,7 @@ def testify(config: Path, directory: Path, journals: Path) -> WitnessReport:
                                for problem in history.problems])
     said.not_applied = sum(not step.applied for history in histories.values() for update in history.in_order()
                            for step in update.steps)
-    _join_data(plan, learners, refused, said)
+    _join_data(plan, learners, refused, _equal(plan, service) if plan.filters else set(), said)
     _join_scores(plan, learners[POLICY], service, said)
     said.problems += _disagreements(plan, learners)
     rollouts = [line for line in lines[f"{POLICY}_0"] if line["event"] == "rollouts"]
@@ -110,7 +117,21 @@ def _fed(plan: Plan, learner: Sequence[History], epoch: int, numbers: Iterable[i
                    for row in step.rows)
 
 
-def _join_data(plan: Plan, learners: Mapping[str, Sequence[History]], refused: Set[int], said: WitnessReport) -> None:
+def _equal(plan: Plan, service: Sequence[dict[str, Any]]) -> set[int]:
+    """The rows whose samples, all in one request, got the same score at least once."""
+    found: set[int] = set()
+    for line in service:
+        if line["event"] == SCORED and "scores" in line:
+            scores = defaultdict[int | None, list[float]](list)
+            for sample, score in zip(line["samples"], line["scores"], strict=True):
+                scores[plan.order.row_of(tuple(sample))].append(score)
+            found |= {row for row, its in scores.items() if row is not None and len(its) >= plan.samples
+                      and min(its) == max(its)}
+    return found
+
+
+def _join_data(plan: Plan, learners: Mapping[str, Sequence[History]], refused: Set[int], equal: Set[int],
+               said: WitnessReport) -> None:
     """Compare what each learner trained on in each epoch with the enumeration: over the whole run, and at max_staleness
     0 also in each update."""
     def rows_of(samples: Counter[Tokens]) -> Counter[int | None]:
@@ -121,8 +142,9 @@ def _join_data(plan: Plan, learners: Mapping[str, Sequence[History]], refused: S
 
     every = sorted({number for learner in learners.values() for history in learner for number in history.updates})
     trained = rows_of(_fed(plan, learners[POLICY], 0, every))
-    wanted, skipped = _wanted(plan, plan.order.visits(), trained, refused, plan.steps * plan.prompts)
-    said.trained, said.quarantined = trained.total(), skipped * plan.samples
+    wanted, skipped = _wanted(plan, plan.order.visits(), trained, refused | equal, plan.steps * plan.prompts)
+    said.trained, said.quarantined = trained.total(), sum(row in refused for row in skipped) * plan.samples
+    said.filtered = None if plan.max_staleness else sum(row not in refused for row in skipped) * plan.samples
     for role, learner in learners.items():
         for epoch in range(plan.epochs):
             got = rows_of(_fed(plan, learner, epoch, every))
@@ -137,19 +159,19 @@ def _join_data(plan: Plan, learners: Mapping[str, Sequence[History]], refused: S
     visits = plan.order.visits()
     for number in every if not plan.max_staleness else ():
         got = rows_of(_fed(plan, learners[POLICY], 0, [number]))
-        if _wanted(plan, visits, got, refused, plan.prompts)[0] != got:
+        if _wanted(plan, visits, got, refused | equal, plan.prompts)[0] != got:
             said.problems.append(f"update {number} is the first that trained on other prompts than its own")
             break
 
 
-def _wanted(plan: Plan, visits: Iterator[int], trained: Counter[int | None], refused: Set[int],
-            prompts: int) -> tuple[Counter[int | None], int]:
-    """How many samples of each row the next visits require, for a number of prompts; and how many visits were skipped,
-    because their prompts were refused and none of their samples was trained on."""
-    wanted, skipped = Counter[int | None](), 0
+def _wanted(plan: Plan, visits: Iterator[int], trained: Counter[int | None], left_out: Set[int],
+            prompts: int) -> tuple[Counter[int | None], list[int]]:
+    """How many samples of each row the next visits require, for a number of prompts; and the rows whose visits were
+    skipped, because they may be left out and none of their samples was trained on."""
+    wanted, skipped = Counter[int | None](), list[int]()
     for row in visits:
-        if row in refused and trained[row] - wanted[row] < plan.samples:
-            skipped += 1
+        if row in left_out and trained[row] - wanted[row] < plan.samples:
+            skipped.append(row)
             continue
         wanted[row] += plan.samples
         if wanted.total() == prompts * plan.samples:

@@ -1,12 +1,13 @@
 """The witness attests sound runs, with faults too, and finds seeded defects that the ledger does not."""
 
 import pytest
+import yaml
 
 from chaos import contradictions
 from chaos.campaign import Workspace
 from chaos.faults import Fault
 from chaos.invariants import Books
-from chaos.reward_service import reward_service
+from chaos.reward_service import OK, PARITY, reward_service
 from chaos.supervisor import run
 from tests.cluster.seeded_defects import sources_with
 
@@ -39,6 +40,25 @@ def test_a_run_with_faults_is_attested(workspace, max_staleness):
     assert [start.code for start in record.starts] == [-9, 0] and record.injections.injected() == {1, 2, 3, 4, 5}
     assert list(contradictions.contradictions(record, Books.of(record), said)) == []
     assert (said.trained, said.lost, said.duplicated) == (144, 0, 0) and said.not_applied and said.quarantined
+
+
+def test_a_run_with_dynamic_sampling_and_faults_is_attested(workspace):
+    """Scores are the parity of the tokens' sum, so that half of the prompts are filtered."""
+    config, directory = workspace.configure("dynamic", 9, 0, {
+        "algorithm": {"estimator": "grpo", "kl": {"coef": 0.1}, "dynamic_sampling": {"max_batches": 30}}})
+    given = yaml.safe_load(config.read_text())
+    del given["critic"]
+    given["rewards"] = {"service": given["rewards"]["service"]}
+    config.write_text(yaml.safe_dump(given))
+    workspace.service.good = PARITY
+    try:
+        record = run(config, directory, [fault for fault in FAULTS if fault.kind != "http_400"], workspace.service)
+    finally:
+        workspace.service.good = OK
+    said, books = contradictions.testimony_of(record), Books.of(record)
+    assert [start.code for start in record.starts] == [-9, 0] and record.injections.injected() == {1, 2, 3, 5}
+    assert list(contradictions.contradictions(record, books, said)) == []
+    assert (said.trained, said.lost, said.duplicated) == (144, 0, 0) and said.filtered == books.filtered > 40
 
 
 @pytest.mark.parametrize("defect, max_staleness", [*((defect, 0) for defect in FOUND),

@@ -96,6 +96,11 @@ def number(sample: dict[str, Any]) -> float:
     return float(sample["tokens"][0] if "tokens" in sample else sample["prompt"].split()[-1])
 
 
+def parity(sample: dict[str, Any]) -> float:
+    """Another score of a sample, which depends on its response: whether the sum of its tokens is odd."""
+    return float(sum(sample["tokens"]) % 2)
+
+
 def _response(status: int, body: bytes, kind: str = "application/json", **headers: str) -> bytes:
     lines = [f"HTTP/1.1 {status} X", f"Content-Type: {kind}", f"Content-Length: {len(body)}"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -103,9 +108,9 @@ def _response(status: int, body: bytes, kind: str = "application/json", **header
 
 
 def _scores(*, change: Callable[[list[Any]], list[Any]] = lambda s: s, model: Any = DIGEST,
-            **headers: str) -> Callable[..., bytes]:
+            score: Callable[[dict[str, Any]], float] = number, **headers: str) -> Callable[..., bytes]:
     def respond(samples: list[Any], _: dict[str, str]) -> bytes:
-        answer = {"version": 1, "scores": change([number(s) for s in samples]), "model": model}
+        answer = {"version": 1, "scores": change([score(s) for s in samples]), "model": model}
         return _response(200, json.dumps(answer).encode(), **headers)
 
     return respond
@@ -117,6 +122,7 @@ def _constant(data: bytes) -> Callable[..., bytes]:
 
 BEHAVIOURS: dict[str, Callable[..., bytes]] = {
     "ok": _scores(),
+    "parity": _scores(score=parity),
     "500": _constant(_response(500, b"<h1>Internal error</h1>", "text/html")),
     "429": _constant(_response(429, b'{"error": "full"}', Retry_After="1")),
     "503": _constant(_response(503, b'{"error": "stopping"}')),
