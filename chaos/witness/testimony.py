@@ -144,7 +144,6 @@ def _join_data(plan: Plan, learners: Mapping[str, Sequence[History]], refused: S
     trained = rows_of(_fed(plan, learners[POLICY], 0, every))
     wanted, skipped = _wanted(plan, plan.order.visits(), trained, refused | equal, plan.steps * plan.prompts)
     said.trained, said.quarantined = trained.total(), sum(row in refused for row in skipped) * plan.samples
-    said.filtered = None if plan.max_staleness else sum(row not in refused for row in skipped) * plan.samples
     for role, learner in learners.items():
         for epoch in range(plan.epochs):
             got = rows_of(_fed(plan, learner, epoch, every))
@@ -156,12 +155,18 @@ def _join_data(plan: Plan, learners: Mapping[str, Sequence[History]], refused: S
         if further := _fed(plan, learner, plan.epochs, every).total():
             said.duplicated += further
             said.problems.append(f"{role}: {further} samples in more than {plan.epochs} epochs of an update")
-    visits = plan.order.visits()
-    for number in every if not plan.max_staleness else ():
+    if plan.max_staleness:
+        said.filtered = None
+        return
+    visits, filtered = plan.order.visits(), 0
+    for number in every:
         got = rows_of(_fed(plan, learners[POLICY], 0, [number]))
-        if _wanted(plan, visits, got, refused | equal, plan.prompts)[0] != got:
+        of_update, skipped = _wanted(plan, visits, got, refused | equal, plan.prompts)
+        filtered += sum(row not in refused for row in skipped) * plan.samples
+        if of_update != got:
             said.problems.append(f"update {number} is the first that trained on other prompts than its own")
             break
+    said.filtered = filtered
 
 
 def _wanted(plan: Plan, visits: Iterator[int], trained: Counter[int | None], left_out: Set[int],

@@ -1,5 +1,8 @@
 """The witness attests sound runs, with faults too, and finds seeded defects that the ledger does not."""
 
+import json
+
+import numpy as np
 import pytest
 import yaml
 
@@ -10,6 +13,7 @@ from chaos.invariants import Books
 from chaos.reward_service import OK, PARITY, reward_service
 from chaos.supervisor import run
 from tests.cluster.seeded_defects import sources_with
+from tests.cluster.tiny import VOCAB
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 STEPS = 3
@@ -43,12 +47,18 @@ def test_a_run_with_faults_is_attested(workspace, max_staleness):
 
 
 def test_a_run_with_dynamic_sampling_and_faults_is_attested(workspace):
-    """Scores are the parity of the tokens' sum, so that half of the prompts are filtered."""
+    """Scores are the parity of the tokens' sum, so that half of the prompts are filtered. There are enough prompts for
+    one epoch: where an update draws a prompt twice, the witness cannot tell which time it was filtered."""
     config, directory = workspace.configure("dynamic", 9, 0, {
         "algorithm": {"estimator": "grpo", "kl": {"coef": 0.1}, "dynamic_sampling": {"max_batches": 30}}})
     given = yaml.safe_load(config.read_text())
     del given["critic"]
     given["rewards"] = {"service": given["rewards"]["service"]}
+    random = np.random.default_rng(3)
+    prompts = workspace.root / "many.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": " ".join(f"w{word}" for word in words)}) + "\n"
+                               for words in random.integers(2, VOCAB, (240, 5))))
+    given["prompts"]["path"] = str(prompts)
     config.write_text(yaml.safe_dump(given))
     workspace.service.good = PARITY
     try:
