@@ -68,7 +68,7 @@ class DynamicSamplingConfig(Section):
 
     max_batches: int = Field(10, ge=2)
     """How often prompts are drawn for a place of the batch; the last ones are trained on whatever their scores are (10
-    in NeMo-RL and verl's recipe, 30 in SkyRL). So a step generates at most so many batches."""
+    in NeMo-RL and in verl's documentation, 30 in SkyRL). So a step generates at most so many batches."""
 
 
 class AlgorithmConfig(Section):

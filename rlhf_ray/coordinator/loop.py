@@ -252,7 +252,9 @@ class Coordinator:
         dynamic = self.config.algorithm.dynamic_sampling
         if dynamic is None:
             return None
-        drawn = Drawn.of(lease.chunks, self.config.coordinator.samples_per_prompt)
+        by_component = self.config.algorithm.estimator.type == "gdpo"
+        components = [name for name, reward in self.config.rewards.items() if by_component and reward.weight]
+        drawn = Drawn.of(lease.chunks, self.config.coordinator.samples_per_prompt, components)
         if filled := int(drawn.metrics["dynamic/filled"]):
             self.progress.warn_once(
                 f"step {self.state.step}: {filled} of {self.config.coordinator.prompts_per_step} prompts have samples "

@@ -28,16 +28,23 @@ class Drawn:
     metrics: Mapping[str, float]
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], samples_per_prompt: int) -> "Drawn":
-        """What was drawn for the chunks of a batch."""
+    def of(cls, chunks: Sequence[Chunk], samples_per_prompt: int, components: Sequence[str] = ()) -> "Drawn":
+        """What was drawn for the chunks of a batch.
+
+        Args:
+            components: of the scores, if these are compared one by one.
+        """
         names = dict.fromkeys(name for chunk in chunks for name in chunk.filtered)
         filtered = {name: [score for chunk in chunks for score in chunk.filtered.get(name, ())] for name in names}
-        groups = np.concatenate([chunk.summary.scores for chunk in chunks]).reshape(-1, samples_per_prompt)
+        columns = [[chunk.summary.components[name] for chunk in chunks] for name in components] or [
+            [chunk.summary.scores for chunk in chunks]]
+        scores = np.stack([np.concatenate(column) for column in columns], -1)
+        groups = scores.reshape(-1, samples_per_prompt, len(columns))
         gone = len(filtered.get("score", ())) // samples_per_prompt
         return cls(filtered, {
             "dynamic/drawn_per_kept": (len(groups) + gone) / len(groups),
             "dynamic/filtered": float(gone),
-            "dynamic/filled": float((groups.min(1) == groups.max(1)).sum()),
+            "dynamic/filled": float((groups.min(1) == groups.max(1)).all(-1).sum()),
         })
 
 

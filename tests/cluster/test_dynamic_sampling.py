@@ -19,10 +19,7 @@ from tests.cluster.resumed import assert_equal_runs, steps
 
 pytestmark = pytest.mark.cluster
 FUNCTION = """
-import time
-
 def score(responses, **_):
-    time.sleep(0.1)
     return [float(len(response.split()) > 8) for response in responses]
 """
 STEPS, A_STEP, EACH = 4, 6, 2
@@ -33,8 +30,9 @@ def sections(tmp_path_factory):
     mine = tmp_path_factory.mktemp("reward") / "mine.py"
     mine.write_text(FUNCTION)
     return {
-        **SMALL, "critic": None, "evaluation": None, "checkpoint": {"every": 1, "every_minutes": 0},
-        "generator": {"workers": 1, "chunk": 4}, "policy": {"workers": 1, "ema_decay": None},
+        **SMALL, "critic": None, "checkpoint": {"every": 1, "every_minutes": 0},
+        "generator": {"workers": 1, "chunk": 4},
+        "policy": {"workers": 1, "ema_decay": None, "optimizer": {"learning_rate": 1e-3}},
         "rewards": {"main": {"type": "function", "function": f"{mine}:score", "path": None}},
         "algorithm": {"estimator": "grpo", "epochs": 1, "mini_batches": 1, "kl": {"coef": 0.1},
                       "dynamic_sampling": {"max_batches": 20}},

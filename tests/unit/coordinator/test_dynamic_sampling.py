@@ -11,8 +11,9 @@ import pytest
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.step_metrics import Drawn
+from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import audit, counts
-from rlhf_ray.replay.chunk import Sifted
+from rlhf_ray.replay.chunk import Chunk, Place, Sifted
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.coordinator.harnesses import FIRST, PipelineHarness
@@ -135,6 +136,16 @@ def test_filled_places_are_counted_by_the_scores_of_the_batch(dynamic, summary):
     harness = Flat(config_of(draws=2), summary, equal={FIRST[1], *FIRST[8:]})
     (_, drawn), = batches(harness, 1)
     assert drawn.metrics == {"dynamic/drawn_per_kept": 9 / 8, "dynamic/filtered": 1.0, "dynamic/filled": 1.0}
+
+
+def test_filled_places_are_counted_by_component_where_these_are_compared(summary):
+    keys = [SampleKey(0, row, sample) for row in range(3) for sample in range(2)]
+    components = {"a": np.array([0, 1, 1, 1, 0, 0], np.float32), "b": np.array([1, 0, 0, 1, 1, 1], np.float32)}
+    chunk = Chunk(Place(0), 6, 0, keys, summary=summary(keys, scores=sum(components.values()), components=components))
+    assert Drawn.of([chunk], 2).metrics["dynamic/filled"] == 2, "the sums 1 and 1, 1 and 1"
+    assert Drawn.of([chunk], 2, ["a", "b"]).metrics["dynamic/filled"] == 1
+    assert Drawn.of([chunk], 2, ["b"]).metrics["dynamic/filled"] == 1
+    assert Drawn.of([chunk], 2, ["a"]).metrics["dynamic/filled"] == 2
 
 
 def saved(harness, copy):
