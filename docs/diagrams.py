@@ -70,8 +70,8 @@ def life_of_a_sample() -> None:
             drawing.arrow((x - 26, 97), (x, 97))
     drawing.arrow((578, 68), (578, 34), (80, 34), (80, 68), kind="back")
     drawing.text(330, 24, "the attempt is given up (a lost worker, too stale, a resume): it is admitted again", "small")
-    ends = (("not applied", "the step changed no weight"), ("quarantined", "it cannot be scored"),
-            ("unused", "the run ended before"))
+    ends = (("not applied", "the step changed no weight"), ("filtered", "by dynamic sampling"),
+            ("quarantined", "it cannot be scored"), ("unused", "the run ended before"))
     for number, (state, note) in enumerate(ends):
         x = 342 + 166 * number
         drawing.box(x, 200, 140, 44, [state])
