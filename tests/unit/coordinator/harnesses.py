@@ -98,6 +98,13 @@ class PipelineHarness:
         return lease.keys
 
 
+def saved(harness, copy):
+    """What a checkpoint of now has of the coordinator; its ledger is at `copy`."""
+    harness.ledger.save(copy)
+    summaries = {chunk.place.plain(): chunk.summary for chunk in harness.buffer.ready()}
+    return harness.state.state_dict(harness.buffer.under_way()), harness.buffer.state_dict(), summaries
+
+
 class QuarantineHarness(PipelineHarness):
     """A pipeline whose reward has no score for sample 0 of some rows."""
 

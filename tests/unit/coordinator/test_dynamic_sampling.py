@@ -11,12 +11,12 @@ import pytest
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.step_metrics import Drawn
-from rlhf_ray.records import SampleKey
+from rlhf_ray.records import SampleKey, Sifted
 from rlhf_ray.replay.audit import audit, counts
-from rlhf_ray.replay.chunk import Chunk, Place, Sifted
+from rlhf_ray.replay.chunk import Chunk, Place
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from tests.unit.coordinator.harnesses import FIRST, PipelineHarness
+from tests.unit.coordinator.harnesses import FIRST, PipelineHarness, saved
 
 EQUAL = {FIRST[place] for place in (1, 4, 5, 8)}
 """One of the first chunk's prompts, both of the third's, and the first one that takes a place."""
@@ -146,13 +146,6 @@ def test_filled_places_are_counted_by_component_where_these_are_compared(summary
     assert Drawn.of([chunk], 2, ["a", "b"]).metrics["dynamic/filled"] == 1
     assert Drawn.of([chunk], 2, ["b"]).metrics["dynamic/filled"] == 1
     assert Drawn.of([chunk], 2, ["a"]).metrics["dynamic/filled"] == 2
-
-
-def saved(harness, copy):
-    """What a checkpoint of now has of the coordinator; its ledger is at `copy`."""
-    harness.ledger.save(copy)
-    summaries = {chunk.place.plain(): chunk.summary for chunk in harness.buffer.ready()}
-    return harness.state.state_dict(harness.buffer.under_way()), harness.buffer.state_dict(), summaries
 
 
 def resumed(harness, state, buffer, summaries, copy, count=2):

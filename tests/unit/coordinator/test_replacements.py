@@ -10,7 +10,7 @@ from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.errors import WorkerError
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.ledger_tables import LedgerFacts
-from tests.unit.coordinator.harnesses import FIRST, ROWS, QuarantineHarness
+from tests.unit.coordinator.harnesses import FIRST, ROWS, QuarantineHarness, saved
 
 BAD = {FIRST[place] for place in (1, 4, 5, 8)}
 """One of the first chunk's prompts, both of the third's, and the first one that takes a place."""
@@ -65,13 +65,6 @@ def test_where_timing_may_choose_nobody_waits_for_the_others(ordered, turns):
     batches = two_batches(ordered(turns, staleness=1))
     assert len({row for batch in batches for row in batch}) == 16
     assert not {row for batch in batches for row in batch} & BAD
-
-
-def saved(harness, copy):
-    """What a checkpoint of now has of the coordinator; its ledger is at `copy`."""
-    harness.ledger.save(copy)
-    summaries = {chunk.place.plain(): chunk.summary for chunk in harness.buffer.ready()}
-    return harness.state.state_dict(harness.buffer.under_way()), harness.buffer.state_dict(), summaries
 
 
 def two_resumed_batches(harness, state, buffer, summaries, copy):
