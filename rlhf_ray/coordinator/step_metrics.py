@@ -28,16 +28,24 @@ class Drawn:
     metrics: Mapping[str, float]
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], samples_per_prompt: int) -> "Drawn":
-        """What was drawn for the chunks of a batch."""
+    def of(cls, chunks: Sequence[Chunk], samples_per_prompt: int, components: Sequence[str] = ()) -> "Drawn":
+        """What was drawn for the chunks of a batch.
+
+        Args:
+            components: those of the scores, if the estimator compares each by itself; empty if it compares their sum.
+        """
         names = dict.fromkeys(name for chunk in chunks for name in chunk.filtered)
         filtered = {name: [score for chunk in chunks for score in chunk.filtered.get(name, ())] for name in names}
-        groups = np.concatenate([chunk.summary.scores for chunk in chunks]).reshape(-1, samples_per_prompt)
+        summaries = [chunk.summary for chunk in chunks]
+        columns = [np.concatenate([s.components[name] for s in summaries]) for name in components]
+        compared = np.stack(columns or [np.concatenate([s.scores for s in summaries])], axis=-1)
+        groups = compared.reshape(-1, samples_per_prompt, compared.shape[-1])
+        equal = (groups.min(axis=1) == groups.max(axis=1)).all(axis=-1)
         gone = len(filtered.get("score", ())) // samples_per_prompt
         return cls(filtered, {
             "dynamic/drawn_per_kept": (len(groups) + gone) / len(groups),
             "dynamic/filtered": float(gone),
-            "dynamic/filled": float((groups.min(1) == groups.max(1)).sum()),
+            "dynamic/filled": float(equal.sum()),
         })
 
 
