@@ -305,6 +305,16 @@ class RewardScores:
 
 
 @dataclass(frozen=True)
+class Sifted:
+    """The samples of a rollout that dynamic sampling keeps: those of prompts whose scores differ."""
+
+    kept: list[int]
+    """Numbers of the samples."""
+    others: dict[str, list[float]]
+    """Scores of the other samples, by the names of `RewardScores.numbers`."""
+
+
+@dataclass(frozen=True)
 class Unscored:
     """A sample for which a reward could not be given."""
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.errors import WorkerLost
-from rlhf_ray.records import RewardTerms
-from rlhf_ray.replay.chunk import Chunk, Sifted
+from rlhf_ray.records import RewardTerms, Sifted
+from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner

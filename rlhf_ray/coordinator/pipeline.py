@@ -17,9 +17,9 @@ from rlhf_ray.coordinator.rollout_source import PromptsAhead, PromptSource, Roll
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.scoring_batcher import LINGER, ScoringBatcher
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
-from rlhf_ray.records import SampleKey
+from rlhf_ray.records import SampleKey, Sifted
 from rlhf_ray.replay.buffer import ReplayBuffer
-from rlhf_ray.replay.chunk import Chunk, CommitOutcome, Lease, Phase, Place, Sifted
+from rlhf_ray.replay.chunk import Chunk, CommitOutcome, Lease, Phase, Place
 from rlhf_ray.replay.ledger import Ledger
 from rlhf_ray.replay.staleness import AdmissionRule, staleness
 from rlhf_ray.workers.health_monitor import Decision

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from rlhf_ray.records import SampleKey
+from rlhf_ray.records import SampleKey, Sifted
 
 
 class Place(NamedTuple):
@@ -44,16 +44,6 @@ class Phase(StrEnum):
     """Scored by the learners and assembled to experience."""
     READY = "ready"
     """Its experience waits for an update, or is being trained on."""
-
-
-@dataclass(frozen=True)
-class Sifted:
-    """The samples of a chunk that dynamic sampling keeps: those of prompts whose scores differ."""
-
-    kept: list[int]
-    """Numbers of the samples."""
-    others: dict[str, list[float]]
-    """Scores of the other samples, by the names of `RewardScores.numbers`."""
 
 
 @dataclass(eq=False)

@@ -39,10 +39,10 @@ from rlhf_ray.records import (
     Rollout,
     SampleKey,
     Scores,
+    Sifted,
     TokenScores,
     row_indices,
 )
-from rlhf_ray.replay.chunk import Sifted
 from rlhf_ray.rewards.protocol import finished, rollout_texts
 from rlhf_ray.roles.evaluation_metrics import bigram_codes, pass_rates, stable_hash, summarise
 from rlhf_ray.roles.micro_batch import split_scores

@@ -13,9 +13,9 @@ import pytest
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.step_metrics import Drawn
-from rlhf_ray.records import SampleKey
+from rlhf_ray.records import SampleKey, Sifted
 from rlhf_ray.replay.audit import audit, counts
-from rlhf_ray.replay.chunk import Chunk, Sifted
+from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.assembler import Assembler
