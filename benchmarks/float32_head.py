@@ -4,10 +4,9 @@ logits in float32 (`model.float32_head`) on both sides, on one, and on none.
 Random Llamas, small but for their vocabulary of 131,072 tokens. The head is scaled so that logits are spread as those
 of language models are: a standard deviation of 4, the largest near 20, and an entropy of about 4 nats. How much the
 layers before it round apart depends on their weights, so there are two models: one of weights as small as transformers
-initialises them, whose layers change little, and one of larger weights. vLLM samples
-responses, and packed passes compute the log-probabilities of the same tokens as learners do: in a model trained whole,
-whose weights are float32 and its products bfloat16 (`autocast`), and in a frozen one in bfloat16, such as a reference
-or the base of adapters.
+initialises them, whose layers change little, and one of larger weights. vLLM samples responses, and packed passes
+compute the log-probabilities of the same tokens as learners do: in a model trained whole, whose weights are float32 and
+its products bfloat16 (`autocast`), and in a frozen one in bfloat16, such as a reference or the base of adapters.
 """
 
 import asyncio
@@ -42,8 +41,7 @@ KINDS = {"trained whole": "float32", "frozen": "bfloat16"}
 class Gap:
     """Of log-probabilities of one rollout, in nats."""
 
-    mean_square: float
-    """Root mean square."""
+    root_mean_square: float
     median: float
     quantile: float
     """99 of 100 tokens have a smaller one."""
@@ -130,7 +128,7 @@ def row(scale: float, key: tuple[str, bool, bool], gap: Gap) -> str:
     """A line of the table."""
     kind, *heads = key
     generator, learner = ("float32" if head else "bfloat16" for head in heads)
-    return (f"| {scale:.3f} | {kind} | {generator} | {learner} | {gap.mean_square:.4f} | {gap.median:.4f} | "
+    return (f"| {scale:.3f} | {kind} | {generator} | {learner} | {gap.root_mean_square:.4f} | {gap.median:.4f} | "
             f"{gap.quantile:.4f} |")
 
 

@@ -56,17 +56,17 @@ def stale(seeds: Sequence[int], home: Path, models: Path | None) -> str:
     rows = []
     for name, settings in STALE_ARMS.items():
         outcomes: list[Outcome] = []
-        weights: list[float] = []
+        staleness: list[float] = []
         for seed in seeds:
             directory = home / _folder(name) / f"seed_{seed}"
             run_unless_finished(config_of(quickstart.RECIPE, found, seed, directory, settings, "ppo"))
             outcomes.append(read_outcome(name, seed, directory))
-            weights += [row["staleness/mean"] for row in read_metrics(directory) if "staleness/mean" in row]
+            staleness += [row["staleness/mean"] for row in read_metrics(directory) if "staleness/mean" in row]
         numbers = [spread(outcomes, number) for number in (
             lambda o: o.gold_after, lambda o: o.kl_after, lambda o: o.samples[-1] / o.seconds)]
         cells = [f"{number.mean:.{digits}f} ± {number.deviation:.{digits}f}"
                  for number, digits in zip(numbers, (3, 2, 1), strict=True)]
-        rows.append([name, f"{mean(weights):.2f}", *cells])
+        rows.append([name, f"{mean(staleness):.2f}", *cells])
     return table(("arm", "staleness, mean", "gold after", "KL after", "samples/s of the loop"), rows)
 
 

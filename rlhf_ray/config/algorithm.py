@@ -137,8 +137,12 @@ class AlgorithmConfig(Section):
     @field_validator("dynamic_sampling", mode="before")
     @classmethod
     def _on_or_off(cls, given: Any) -> Any:
-        return {True: {}, "true": {}, False: None, "false": None}.get(given, given) if isinstance(
-            given, bool | str) else given
+        """`true` is a section without keys, `false` none; on the command line they are text."""
+        if given is True or given == "true":
+            return {}
+        if given is False or given == "false":
+            return None
+        return given
 
     @property
     def method(self) -> str:

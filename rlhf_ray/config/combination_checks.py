@@ -178,17 +178,21 @@ def check_critic_start(config: PPOConfig) -> None:
 
 def check_groups(config: PPOConfig) -> None:
     """An estimator that compares a prompt's samples needs several."""
-    if config.algorithm.dynamic_sampling is not None and not config.algorithm.compares_groups:
-        raise ValueError(
-            "algorithm.dynamic_sampling (max_batches="
-            f"{config.algorithm.dynamic_sampling.max_batches}) leaves prompts out whose samples have equal scores, "
-            f"and estimator={config.algorithm.estimator.type} compares no samples of a prompt: their advantages need "
-            "not be 0; use grpo, or leave it out")
     if config.algorithm.compares_groups and config.coordinator.samples_per_prompt < 2:
         raise ValueError(
             f"algorithm.estimator={config.algorithm.estimator.type} compares a prompt's samples, but "
             f"coordinator.samples_per_prompt={config.coordinator.samples_per_prompt}; raise it to at least 2 (4 to "
             "16 are usual) or use gae, reinforce or reinforce_pp")
+
+
+def check_dynamic_sampling(config: PPOConfig) -> None:
+    """Only an estimator that compares a prompt's samples learns nothing from equal scores."""
+    a = config.algorithm
+    if a.dynamic_sampling is not None and not a.compares_groups:
+        raise ValueError(
+            f"algorithm.dynamic_sampling (max_batches={a.dynamic_sampling.max_batches}) leaves prompts out whose "
+            f"samples have equal scores, and estimator={a.estimator.type} compares no samples of a prompt: their "
+            "advantages need not be 0; use grpo, or leave it out")
 
 
 def check_decoupled_rewards(config: PPOConfig) -> None:
@@ -438,10 +442,10 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     ProcessRewardConfig: (check_best_metric,),
     PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
     PPOConfig: (
-        check_backbone, check_target_kl, check_reward_components, check_critic_start, check_groups,
-        check_decoupled_rewards, check_held_out, check_ratio, check_overlong_buffer, check_sampling, check_prefill,
-        check_best_metric, check_mini_batches, check_chunks, check_buffer, check_micro_batches, check_transport,
-        check_phases, check_schedules,
+        check_backbone, check_target_kl, check_reward_components, check_critic_start,
+        check_dynamic_sampling, check_groups, check_decoupled_rewards, check_held_out, check_ratio,
+        check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches, check_chunks,
+        check_buffer, check_micro_batches, check_transport, check_phases, check_schedules,
     ),
 }
 """The checks of a configuration and of those derived from it, in the order in which they are made."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_ray.config.algorithm import OldLogprobs
 from rlhf_ray.config.data import EvaluationPrompts, PromptsConfig
+from rlhf_ray.config.estimators import GDPOEstimator
 from rlhf_ray.config.generation import (
     BUCKET_BETWEEN_GPUS_MB,
     BUCKET_FROM_GPU_MB,
@@ -115,6 +116,14 @@ def reward_sections(config: PPOConfig) -> dict[str, RewardConfig]:
     """All that the reward scorer runs, by field: the rewards, and the judge's components."""
     return {**{f"rewards.{name}": reward for name, reward in config.rewards.items()},
             **{f"logging.judge ({name})": reward for name, reward in judge_rewards(config).items()}}
+
+
+def compared_components(config: PPOConfig) -> list[str]:
+    """Components of the scores that the estimator compares each by itself (gdpo, those with a weight); empty if it
+    compares the scores."""
+    if not isinstance(config.algorithm.estimator, GDPOEstimator):
+        return []
+    return [name for name, reward in config.rewards.items() if reward.weight]
 
 
 def derive(config: PPOConfig) -> Derived:

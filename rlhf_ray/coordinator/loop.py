@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlhf_ray.config.derived import Derived
+from rlhf_ray.config.derived import Derived, compared_components
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
@@ -248,13 +248,11 @@ class Coordinator:
             await self._save()
 
     def _drawn(self, lease: Lease) -> Drawn | None:
-        """What dynamic sampling drew for a batch; a warning where it gave up."""
+        """What dynamic sampling drew for a batch; warns once if it trains on prompts of equal scores."""
         dynamic = self.config.algorithm.dynamic_sampling
         if dynamic is None:
             return None
-        by_component = self.config.algorithm.estimator.type == "gdpo"
-        components = [name for name, reward in self.config.rewards.items() if by_component and reward.weight]
-        drawn = Drawn.of(lease.chunks, self.config.coordinator.samples_per_prompt, components)
+        drawn = Drawn.of(lease.chunks, self.config.coordinator.samples_per_prompt, compared_components(self.config))
         if filled := int(drawn.metrics["dynamic/filled"]):
             self.progress.warn_once(
                 f"step {self.state.step}: {filled} of {self.config.coordinator.prompts_per_step} prompts have samples "

@@ -290,16 +290,17 @@ class Pipeline:
         await self._calls.assemble(chunks, columns, terms)
 
     async def _sift(self, chunks: Sequence[Chunk], columns: Columns) -> tuple[Sequence[Chunk], Columns]:
-        """Dynamic sampling: continue with the samples of prompts whose scores differ. What was drawn last for a room is
-        kept as it is."""
+        """Dynamic sampling: continue with the samples of prompts whose scores differ. What is drawn last for a place is
+        kept whatever its scores are."""
         for chunk, sifted in zip(chunks, await self._calls.sift(chunks, columns), strict=True):
             if chunk.draws < self._draws and len(sifted.kept) < len(chunk.keys):
                 chunk.sifted = sifted
         return await self._calls.keep(chunks, columns)
 
     def _filter(self, chunk: Chunk, sifted: Sifted) -> None:
-        """Take the samples out of a chunk whose scores tell nothing: they are settled, and their room becomes a chunk
-        of its own, which waits for other prompts. Which samples these are follows from their keys and the weights."""
+        """Take the samples of prompts with equal scores out of a chunk: they are settled, and their place becomes a
+        chunk of its own, which waits for other prompts. Which samples these are follows from their keys and the
+        weights."""
         kept = [chunk.keys[number] for number in sifted.kept]
         staying = set(kept)
         left = [key for key in chunk.keys if key not in staying]
@@ -327,9 +328,9 @@ class Pipeline:
         """Quarantine the prompts of a chunk that have samples without a score; returns the numbers of the samples that
         stay in its rollout, or None if all do.
 
-        The samples that stay keep their place and what was generated of them. The room of the others becomes a chunk of
-        its own, which waits for other prompts. Who leaves follows from the samples' keys and never from timing, so at
-        max_staleness 0 it is always the same samples that are scored together.
+        The samples that stay keep their place and what was generated of them. The place of the others becomes a chunk
+        of its own, which waits for other prompts. Who leaves follows from the samples' keys and never from timing, so
+        at max_staleness 0 it is always the same samples that are scored together.
 
         Raises:
             RewardError: too many prompts were quarantined.

@@ -32,19 +32,20 @@ class Drawn:
         """What was drawn for the chunks of a batch.
 
         Args:
-            components: of the scores, if these are compared one by one.
+            components: those of the scores, if the estimator compares each by itself; empty if it compares their sum.
         """
         names = dict.fromkeys(name for chunk in chunks for name in chunk.filtered)
         filtered = {name: [score for chunk in chunks for score in chunk.filtered.get(name, ())] for name in names}
-        columns = [[chunk.summary.components[name] for chunk in chunks] for name in components] or [
-            [chunk.summary.scores for chunk in chunks]]
-        scores = np.stack([np.concatenate(column) for column in columns], -1)
-        groups = scores.reshape(-1, samples_per_prompt, len(columns))
+        summaries = [chunk.summary for chunk in chunks]
+        columns = [np.concatenate([s.components[name] for s in summaries]) for name in components]
+        compared = np.stack(columns or [np.concatenate([s.scores for s in summaries])], axis=-1)
+        groups = compared.reshape(-1, samples_per_prompt, compared.shape[-1])
+        equal = (groups.min(axis=1) == groups.max(axis=1)).all(axis=-1)
         gone = len(filtered.get("score", ())) // samples_per_prompt
         return cls(filtered, {
             "dynamic/drawn_per_kept": (len(groups) + gone) / len(groups),
             "dynamic/filtered": float(gone),
-            "dynamic/filled": float((groups.min(1) == groups.max(1)).all(-1).sum()),
+            "dynamic/filled": float(equal.sum()),
         })
 
 

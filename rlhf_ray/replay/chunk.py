@@ -79,9 +79,9 @@ class Chunk:
     summary: Any = None
     """The small numbers about its experience (`records.ExperienceSummary`). A checkpoint saves them."""
     draws: int = 1
-    """How often prompts have been drawn for its room, with dynamic sampling: these are the last ones."""
+    """How often prompts have been drawn for its place, with dynamic sampling; its own are the latest."""
     filtered: dict[str, list[float]] = field(default_factory=dict)
-    """Scores of the samples that were drawn for its room before and filtered, by the names in `Sifted`."""
+    """Scores of the samples that were drawn for its place before and filtered, by the names in `Sifted`."""
     sifted: Sifted | None = None
     """Which of its samples to keep; None for all."""
 

@@ -212,7 +212,9 @@ class Learner(ProfiledByTorch):
         left takes part in the collective calls with any row, which does not. So does every rank if there are none."""
         among = np.arange(len(rows)) if passed is None else passed
         plan = rank_plan(rows.lengths[among], self.world, self.config.micro_batch_tokens)[self.rank]
-        for chosen in plan or [among[:0]] * (len(rows) > 0):
+        if not plan and len(rows):
+            plan = [among[:0]]
+        for chosen in plan:
             yield rows.select(among[chosen] if len(chosen) else [0]), len(chosen) > 0
 
     def score(

@@ -127,7 +127,7 @@ def verl(b: dict[str, torch.Tensor]) -> Iterator[Entry]:
     yield "reinforce_baseline_whitened", "compute_reinforce_plus_plus_baseline_outcome_advantage", (
         core.compute_reinforce_plus_plus_baseline_outcome_advantage(whole, mask, index)[0]), (
         "always whitened, undiscounted, and sums of token rewards are compared: ours with penalties of 0, gamma 1 and "
-        "whiten_advantages on")
+        "whiten on")
     for estimator in ("k1", "k2", "k3", "abs"):
         yield f"kl_{estimator}", "kl_penalty", core.kl_penalty(b["new"], b["reference"], estimator), (
             "k3 is cut at 10, k1 of more than 20 too: the batch stays within; ours is never cut")

@@ -35,7 +35,7 @@ def test_it_counts_samples_by_what_became_of_them(command_line, run):
     assert told.code == 0
     numbers = {line.rsplit(maxsplit=1)[0]: int(line.rsplit(maxsplit=1)[1]) for line in told.out.splitlines()[:-1]}
     assert numbers == {"admitted": 0, "leased": 0, "generated": 0, "scored": 0, "consumed": 0, "committed": 2,
-                       "not_applied": 0, "quarantined": 0, "unused": 0, "attempts given up": 1}
+                       "not_applied": 0, "quarantined": 0, "filtered": 0, "unused": 0, "attempts given up": 1}
     assert told.out.splitlines()[-1] == "ledger audit passed"
 
 

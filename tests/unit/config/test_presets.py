@@ -100,6 +100,13 @@ def test_another_loss_has_its_own_defaults(write, caplog):
     assert (a.loss.clip_low, a.old_logprobs) == (0.2, "policy")
 
 
+def test_keys_of_the_presets_loss_need_no_type(write, caplog):
+    with caplog.at_level(logging.WARNING):
+        a = load(PPOConfig, write("ppo"), ["--algorithm.preset=cispo", "--algorithm.loss.max_ratio=8"]).algorithm
+    assert (a.loss.type, a.loss.max_ratio, a.old_logprobs, caplog.messages) == ("cispo", 8.0, "generator", [])
+    assert AlgorithmConfig(preset="cispo", loss={"max_ratio": 8}).loss == a.loss
+
+
 def test_a_value_of_a_preset_that_has_no_effect_is_not_refused(write):
     one_step = ["--algorithm.epochs=1", "--algorithm.mini_batches=1"]
     load(PPOConfig, write("ppo"), ["--algorithm.preset=gspo", *one_step])

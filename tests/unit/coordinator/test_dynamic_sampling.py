@@ -3,7 +3,9 @@
 import asyncio
 from collections import Counter
 from contextlib import closing
+from inspect import signature
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.step_metrics import Drawn
 from rlhf_ray.records import SampleKey, Sifted
 from rlhf_ray.replay.audit import audit, counts
-from rlhf_ray.replay.chunk import Chunk, Place
+from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
+from rlhf_ray.roles.assembler import Assembler
 from tests.unit.coordinator.harnesses import FIRST, PipelineHarness, saved
+from tests.unit.coordinator.stand_ins import role_groups_of
 
 EQUAL = {FIRST[place] for place in (1, 4, 5, 8)}
 """One of the first chunk's prompts, both of the third's, and the first one that takes a place."""
@@ -57,6 +61,7 @@ class DynamicHarness(PipelineHarness):
         if method == "sift":
             return [self.sifted(keys) for keys in arguments[0]]
         if method == "keep_samples":
+            signature(Assembler.keep_samples).bind(None, *arguments, **columns)
             kept = [{**rollout, "keys": [rollout["keys"][number] for number in numbers]}
                     for numbers, rollout in zip(arguments[0], columns["rollouts"], strict=True) if numbers]
             return *kept, "rewards", "reference"
@@ -123,6 +128,15 @@ def test_what_is_drawn_last_for_a_place_is_kept_whatever_its_scores(dynamic, dra
     assert sum(harness.drawn.values()) == 2 * (8 + draws - 1)
 
 
+def test_prompts_are_filtered_without_a_reference_too(dynamic):
+    """As with the preset dapo, whose runs have none."""
+    harness = dynamic()
+    harness.roles = role_groups_of(generators=harness.generators, policy=harness.policy, reward=harness.score,
+                                   reference=None, critic=None, assembler=harness.assemble)
+    harness.pipeline = harness.pipeline_of(harness.pipeline.config, harness.roles)
+    assert [rows for rows, _ in batches(harness)] == [BATCH, NEXT]
+
+
 def test_filled_places_are_counted_by_the_scores_of_the_batch(dynamic, summary):
     class Flat(DynamicHarness):
         async def assemble(self, rank, method, *arguments, **columns):
@@ -138,14 +152,17 @@ def test_filled_places_are_counted_by_the_scores_of_the_batch(dynamic, summary):
     assert drawn.metrics == {"dynamic/drawn_per_kept": 9 / 8, "dynamic/filtered": 1.0, "dynamic/filled": 1.0}
 
 
-def test_filled_places_are_counted_by_component_where_these_are_compared(summary):
-    keys = [SampleKey(0, row, sample) for row in range(3) for sample in range(2)]
-    components = {"a": np.array([0, 1, 1, 1, 0, 0], np.float32), "b": np.array([1, 0, 0, 1, 1, 1], np.float32)}
-    chunk = Chunk(Place(0), 6, 0, keys, summary=summary(keys, scores=sum(components.values()), components=components))
-    assert Drawn.of([chunk], 2).metrics["dynamic/filled"] == 2, "the sums 1 and 1, 1 and 1"
+def test_a_prompt_whose_components_differ_is_not_filled_although_its_scores_are_equal():
+    """As with GDPO: of three prompts the second differs in a component, the third in its score alone."""
+    summary = SimpleNamespace(scores=np.array([1, 1, 2, 2, 0, 3], np.float32), components={
+        "a": np.array([1, 1, 0, 2, 1, 1], np.float32), "b": np.array([0, 0, 2, 0, 5, 5], np.float32)})
+    chunk = Chunk.outside([SampleKey(0, row, sample) for row in range(3) for sample in range(2)])
+    chunk.summary = summary
+    assert Drawn.of([chunk], 2).metrics["dynamic/filled"] == 2
+    assert Drawn.of([chunk], 2, ["a", "b"]).metrics["dynamic/filled"] == 2
+    assert Drawn.of([chunk], 2, ["b"]).metrics["dynamic/filled"] == 2
+    summary.components["a"][0] = 7
     assert Drawn.of([chunk], 2, ["a", "b"]).metrics["dynamic/filled"] == 1
-    assert Drawn.of([chunk], 2, ["b"]).metrics["dynamic/filled"] == 1
-    assert Drawn.of([chunk], 2, ["a"]).metrics["dynamic/filled"] == 2
 
 
 def resumed(harness, state, buffer, summaries, copy, count=2):
