@@ -160,10 +160,11 @@ def _values(preset: Preset, algorithm: Mapping[str, Any], wholes: Mapping[str, i
 
 def _with(section: Any, keys: list[str], value: Any) -> Any:
     """`section` with `value` at a path, unless something is there or above."""
-    values = {"type": section} if isinstance(section, str) else as_set(section)
-    if values is None:
-        return section
     key, *below = keys
+    if isinstance(section, str) and key == "type":  # the short form of a union
+        return {"type": section}
+    if (values := as_set(section)) is None:
+        return section
     if below:
         return {**values, key: _with(values.get(key, {}), below, value)}
     return values if key in values else {**values, key: value}

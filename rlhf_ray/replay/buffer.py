@@ -122,8 +122,8 @@ class ReplayBuffer:
         """Divide a reserved chunk that loses samples: it keeps `kept`, some of its keys, and its place.
 
         Returns:
-            A reserved chunk without keys for as many samples as left. Its place is right behind those of the same
-            admission number; it is that of `chunk`, which is reserved no longer, if none are kept.
+            A reserved chunk without keys for as many samples as left. Its place is behind that of `chunk` and of what
+            was split from `chunk` before; it is that of `chunk`, which is reserved no longer, if none are kept.
 
         Raises:
             BufferError: the chunk is not reserved.
@@ -135,9 +135,11 @@ class ReplayBuffer:
             chunk.keys = []
             self._open(rest)
             return rest
+        order, part = chunk.place
         leased = [one.place for lease in self._leases.values() for one in lease.chunks]
-        parts = [place.part for place in (*self._reserved, *self._ready, *leased) if place.order == chunk.place.order]
-        rest = Chunk(Place(chunk.place.order, 1 + max(parts)), chunk.samples - len(kept), chunk.version,
+        parts = [place.part for place in (*self._reserved, *self._ready, *leased) if place.order == order]
+        earlier = [each[len(part)] for each in parts if each[: len(part)] == part != each]
+        rest = Chunk(Place(order, (*part, 1 + max(earlier, default=0))), chunk.samples - len(kept), chunk.version,
                      draws=chunk.draws)
         self._close(chunk)
         chunk.keys = list(kept)

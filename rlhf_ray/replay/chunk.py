@@ -16,11 +16,12 @@ class Place(NamedTuple):
 
     order: int
     """Admission number. Another attempt at the same chunk keeps it; samples that are admitted again get a new one."""
-    part: int = 0
-    """Counts the parts of one admission number: 0, until the chunk is split."""
+    part: tuple[int, ...] = ()
+    """Empty, until the chunk is split: (1,) is what was split from it first, (1, 2) what was split from that second. A
+    part comes right behind what it was split from, whichever of several parts is split first."""
 
     def __str__(self) -> str:
-        return f"{self.order}.{self.part}" if self.part else str(self.order)
+        return ".".join(map(str, (self.order, *self.part)))
 
     def plain(self) -> int | str:
         """For JSON: the admission number, or as text "order.part"."""
@@ -29,7 +30,8 @@ class Place(NamedTuple):
     @classmethod
     def from_plain(cls, plain: int | str) -> Place:
         """The place that `plain` gave."""
-        return cls(*map(int, str(plain).split(".")))
+        order, *part = map(int, str(plain).split("."))
+        return cls(order, tuple(part))
 
 
 class Phase(StrEnum):

@@ -133,3 +133,20 @@ def test_another_estimator_contradicts_it(write):
 def test_a_name_of_none_is_an_error_that_lists_them(write):
     with pytest.raises(ConfigError, match="algorithm.preset='gppo': must be one of ppo, grpo, dapo"):
         load(PPOConfig, write("ppo"), ["--algorithm.preset=gppo"])
+
+
+@pytest.mark.parametrize(("given", "draws"), [("true", 10), ("false", None), ("null", None)])
+def test_dynamic_sampling_of_a_preset_is_switched_on_and_off_on_the_command_line(write, given, draws):
+    config = load(PPOConfig, write("ppo"), ["--algorithm.preset=dapo", "--generator.chunk=16",
+                                              f"--algorithm.dynamic_sampling={given}"])
+    dynamic = config.algorithm.dynamic_sampling
+    assert (dynamic and dynamic.max_batches) == draws
+
+
+def test_the_type_of_a_union_is_the_first_of_its_values_in_a_preset():
+    """`fill` makes a section of the short form there, before the others are filled in."""
+    for preset in PRESETS.values():
+        paths = list(preset.values)
+        for section in ("algorithm.estimator.", "algorithm.loss."):
+            its = [path for path in paths if path.startswith(section)]
+            assert its[:1] in ([], [f"{section}type"])

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.step_metrics import Drawn
 from rlhf_ray.records import SampleKey, Sifted
 from rlhf_ray.replay.audit import audit, counts
@@ -19,7 +20,7 @@ from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from rlhf_ray.roles.assembler import Assembler
-from tests.unit.coordinator.harnesses import FIRST, PipelineHarness, saved
+from tests.unit.coordinator.harnesses import FIRST, ROWS, PipelineHarness, QuarantineHarness, saved
 from tests.unit.coordinator.stand_ins import role_groups_of
 
 EQUAL = {FIRST[place] for place in (1, 4, 5, 8)}
@@ -200,6 +201,33 @@ def test_a_run_saved_within_a_refill_goes_on_as_if_it_had_not_been(dynamic, tmp_
     (first, drawn), (second, _) = resumed(again, state, buffer, summaries, copy)
     assert [first, second] == [BATCH, NEXT]
     assert drawn.metrics["dynamic/filtered"] == 4 and problems(again)[0] == []
+
+
+class WithQuarantine(QuarantineHarness, DynamicHarness):
+    """Some prompts have no score; `slow`: the prompt, by its place in the order of drawing, that is scored late."""
+
+    def __init__(self, config, summary, bad, slow, equal):
+        self.slow = slow
+        super().__init__(config, summary, bad, limit=0.9, equal=equal)
+        self.pipeline.quarantine = Quarantine(self.ledger, self.file, 0.9, ROWS, self.warnings.append)
+
+    async def score(self, rank, method, rollouts, prompts):
+        await asyncio.sleep(5.0 if rollouts[0]["keys"][0].row == FIRST[self.slow] else 0.1)
+        return await super().score(rank, method, rollouts, prompts)
+
+
+@pytest.mark.parametrize("slow", [8, 10])
+def test_the_rooms_of_quarantined_and_of_filtered_prompts_of_a_chunk_do_not_depend_on_timing(summary, slow):
+    """Of a chunk of 8 prompts, 0 and 1 have no score and 2 and 3 equal ones. By hand: 8 and 9 take the places of the
+    former, and 10 and 11 those of the latter. 8 and 10 have equal scores, too; 12 takes the place of 8, and 13, drawn
+    third for its place and so kept, that of 10. 12 has equal scores, and 14 takes its place."""
+    given = config_of(draws=3).model_dump(exclude_unset=True)
+    config = PPOConfig(**{**given, "generator": {"chunk": 16}})
+    equal = {FIRST[place] for place in (2, 3, 8, 10, 12, 13, 14, 15)}
+    harness = WithQuarantine(config, summary, FIRST[:2], slow, equal)
+    (rows, _), = batches(harness, 1)
+    assert [FIRST.index(row) for row in rows] == [4, 5, 6, 7, 9, 14, 11, 13]
+    assert problems(harness)[0] == []
 
 
 @pytest.mark.parametrize("staleness", [1, 2])

@@ -22,7 +22,7 @@ def fresh(rows=20):
 
 def under_way():
     """Chunks as the buffer brings them back: without their keys."""
-    return [Chunk(Place(9), 2, 4), Chunk(Place(11, 1), 1, 4)]
+    return [Chunk(Place(9), 2, 4), Chunk(Place(11, (1,)), 1, 4)]
 
 
 KEYS = [[SampleKey(1, 2, 0), SampleKey(1, 2, 1)], [SampleKey(1, 5, 0)]]
@@ -141,7 +141,7 @@ def test_the_state_of_chunks_is_read_with_their_keys():
     state = saved(used()) | {"in_flight": [[9, [[1, 2, 0], [1, 2, 1]]], ["11.1", [[1, 5, 0]]]]}
     fresh().load_state_dict(state, chunks)
     assert [(chunk.place, chunk.keys, chunk.complete) for chunk in chunks] == [
-        (Place(9), KEYS[0], True), (Place(11, 1), KEYS[1], False)]
+        (Place(9), KEYS[0], True), (Place(11, (1,)), KEYS[1], False)]
     assert [(chunk.place, chunk.experience) for chunk in buffer.ready()] == [(Place(10), "a reference")]
     assert [(chunk.draws, chunk.filtered) for chunk in (*chunks, *buffer.ready())] == [
         (1, {}), (3, {"score": [0.0]}), (1, {"score": [1.0, 1.0]})]

@@ -376,7 +376,7 @@ def test_the_parts_of_a_chunk_are_trained_together():
     second, other = split_in_two(buffer, 4, left=2)
     commit(buffer, first)
     for chunk in (second, other):
-        chunk.keys = [SampleKey(1, chunk.place.part, i) for i in range(2)]
+        chunk.keys = [SampleKey(1, len(chunk.place.part), i) for i in range(2)]
         commit(buffer, chunk)
     assert buffer.lease(8, 0).experiences == ["ref1", "ref2", "ref2.1"], "what is ready of the first chunk waits"
     rest.keys = [SampleKey(0, 9, 0)]
@@ -395,8 +395,23 @@ def test_each_split_has_a_place_of_its_own():
         buffer.enter(second, Phase.GENERATE, 0.0)
     assert buffer.under_way()[1] is empty
     assert [(chunk.place, chunk.samples) for chunk in buffer.under_way()] == [
-        (Place(0), 1), (Place(0, 1), 1), (Place(0, 2), 2)]
-    assert third.place == Place(0, 2)
+        (Place(0), 1), (Place(0, (1,)), 1), (Place(0, (2,)), 2)]
+    assert third.place == Place(0, (2,))
+
+
+def test_parts_of_parts_have_the_same_places_whichever_is_split_first():
+    for first_split in (0, 1):
+        buffer = make(capacity=8)
+        chunk = buffer.reserve(6, 0)
+        chunk.keys = [SampleKey(0, row, 0) for row in range(6)]
+        parts = [buffer.split(chunk, chunk.keys[:4]), buffer.split(chunk, chunk.keys[:1])]
+        for number, part in enumerate(parts):
+            part.keys = [SampleKey(1 + number, row, 0) for row in range(part.samples)]
+        for part in (parts[first_split], parts[1 - first_split]):
+            buffer.split(part, part.keys[:1])
+        assert [(str(each.place), each.samples) for each in buffer.under_way()] == [
+            ("0", 1), ("0.1", 1), ("0.1.1", 1), ("0.2", 1), ("0.2.1", 2)]
+        assert all(Place.from_plain(each.place.plain()) == each.place for each in buffer.under_way())
 
 
 def test_a_chunk_that_is_not_reserved_cannot_be_split():
@@ -420,7 +435,7 @@ def test_parts_of_chunks_come_back_from_json_in_their_places():
     under_way = resumed.load_state_dict(state, {0: "ref0", "1.1": "ref1.1"})
     assert [(chunk.place, chunk.samples) for chunk in under_way] == [(rest.place, 1), (other.place, 3)]
     assert [(chunk.place, chunk.experience) for chunk in resumed.ready()] == [
-        (Place(0), "ref0"), (Place(1, 1), "ref1.1")]
+        (Place(0), "ref0"), (Place(1, (1,)), "ref1.1")]
 
 
 def test_a_chunk_that_does_not_fit_into_a_batch_waits_for_the_next_one():
@@ -454,7 +469,7 @@ def test_a_part_that_is_trimmed_takes_the_others_of_its_chunk_with_it():
             rest.keys = [SampleKey(1, rest.place.order, i) for i in range(rest.samples)]
             commit(buffer, rest, version=2)
     buffer.max_staleness = 1
-    assert [chunk.place for chunk in buffer.trim(8)] == [Place(0), Place(0, 1), Place(2), Place(2, 1)]
+    assert [chunk.place for chunk in buffer.trim(8)] == [Place(0), Place(0, (1,)), Place(2), Place(2, (1,))]
     assert buffer.lease(8, 2).experiences == ["ref1", "ref3"]
 
 
