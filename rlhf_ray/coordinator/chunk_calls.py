@@ -123,7 +123,7 @@ class ChunkCalls:
             return kept, columns
         call = await self._assembler.call(
             Assembler.keep_samples, [list(each) for each in numbers], rollouts=_rollouts(chunks),
-            rewards=columns["rewards"], reference=columns.get("reference"), phase="assemble", outputs=len(kept) + 2)
+            **{"reference": None, **columns}, phase="assemble", outputs=len(kept) + 2)
         *rollouts, rewards, reference = call.refs
         for chunk, rollout in zip(kept, rollouts, strict=True):
             chunk.rollout = rollout

@@ -150,7 +150,7 @@ class Pipeline:
         allowance = min(allowance, left)
         while allowance > 0:
             size = self._next_chunk()
-            if size > allowance or not self._suffices(size):
+            if size > allowance or self._at_the_end(size):
                 return
             chunk = buffer.reserve(size, self.state.published, again=bool(self.state.returned))
             if chunk is None:
@@ -165,7 +165,7 @@ class Pipeline:
             return
         for chunk in self.buffer.under_way():
             missing = chunk.samples - len(chunk.keys)
-            if chunk.phase is Phase.ADMITTED and missing and self._suffices(missing):
+            if chunk.phase is Phase.ADMITTED and missing and not self._at_the_end(missing):
                 chunk.keys = chunk.keys + self._next_keys(missing)
                 self._start(chunk)
 
@@ -181,11 +181,11 @@ class Pipeline:
         position = (self.buffer.accepted + self.buffer.running) % batch
         return min(self.config.generator.chunk, batch - position)
 
-    def _suffices(self, samples: int) -> bool:
-        """Whether so many samples can be admitted; if not, the prompts of the run are at their end."""
+    def _at_the_end(self, samples: int) -> bool:
+        """Whether the prompts of the run do not suffice for so many samples; `exhausted` says so from then on."""
         new = max(0, samples - len(self.state.returned)) // self.config.coordinator.samples_per_prompt
         self.exhausted = not self._prompts.lasts_for(new)
-        return not self.exhausted
+        return self.exhausted
 
     def _next_keys(self, samples: int) -> list[SampleKey]:
         """Samples to admit: first those that lost their place, then the cursor's next."""

@@ -228,13 +228,14 @@ class PolicyLearner(PPOLearner):
         return result
 
     def _add_left_out(self, mini_batch: Batch, chosen: ChosenRows, meter: AverageMeter) -> None:
-        """The loss of 0 of the rows that count without being passed, and their share. All ranks know them; one adds."""
+        """The loss of 0 of the rows that count without being passed, and their share. All ranks know them; one adds its
+        numbers, the others nothing, since the means are those of all ranks."""
         left_out = np.setdiff1d(chosen.counted, chosen.passed)
-        first = self.rank == 0
         share = torch.tensor(len(left_out) / max(len(chosen.counted), 1), device=self.engine.device)
-        meter.add(len(chosen.counted) * first, {"zero_advantage_rows": share})
+        adds = self.rank == 0
+        meter.add(len(chosen.counted) if adds else 0, {"zero_advantage_rows": share})
         if len(left_out):
-            meter.add(self.count(mini_batch.select(left_out)) * first, {"loss": torch.zeros_like(share)})
+            meter.add(self.count(mini_batch.select(left_out)) if adds else 0, {"loss": torch.zeros_like(share)})
 
     def _beyond_target(self, update: Update, meter: AverageMeter) -> bool:
         """Whether the KL of a mini-batch's rows, over all ranks, is above `algorithm.target_kl`. A collective call in

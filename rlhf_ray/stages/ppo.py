@@ -91,7 +91,8 @@ async def _run(
     """
     Args:
         configured: the number of generators in the configuration; a run that was scaled resumes with another number.
-        most_prompts: those of `run.epochs`, where dynamic sampling draws more of them than it trains on.
+        most_prompts: those of `run.epochs`, rounded up to whole batches, where dynamic sampling draws more of them than
+            it trains on; else None.
     """
     began = time.perf_counter()
     files = directory.files
