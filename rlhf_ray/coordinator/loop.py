@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhf_ray.config.derived import Derived
+from rlhf_ray.config.estimators import GDPOEstimator
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
@@ -252,7 +253,9 @@ class Coordinator:
         dynamic = self.config.algorithm.dynamic_sampling
         if dynamic is None:
             return None
-        drawn = Drawn.of(lease.chunks, self.config.coordinator.samples_per_prompt)
+        decoupled = isinstance(self.config.algorithm.estimator, GDPOEstimator)
+        components = [name for name, reward in self.config.rewards.items() if decoupled and reward.weight]
+        drawn = Drawn.of(lease.chunks, self.config.coordinator.samples_per_prompt, components)
         if filled := int(drawn.metrics["dynamic/filled"]):
             self.progress.warn_once(
                 f"step {self.state.step}: {filled} of {self.config.coordinator.prompts_per_step} prompts have samples "

@@ -28,16 +28,22 @@ class Drawn:
     metrics: Mapping[str, float]
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], samples_per_prompt: int) -> "Drawn":
-        """What was drawn for the chunks of a batch."""
+    def of(cls, chunks: Sequence[Chunk], samples_per_prompt: int, components: Sequence[str] = ()) -> "Drawn":
+        """What was drawn for the chunks of a batch.
+
+        Args:
+            components: those that the estimator compares each by itself; without any it compares the score.
+        """
         names = dict.fromkeys(name for chunk in chunks for name in chunk.filtered)
         filtered = {name: [score for chunk in chunks for score in chunk.filtered.get(name, ())] for name in names}
-        groups = np.concatenate([chunk.summary.scores for chunk in chunks]).reshape(-1, samples_per_prompt)
+        compared = [[chunk.summary.components[name] for chunk in chunks] for name in components] or [
+            [chunk.summary.scores for chunk in chunks]]
+        groups = np.stack([np.concatenate(column).reshape(-1, samples_per_prompt) for column in compared], -1)
         gone = len(filtered.get("score", ())) // samples_per_prompt
         return cls(filtered, {
             "dynamic/drawn_per_kept": (len(groups) + gone) / len(groups),
             "dynamic/filtered": float(gone),
-            "dynamic/filled": float((groups.min(1) == groups.max(1)).sum()),
+            "dynamic/filled": float((groups.min(1) == groups.max(1)).all(-1).sum()),
         })
 
 

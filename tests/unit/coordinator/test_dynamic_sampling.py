@@ -12,8 +12,9 @@ from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.step_metrics import Drawn
+from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import audit, counts
-from rlhf_ray.replay.chunk import Sifted
+from rlhf_ray.replay.chunk import Chunk, Place, Sifted
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
 from rlhf_ray.replay.ledger_tables import LedgerFacts
 from tests.unit.coordinator.harnesses import FIRST, ROWS, PipelineHarness, QuarantineHarness
@@ -136,6 +137,14 @@ def test_filled_places_are_counted_by_the_scores_of_the_batch(dynamic, summary):
     harness = Flat(config_of(draws=2), summary, equal={FIRST[1], *FIRST[8:]})
     (_, drawn), = batches(harness, 1)
     assert drawn.metrics == {"dynamic/drawn_per_kept": 9 / 8, "dynamic/filtered": 1.0, "dynamic/filled": 1.0}
+
+
+def test_of_an_estimator_that_compares_each_reward_a_place_is_filled_if_all_of_them_are_equal(summary):
+    """Two prompts: the scores of both are equal, and of the first one the rewards differ."""
+    keys = [SampleKey(0, row, sample) for row in range(2) for sample in range(2)]
+    rewards = {"a": np.float32([1, 0, 1, 1]), "b": np.float32([0, 1, 0, 0])}
+    chunk = Chunk(Place(0), 4, 0, keys, summary=summary(keys, scores=np.float32([1, 1, 1, 1]), components=rewards))
+    assert [Drawn.of([chunk], 2, names).metrics["dynamic/filled"] for names in ((), ("a", "b"), ("b",))] == [2, 1, 1]
 
 
 def saved(harness, copy):
