@@ -148,7 +148,7 @@ def gives(name: str | None, path: str, value: Any) -> bool:
 
 def _values(preset: Preset, algorithm: Mapping[str, Any], wholes: Mapping[str, int]) -> Iterator[tuple[str, Any]]:
     loss = preset.values.get("algorithm.loss.type", ("clip", ""))[0]
-    another_loss = tag_of(algorithm.get("loss", loss), "clip") != loss
+    another_loss = tag_of(algorithm.get("loss", {}), loss) != loss
     for path, (value, _) in preset.values.items():
         if another_loss and path.startswith(("algorithm.loss.", "algorithm.old_logprobs")):
             continue
