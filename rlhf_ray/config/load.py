@@ -30,6 +30,7 @@ from rlhf_ray.config.derived import (
 from rlhf_ray.config.error_messages import explain, suggestion
 from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.given_objects import GivenRows
+from rlhf_ray.config.presets import PRESETS
 from rlhf_ray.config.run import RunConfig
 from rlhf_ray.config.settled import value_at, with_settled
 from rlhf_ray.config.stages import (
@@ -205,7 +206,7 @@ def resolve(config: C) -> C:
 
 def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
     """The values of `STARTED_WITH` of the run in `run.dir`; empty without a checkpoint there, where the command and the
-    run have the defaults of `ppo`, and for an estimator that is set now and is another one."""
+    run have the defaults of `ppo`, and for an estimator, or a preset of one, that is set now and is another one."""
     run = values.get("run")
     named = run.get("dir") if isinstance(run, dict) else None
     try:
@@ -225,7 +226,9 @@ def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
         if isinstance(found, dict) and name in found:
             kept[name] = found[name]
     estimator, algorithm = started["algorithm"]["estimator"].get("type"), values.get("algorithm")
-    set_now = tag_of(algorithm.get("estimator"), str(estimator)) if isinstance(algorithm, dict) else None
+    given = algorithm if isinstance(algorithm, dict) else {}
+    preset = PRESETS.get(str(given.get("preset")))
+    set_now = tag_of(given.get("estimator", {}), preset.estimator if preset else str(estimator))
     own_defaults = cls is PPOConfig and estimator not in COMMANDS
     another = set_now is not None and set_now != estimator
     return Layer({}) if own_defaults or another else Layer(started, saved.origins)

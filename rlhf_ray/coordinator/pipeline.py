@@ -30,13 +30,8 @@ class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and returns batches."""
 
     def __init__(self, config: PPOConfig, roles: RoleGroups, calls: ChunkCalls, state: RunState, buffer: ReplayBuffer,
-                 prompts: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None,
-                 most_prompts: int | None = None) -> None:
-        """
-        Args:
-            quarantine: removes prompts with a sample that has no score; if None, such a prompt ends the run.
-            most_prompts: how many prompts the run may draw; None for any number.
-        """
+                 prompts: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None) -> None:
+        """`quarantine` removes prompts with a sample that has no score; if None, such a prompt ends the run."""
         self.config = config
         self._roles = roles
         self._calls = calls
@@ -44,7 +39,7 @@ class Pipeline:
         self.buffer = buffer
         self.ledger = ledger
         self.quarantine = quarantine
-        self._prompts = PromptsAhead(prompts, state.cursor, most_prompts)
+        self._prompts = PromptsAhead(prompts, state.cursor)
         self._rollouts = RolloutSource(roles.dispatcher(roles.generators), self._prompts, config.run.seed)
         self.chat = prompts.chat
         """Whether the policy answers conversations."""
@@ -85,7 +80,10 @@ class Pipeline:
     def resume(self) -> None:
         """Start the reserved chunks: after the restore of a checkpoint, whose policy the generators hold, or after
         `give_up_since`. If max_staleness is smaller than in the saved run, chunks beyond it lose their places, and
-        their samples are admitted again later."""
+        their samples are admitted again later. A bound of `run.epochs` is kept unless the number of steps has
+        changed."""
+        if self.state.most_prompts != self.config.run.steps * self.config.coordinator.prompts_per_step:
+            self.state.most_prompts = None
         returned: list[SampleKey] = []
         for chunk in self.buffer.trim(self.config.coordinator.samples_per_step):
             if chunk.phase is Phase.READY:
@@ -183,8 +181,9 @@ class Pipeline:
 
     def _at_the_end(self, samples: int) -> bool:
         """Whether the prompts of the run do not suffice for so many samples; `exhausted` says so from then on."""
+        most = self.state.most_prompts
         new = max(0, samples - len(self.state.returned)) // self.config.coordinator.samples_per_prompt
-        self.exhausted = not self._prompts.lasts_for(new)
+        self.exhausted = most is not None and sum(self.state.cursor.position) + new > most
         return self.exhausted
 
     def _next_keys(self, samples: int) -> list[SampleKey]:

@@ -110,15 +110,10 @@ def reopened(
 class PromptsAhead:
     """A source read ahead in the order of a cursor: one call reads the prompts of the next several chunks."""
 
-    def __init__(self, source: PromptSource, cursor: PromptCursor, most: int | None = None) -> None:
-        """`most`: how many prompts a run may draw; None for any number."""
-        self._source, self._cursor, self._most = source, cursor, most
+    def __init__(self, source: PromptSource, cursor: PromptCursor) -> None:
+        self._source, self._cursor = source, cursor
         self._coming: dict[int, asyncio.Task[Any]] = {}
         """Row drawn, or soon to be, -> what brings its prompts."""
-
-    def lasts_for(self, count: int) -> bool:
-        """Whether the run may draw so many prompts more."""
-        return self._most is None or sum(self._cursor.position) + count <= self._most
 
     def draw(self, count: int) -> list[tuple[int, int]]:
         """The cursor's next (epoch, row) pairs, whose prompts are on their way from now on."""

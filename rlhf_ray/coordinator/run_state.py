@@ -52,6 +52,9 @@ class RunState:
     """Digest of each data set of the evaluation's prompts."""
     returned: list[SampleKey] = field(default_factory=list)
     """Samples that were admitted and lost their place; they are the next to be admitted."""
+    most_prompts: int | None = None
+    """How many prompts the run may draw: those of `run.epochs`, rounded up to whole batches, where dynamic sampling
+    draws more of them than it trains on. None for any number."""
 
     def observe_scores(self, scores: np.ndarray) -> None:
         """Update the running moments with the scores `[N]` of a trained batch."""
@@ -76,6 +79,7 @@ class RunState:
             "held_out": self.held_out,
             "in_flight": [[chunk.place.plain(), _plain(chunk.keys)] for chunk in under_way],
             "returned": _plain(self.returned),
+            "most_prompts": self.most_prompts,
         }
 
     def load_state_dict(self, state: dict[str, Any], under_way: Iterable[Chunk] = ()) -> None:
@@ -107,6 +111,8 @@ class RunState:
         for chunk in under_way:
             chunk.keys = [SampleKey(*key) for key in keys_by_place[chunk.place.plain()]]
         self.returned = [SampleKey(*key) for key in state["returned"]]
+        if self.most_prompts is None:  # as where the run's own config.yaml is given, which has steps in place of epochs
+            self.most_prompts = state["most_prompts"]
 
 
 def _plain(keys: list[SampleKey]) -> list[list[int]]:

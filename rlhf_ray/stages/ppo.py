@@ -91,8 +91,7 @@ async def _run(
     """
     Args:
         configured: the number of generators in the configuration; a run that was scaled resumes with another number.
-        most_prompts: those of `run.epochs`, rounded up to whole batches, where dynamic sampling draws more of them than
-            it trains on; else None.
+        most_prompts: as in `RunState`.
     """
     began = time.perf_counter()
     files = directory.files

@@ -53,7 +53,7 @@ class CoordinatorBuilder:
     progress: StageProgress
     stop: StopRequest
     most_prompts: int | None = None
-    """How many prompts the run may draw; None for any number."""
+    """As in `RunState`."""
 
     def build(self, metrics: MetricsWriter, evaluations: EvaluationLog, resume_at: int | None) -> Coordinator:
         """The coordinator, with everything it writes to.
@@ -71,8 +71,7 @@ class CoordinatorBuilder:
         buffer = self._buffer()
         ledger = self._ledger(state.cursor, resume_at)
         calls = ChunkCalls(roles, derived)
-        pipeline = Pipeline(config, roles, calls, state, buffer, self.prompts, ledger, self._quarantine(ledger),
-                            self.most_prompts)
+        pipeline = Pipeline(config, roles, calls, state, buffer, self.prompts, ledger, self._quarantine(ledger))
         evaluator = None
         if config.evaluation and self.held_out:
             evaluator = Evaluator(config, derived, roles, calls, self.held_out, progress.warn_once)
@@ -106,7 +105,7 @@ class CoordinatorBuilder:
         cursor = PromptCursor(self.prompts.sizes, config.run.seed, config.prompts.shuffle, config.prompts.weights,
                               self.prompts.contents)
         return RunState(kl_controller(config.algorithm.kl), cursor, early_stop=EarlyStop(config.early_stop),
-                        held_out=self._held_out_contents())
+                        held_out=self._held_out_contents(), most_prompts=self.most_prompts)
 
     def _held_out_contents(self) -> Contents:
         """Digests of the evaluation's data sets; other rows of one are another data set, which a resume may name."""

@@ -160,6 +160,11 @@ class TestResume:
         resumed = load(PPOConfig, path, ["--algorithm.estimator=gae"], resume=True)
         assert resumed.model_dump() == load(PPOConfig, path, []).model_dump()
 
+    def test_a_preset_of_another_estimator_that_is_set_now_has_its_own_defaults(self, run):
+        path, _ = run(GRPOConfig)
+        now = ["--algorithm.preset=rloo", "--generator.chunk=4"]
+        assert load(PPOConfig, path, now, resume=True).model_dump() == load(PPOConfig, path, now).model_dump()
+
     @pytest.mark.parametrize("estimator", [{"type": "grpo", "whiten": True}, {"whiten": True}])
     def test_a_field_of_the_same_estimator_leaves_the_other_defaults(self, estimator, run, write):
         path, _ = run(GRPOConfig)

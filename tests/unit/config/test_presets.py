@@ -150,3 +150,10 @@ def test_the_type_of_a_union_is_the_first_of_its_values_in_a_preset():
         for section in ("algorithm.estimator.", "algorithm.loss."):
             its = [path for path in paths if path.startswith(section)]
             assert its[:1] in ([], [f"{section}type"])
+
+
+def test_a_field_of_the_presets_loss_leaves_its_type_and_its_other_values(write):
+    loaded = load(PPOConfig, write("ppo"), ["--algorithm.preset=cispo", "--generator.chunk=16",
+                                            "--algorithm.loss.max_ratio=8"]).algorithm
+    assert (loaded.loss.type, loaded.loss.max_ratio, loaded.old_logprobs) == ("cispo", 8, "generator")
+    assert AlgorithmConfig(preset="gspo", loss={"clip_low": 0.1}).loss.ratio == "sequence"

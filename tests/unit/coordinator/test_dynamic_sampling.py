@@ -249,7 +249,7 @@ def test_prompts_that_may_be_drawn_end_the_batches(summary):
     """Of 18 prompts four of the first twelve are filtered; the six that are left are no batch."""
     for most, whole in ((18, 1), (20, 2), (11, 0)):
         harness = DynamicHarness(config_of(steps=5), summary)
-        harness.pipeline._prompts._most = most
+        harness.state.most_prompts = most
 
         async def run(harness=harness):
             made = 0
@@ -263,3 +263,13 @@ def test_prompts_that_may_be_drawn_end_the_batches(summary):
 
         assert run_in_virtual_time(run()) == whole and harness.pipeline.exhausted
         assert problems(harness)[0] == [] and sum(harness.state.cursor.position) <= most
+
+
+@pytest.mark.parametrize(("bound", "steps", "kept"), [(16, 2, 16), (16, 5, None), (None, 2, None)])
+def test_a_run_resumed_from_its_own_settings_keeps_the_bound_of_its_epochs(summary, bound, steps, kept):
+    """They have steps in place of epochs; other steps are asked for on purpose."""
+    former, resumed = (DynamicHarness(config_of(steps=steps), summary) for _ in range(2))
+    former.state.most_prompts = bound
+    resumed.state.load_state_dict(former.state.state_dict([]))
+    resumed.pipeline.resume()
+    assert resumed.state.most_prompts == kept
