@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rlhf_ray.config.algorithm import (
         AlgorithmConfig,
+        DynamicSamplingConfig,
         KLConfig,
         PtxConfig,
         TextsSource,
@@ -100,7 +101,7 @@ if TYPE_CHECKING:
     )
 
 SECTIONS = {
-    "algorithm": ("AlgorithmConfig", "KLConfig", "PtxConfig", "TextsSource"),
+    "algorithm": ("AlgorithmConfig", "DynamicSamplingConfig", "KLConfig", "PtxConfig", "TextsSource"),
     "data": ("DemonstrationsConfig", "DemonstrationsSource", "PreferencesConfig", "PreferencesSource",
              "ProcessRowsConfig", "ProcessRowsSource", "PromptsConfig", "PromptsSource", "StepsConfig"),
     "estimators": ("DrGRPOEstimator", "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "RLOOEstimator",
@@ -123,7 +124,7 @@ HOMES = {name: module for module, names in SECTIONS.items() for name in names}
 
 __all__ = ["AlgorithmConfig", "ArchitectureConfig", "BufferConfig", "CISPOLoss", "CheckpointConfig", "ClipLoss",
            "ClusterConfig", "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig", "DemonstrationsSource",
-           "DrGRPOEstimator", "EarlyStopConfig", "EvaluationConfig", "ExactMatchReward", "FunctionReward",
+           "DrGRPOEstimator", "DynamicSamplingConfig", "EarlyStopConfig", "EvaluationConfig", "ExactMatchReward", "FunctionReward",
            "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "GenerationConfig", "HTTPReward", "ImportanceConfig",
            "JSONSchemaReward", "KLConfig", "LoRAConfig", "LoggingConfig", "ModelConfig", "ModelReward",
            "NewModelConfig", "NumberReward", "OptimizerConfig", "PPOConfig", "PlacementConfig", "PolicyConfig",

@@ -59,6 +59,7 @@ ELSEWHERE = {
     "estimator", "reward_normalisation", "reward_clip",
     "missing_eos_penalty", "overlong_buffer", "overlong_penalty",  # the assembler's: test_assembler, test_token_rewards
     "epochs", "mini_batches",  # of the batch, before the loss: test_updates
+    "dynamic_sampling",  # the pipeline's: coordinator/test_dynamic_sampling
     "preset",  # fills in others: test_presets
     "overlong_filter",  # whether a row is passed: test_rows_left_out
     "old_logprobs",  # settled as `Derived.old_logprobs`, which the learner is given apart: below
