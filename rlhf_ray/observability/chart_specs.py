@@ -85,7 +85,7 @@ CHARTS = (
         "Dynamic sampling", ("dynamic/drawn_per_kept",), "Learning",
         "Near 1 while most prompts have right and wrong answers. Growth means that more and more prompts are too easy "
         "or too hard, and generation takes longer: take other prompts.",
-        axis="Prompts drawn for one that is trained on",
+        axis="Prompts drawn for one kept",
     ),
     ChartPlan(
         "Loss", ("sft/loss", "reward_model/loss", "process_reward/loss", "eval/loss"), "Learning",
