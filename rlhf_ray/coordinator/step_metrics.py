@@ -4,7 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
+from rlhf_ray.algorithms.dynamic_sampling import scores_differ
 from rlhf_ray.algorithms.logprob_gap import gap_quantile
 from rlhf_ray.coordinator.weight_sync import Published
 from rlhf_ray.observability.bottleneck import PHASES, PUBLISH, waiting_shares
@@ -39,13 +41,13 @@ class Drawn:
         summaries = [chunk.summary for chunk in chunks]
         columns = [np.concatenate([s.components[name] for s in summaries]) for name in components]
         compared = np.stack(columns or [np.concatenate([s.scores for s in summaries])], axis=-1)
-        groups = compared.reshape(-1, samples_per_prompt, compared.shape[-1])
-        equal = (groups.min(axis=1) == groups.max(axis=1)).all(axis=-1)
+        groups = torch.arange(len(compared)) // samples_per_prompt
+        differ = scores_differ(torch.from_numpy(compared), groups)[::samples_per_prompt]
         gone = len(filtered.get("score", ())) // samples_per_prompt
         return cls(filtered, {
-            "dynamic/drawn_per_kept": (len(groups) + gone) / len(groups),
+            "dynamic/drawn_per_kept": (len(differ) + gone) / len(differ),
             "dynamic/filtered": float(gone),
-            "dynamic/filled": float(equal.sum()),
+            "dynamic/filled": float((~differ).sum()),
         })
 
 
