@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,6 +223,50 @@ class Prompts(Ragged):
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One exchange of an episode: what the policy sampled, and what the environment answered."""
+
+    row: int
+    """The row of the sample that holds its tokens, counted from 0: its segment."""
+    start: int
+    """Place of its first sampled token in that row."""
+    stop: int
+    """Place after its last sampled token."""
+    seed: int
+    finish_reason: str
+    """As in `Rollout.finish_reasons`."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """{"name", "arguments"} of each call; {"error"} of one that could not be read."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """What the environment answered."""
+    reward: float = 0.0
+    """Of this turn, by the environment."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What happened in an episode, beside its tokens."""
+
+    environment: str
+    """Its name in the configuration."""
+    cause: str
+    """Why it ended (`config.environments.Cause`)."""
+    use: Literal["train", "mask", "zero", "quarantine"] = "train"
+    """What is done with it. One that is masked is in no loss, baseline or mean; one of "zero" has no reward."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """What the policy read first."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """JSON schemas of its tools."""
+    turns: list[Turn] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers that the environment gave, the last of each name."""
+    events: dict[str, int] = field(default_factory=dict)
+    """How often something happened: "parse_failures", "tool_failures", "retries", "interrupted"."""
+    error: str = ""
+    """What went wrong, in words; empty for an episode without an error."""
+
+
+@dataclass(frozen=True)
 class Rollout(SampleRows):
     """A generator's responses to a chunk of prompts: tokens, log-probabilities, weight version of each token. The rows
     of a sample are adjacent and in order of time."""
@@ -238,6 +282,8 @@ class Rollout(SampleRows):
     seeds: NDArray[np.int64] = per_row()
     finish_reasons: list[str] = per_row()
     """"stop" (a stop token or a stop string), "length" or "abort"."""
+    episodes: list[Episode] | None = field(default=None, kw_only=True, metadata={"axis": "sample"})
+    """[S] what happened in each episode; None where samples are single responses."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ LAYERS = [
     {"config", "files"},
     {"algorithms", "observability", "planning"},
     {"models", "data", "engine", "weights", "checkpoint"},
+    {"environments"},
     {"rewards"},
     {"serving"},
     {"roles"},

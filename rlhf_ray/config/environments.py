@@ -1,0 +1,74 @@
+"""Environments of episodes: where they are, how long they may take, and what their failures mean."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from rlhf_ray.config.paths import UserPath
+from rlhf_ray.config.section import Section
+
+Cause = Literal[
+    "completed", "truncated_turn", "truncated_episode", "truncated_turns",
+    "error_parse", "error_timeout", "error_environment",
+]
+"""Why an episode ended: its environment was done; a turn was cut off at its longest; the next turn did not fit the
+episode's tokens; the turns were used up; the policy's tool call could not be read; a deadline passed; the environment
+failed."""
+CAUSES: tuple[str, ...] = Cause.__args__  # type: ignore[attr-defined]
+
+
+class EpisodeTimeouts(Section):
+    """Deadlines of an environment, in seconds."""
+
+    reset: float = Field(60.0, gt=0)
+    """Of the start of an episode."""
+    step: float = Field(60.0, gt=0)
+    """Of the answer to one turn, and of closing the environment."""
+    episode: float = Field(600.0, gt=0)
+    """Of the whole episode, with all sampling and waiting."""
+
+
+class FailurePolicy(Section):
+    """What is done with an episode that did not complete: "train" on it with the reward that it has, "mask" it (it is
+    in no loss, baseline or mean), give it "zero" reward, "quarantine" its prompt within `reward.quarantine_limit`, or
+    begin it again ("retry", up to `retries` times, then quarantine)."""
+
+    parse: Literal["feedback", "train", "mask", "zero"] = "feedback"
+    """A tool call that cannot be read: "feedback" lets the policy read what was wrong, and the episode continues; the
+    others end it."""
+    timeout: Literal["train", "mask", "zero", "retry", "quarantine"] = "mask"
+    """A deadline passed."""
+    environment: Literal["mask", "zero", "retry", "quarantine"] = "retry"
+    """The environment raised an error, answered nonsense, or lost its process."""
+    overflow: Literal["train", "mask", "zero"] = "train"
+    """The turns or tokens were used up, or a turn was cut off at its longest."""
+    retries: int = Field(2, ge=0)
+    """How often an episode is begun again at most."""
+
+
+class EnvironmentConfig(Section):
+    """One environment."""
+
+    path: UserPath
+    """Tools, a class with tools, or an environment: `file.py:name` or `module:name`. A list of functions is tools,
+    too."""
+    max_turns: int = Field(16, ge=1)
+    """Turns of an episode at most."""
+    max_tokens: int = Field(16384, ge=2)
+    """Tokens of an episode at most: prompt, what the policy samples, and what the environment answers. A turn has at
+    most `generator.sampling.max_tokens`."""
+    timeout_s: EpisodeTimeouts = Field(default_factory=EpisodeTimeouts)
+    """Deadlines."""
+    on_failure: FailurePolicy = Field(default_factory=FailurePolicy)
+    """What the causes mean by which episodes end early."""
+    tool_format: str = "auto"
+    """How the model writes tool calls: "hermes", "llama3", "mistral", "json", or the name of a parser of vLLM; "auto"
+    chooses by the chat template."""
+    concurrency: int = Field(64, ge=1)
+    """Open episodes of this environment in each runner."""
+    processes: int = Field(2, ge=1)
+    """Processes of each runner that the open episodes share."""
+    isolated: bool = False
+    """Give each episode a process of its own, which costs the start of one."""
+    memory_mib: int | None = Field(4096, ge=64)
+    """Memory that a process may allocate, in MiB; empty for no bound."""

@@ -1,0 +1,72 @@
+"""What an environment is asked, and what it answers. It imports the standard library alone, so that the code of a user
+can import it cheaply.
+
+An environment is recognised by its shape; there is no base class.
+
+- Tools: a plain function with type hints and a docstring, a list of such functions, or a class with
+  `reset(**row)` whose other public methods are the tools, and optionally `get_reward() -> float`.
+- An environment in messages: a class with `reset(row, seed) -> Start` and `step(reply) -> Step`, and optionally
+  `close()`; each may be a coroutine function. `replayable = False` says that the same actions may be answered
+  differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = dict[str, Any]
+"""{"role": ..., "content": ...}, as chat templates take it."""
+
+
+@dataclass
+class ToolCall:
+    """A call of a tool by the policy."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+    """Unique within the episode."""
+
+
+@dataclass
+class Reply:
+    """What the policy wrote in a turn."""
+
+    text: str
+    """All of it, special tokens included, without the token that ended it."""
+    content: str = ""
+    """The text without reasoning and tool calls."""
+    reasoning: str = ""
+    """What stands in <think>, if the model's template knows it."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: str = "stop"
+    """"stop", or "length" for a turn that was cut off."""
+
+
+@dataclass
+class Start:
+    """How an episode begins."""
+
+    messages: list[Message] | None = None
+    """What the policy reads first; None for the prompt of the row."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """JSON schemas of the tools that the policy may call (`transformers.utils.get_json_schema`)."""
+
+
+@dataclass
+class Step:
+    """How an environment answers a turn."""
+
+    messages: list[Message] = field(default_factory=list)
+    """What the policy reads next; not read if the episode is done."""
+    reward: float = 0.0
+    """Of this turn."""
+    done: bool = False
+    """The episode is complete."""
+    truncated: bool = False
+    """The environment ends the episode before it is complete."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Numbers in it become metrics: the last value of each name in an episode."""
+    tool_errors: int = 0
+    """Tool calls that failed, and whose error the policy reads."""
