@@ -27,7 +27,7 @@ from rlhf_ray.config.estimators import GDPOEstimator
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, PPOLearnerConfig
 from rlhf_ray.config.losses import CISPOLoss
-from rlhf_ray.config.rewards import ModelReward, ProcessReward
+from rlhf_ray.config.rewards import EnvironmentReward, ModelReward, ProcessReward
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.settled import value_at
 from rlhf_ray.config.stages import (
@@ -174,6 +174,26 @@ def check_critic_start(config: PPOConfig) -> None:
     if derive(config).starts_critic and config.critic.init == "reward" and len(models) != 1:
         raise ValueError(f"critic.init=reward starts the critic from the only reward of type model, but "
                          f"rewards has {len(models) or 'none'}; use critic.init=policy, or one such reward")
+
+
+def check_environments(config: PPOConfig) -> None:
+    """An episode has room after its prompt, and a reward of environments has one."""
+    for name, environment in config.environments.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ValueError(f"environments: {name!r} is not a valid name of an environment (it becomes part of metric "
+                             "names); use letters, digits, _ and -")
+        if environment.max_tokens <= config.prompts.max_tokens:
+            raise ValueError(f"environments.{name}.max_tokens={environment.max_tokens} counts an episode's prompt too, "
+                             f"and prompts may have prompts.max_tokens={config.prompts.max_tokens}: nothing could be "
+                             "sampled after such a one; raise the first, or lower the second")
+    of_environment = [name for name, reward in config.rewards.items() if isinstance(reward, EnvironmentReward)]
+    if of_environment and not config.environments:
+        raise ValueError(f"rewards.{of_environment[0]} is of type environment, but there are no environments; add one "
+                         "(environments: {NAME: {path: file.py:name}}), or use another reward")
+    process = [name for name, reward in config.rewards.items() if isinstance(reward, ProcessReward)]
+    if config.environments and process:
+        raise ValueError(f"rewards.{process[0]} is of type process, which judges the steps of one response, and a "
+                         "sample is an episode of several turns here; use another reward, or leave environments out")
 
 
 def check_groups(config: PPOConfig) -> None:
@@ -363,15 +383,17 @@ def check_micro_batches(config: PPOConfig) -> None:
     local = any(isinstance(reward, ModelReward | ProcessReward) for reward in reward_sections(config).values())
     scorers = [*(["reference"] if derived.starts_reference else []), *(["reward"] if local else [])]
     for role in (*learners, *scorers):
-        budget, response = getattr(config, role).micro_batch_tokens, derived.longest_response
-        field = derived.longest_response_field
-        if role in learners and not (role == "policy" and derived.policy_is_reference):  # processes none held out
-            response, field = config.generator.sampling.max_tokens, "generator.sampling.max_tokens"
-        longest = config.prompts.max_tokens + response
+        budget = getattr(config, role).micro_batch_tokens
+        longest = derived.longest_sample
+        field = re.sub(r"=\d+", "", derived.longest_sample_field)
+        held_out = role not in learners or (role == "policy" and derived.policy_is_reference)
+        if not (held_out or config.environments):
+            longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
+            field = "prompts.max_tokens + generator.sampling.max_tokens"
         if budget < longest:
             raise ValueError(
-                f"{role}.micro_batch_tokens={budget} is less than the longest sample, prompts.max_tokens + {field} "
-                f"= {longest}; raise it to at least that")
+                f"{role}.micro_batch_tokens={budget} is less than the longest sample, {field} = {longest}; raise it to "
+                "at least that")
     if config.ptx and config.policy.micro_batch_tokens < config.ptx.max_tokens:
         raise ValueError(f"policy.micro_batch_tokens={config.policy.micro_batch_tokens} is less than "
                          f"ptx.max_tokens={config.ptx.max_tokens}; raise it to at least that, or lower "
@@ -442,7 +464,7 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     ProcessRewardConfig: (check_best_metric,),
     PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
     PPOConfig: (
-        check_backbone, check_target_kl, check_reward_components, check_critic_start,
+        check_backbone, check_target_kl, check_environments, check_reward_components, check_critic_start,
         check_dynamic_sampling, check_groups, check_decoupled_rewards, check_held_out, check_ratio,
         check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches, check_chunks,
         check_buffer, check_micro_batches, check_transport, check_phases, check_schedules,

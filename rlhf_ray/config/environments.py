@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from rlhf_ray.config.paths import UserPath
+from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section
 
 Cause = Literal[
@@ -72,3 +73,10 @@ class EnvironmentConfig(Section):
     """Give each episode a process of its own, which costs the start of one."""
     memory_mib: int | None = Field(4096, ge=64)
     """Memory that a process may allocate, in MiB; empty for no bound."""
+
+
+class EpisodeRunnerConfig(PlacementConfig):
+    """Workers that run episodes: they call generators and environments, and wait."""
+
+    column: str = "environment"
+    """Column of the prompts' rows that names the environment, where there are several."""

@@ -21,6 +21,7 @@ from rlhf_ray.config.data import (
     PromptsConfig,
     StepsConfig,
 )
+from rlhf_ray.config.environments import EnvironmentConfig, EpisodeRunnerConfig
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig, PPOLearnerConfig, RewardLearnerConfig, SFTLearnerConfig
 from rlhf_ray.config.model import ModelConfig, StartModel
@@ -173,6 +174,12 @@ class PreferencesStageConfig(StageConfig):
         """Tokens of the longest prompt with the longest response."""
         return self.prompts.max_tokens + self.generator.sampling.max_tokens
 
+    @property
+    def longest_sample_field(self) -> str:
+        """As in `Derived`."""
+        return (f"prompts.max_tokens={self.prompts.max_tokens} + "
+                f"generator.sampling.max_tokens={self.generator.sampling.max_tokens}")
+
 
 def check_revision(path: str | None, revision: str | None) -> None:
     """Refuse a revision of no model."""
@@ -268,11 +275,20 @@ class PPOConfig(StageConfig):
     model: ModelConfig
     """Policy to start from; also the frozen reference, unless `reference.path` names another."""
     rewards: dict[str, RewardConfig] = Field(min_length=1)
-    """Named reward components, whose weighted sum is the score."""
+    """Named reward components, whose weighted sum is the score. With `environments`, a component `environment` of type
+    environment is added if there is none of that type."""
     prompts: PromptsConfig
     """Prompts that rollouts start from."""
     generator: Annotated[GenerationConfig, _GENERATOR] = Field(default_factory=GenerationConfig)
     """vLLM rollout workers."""
+    environments: dict[str, EnvironmentConfig] = Field(default_factory=dict)
+    """Environments in which the policy acts over several turns, by name; empty: each sample is one response. With
+    several, the rows' column `episode_runner.column` chooses one."""
+    episode_runner: Annotated[EpisodeRunnerConfig, RoleFacts(
+        worker="episode_runner", station="generation", phase="episodes", colour="episode_runner",
+        advice="faster environments, or more of their processes (environments.NAME.processes, episode_runner.workers)",
+    )] = Field(default_factory=EpisodeRunnerConfig)
+    """Workers that run the episodes, on CPUs; started if there are `environments`."""
     reference: Annotated[ReferenceConfig, RoleFacts(
         worker="reference_scorer", station="scoring", phase="reference", colour="reference",
         advice="more reference scorers (reference.workers)",
@@ -316,6 +332,19 @@ class PPOConfig(StageConfig):
     """Held-out evaluation; off if empty."""
     early_stop: EarlyStopConfig = Field(default_factory=EarlyStopConfig)
     """When to end a run that went wrong."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_reward(cls, given: Any) -> Any:
+        """Environments give rewards, unless `rewards` says how."""
+        if not isinstance(given, dict) or not given.get("environments"):
+            return given
+        rewards = given.get("rewards") or {}
+        if not isinstance(rewards, dict):  # reported with the other problems
+            return given
+        if any((as_set(reward) or {}).get("type") == "environment" for reward in rewards.values()):
+            return given
+        return {**given, "rewards": {"environment": {"type": "environment"}, **rewards}}
 
     @model_validator(mode="before")
     @classmethod

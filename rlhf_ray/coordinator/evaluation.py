@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
-from rlhf_ray.coordinator.rollout_source import PromptSource, RolloutSource, chunks_at_a_time
+from rlhf_ray.coordinator.rollout_source import EpisodeSource, PromptSource, RolloutSource, chunks_at_a_time
 from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import EvaluationPart, SampleKey
 from rlhf_ray.replay.chunk import Chunk
@@ -52,7 +52,7 @@ class Evaluator:
         self._calls = calls
         self._warn = warn
         self._rollouts = RolloutSource(roles.dispatcher(roles.generators), prompts, self._evaluation.seed,
-                                       self._evaluation.sampling)
+                                       self._evaluation.sampling, EpisodeSource.of(config, roles, held_out=True))
         self.rows = prompts.rows
         self._slots = self._present_slots()
         # First samples first, so that the texts that are kept are for different prompts.

@@ -13,7 +13,7 @@ from rlhf_ray.config.derived import concurrency_of
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Columns
 from rlhf_ray.coordinator.quarantine import Quarantine
-from rlhf_ray.coordinator.rollout_source import PromptsAhead, PromptSource, RolloutSource
+from rlhf_ray.coordinator.rollout_source import EpisodeSource, PromptsAhead, PromptSource, RolloutSource
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.coordinator.scoring_batcher import LINGER, ScoringBatcher
 from rlhf_ray.errors import BufferError, UnscoredSamples, WorkerLost, first_line
@@ -40,7 +40,8 @@ class Pipeline:
         self.ledger = ledger
         self.quarantine = quarantine
         self._prompts = PromptsAhead(prompts, state.cursor)
-        self._rollouts = RolloutSource(roles.dispatcher(roles.generators), self._prompts, config.run.seed)
+        self._rollouts = RolloutSource(roles.dispatcher(roles.generators), self._prompts, config.run.seed,
+                                       episodes=EpisodeSource.of(config, roles))
         self.chat = prompts.chat
         """Whether the policy answers conversations."""
         self._batcher = ScoringBatcher(self._score_and_assemble)

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import derive, over_context
 from rlhf_ray.config.generation import BUCKETS_IN_STORE, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.settled import is_set
-from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
 from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.inference_memory import cache_sequences
 from rlhf_ray.planning.memory_breakdown import MIB, Memory, gib
@@ -74,18 +74,11 @@ def _sequences(config: StageConfig, roles: Sequence[Role], memory: dict[str, Mem
         generator = role.placement
         if not isinstance(generator, GenerationConfig):
             continue
-        prompts = config.prompts.max_tokens  # type: ignore[attr-defined]
-        response = generator.sampling.max_tokens
-        field = "generator.sampling.max_tokens"
-        if isinstance(config, PPOConfig):
-            derived = derive(config)
-            response = derived.longest_response
-            field = derived.longest_response_field
-        longest = prompts + response
+        sample = derive(config) if isinstance(config, PPOConfig) else cast(PreferencesStageConfig, config)
+        longest = sample.longest_sample
         shape = role.models[0]
         if shape.context is not None and longest > shape.context:
-            yield Finding("refused", f"prompts.max_tokens={prompts} + {field}={response} = {longest} tokens is over "
-                                     f"the context of {role.named!r}, {shape.context}; lower one of them")
+            yield Finding("refused", over_context(longest, sample.longest_sample_field, role.named, shape.context))
         room = cache_sequences(generator, shape, memory[role.name], longest)
         needed = -(-shape.cache_bytes * longest // MIB)
         if room < 1:

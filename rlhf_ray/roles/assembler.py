@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate
+from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate_counted
 from rlhf_ray.algorithms.dynamic_sampling import scores_differ
 from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.logprob_gap import gap_histogram
@@ -22,6 +22,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.estimators import GAEEstimator
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.rewards import EnvironmentReward
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.files.writer_thread import FileThread
@@ -44,6 +45,7 @@ from rlhf_ray.records import (
     row_indices,
 )
 from rlhf_ray.rewards.protocol import finished, rollout_texts
+from rlhf_ray.roles.episode_numbers import episode_numbers
 from rlhf_ray.roles.evaluation_metrics import bigram_codes, pass_rates, stable_hash, summarise
 from rlhf_ray.roles.micro_batch import split_scores
 
@@ -53,13 +55,16 @@ class Assembler:
     depends on earlier ones."""
 
     def __init__(self, algorithm: AlgorithmConfig, model: ModelConfig, longest: int,
-                 disk_timeout_s: float = float("inf"), reward_weights: Mapping[str, float] | None = None) -> None:
+                 disk_timeout_s: float = float("inf"), reward_weights: Mapping[str, float] | None = None,
+                 environment_reward: str | None = None) -> None:
         """
         Args:
             longest: the maximum number of tokens of a response, at which the overlong penalty is full.
             reward_weights: of the components of the scores, by name; read by the estimator gdpo.
             disk_timeout_s: longest time without progress of writing samples.
+            environment_reward: the component of the scores that environments give, by name; None without environments.
         """
+        self._environment_reward = environment_reward
         self.algorithm = algorithm
         self._model = model
         self._longest = longest
@@ -74,9 +79,11 @@ class Assembler:
         return {
             "algorithm": config.algorithm,
             "model": config.model,
-            "longest": config.generator.sampling.max_tokens,
+            "longest": derived.longest_response if config.environments else config.generator.sampling.max_tokens,
             "disk_timeout_s": config.cluster.disk_timeout_s,
             "reward_weights": {name: source.weight for name, source in config.rewards.items()},
+            "environment_reward": next((name for name, source in config.rewards.items()
+                                        if isinstance(source, EnvironmentReward)), None),
         }
 
     def start(self) -> None:
@@ -251,6 +258,7 @@ class Assembler:
             return np.add.reduceat(np.where(mask, column, 0), starts)
 
         return EvaluationPart(
+            episodes=episode_numbers(rollout.episodes),
             rows=np.array([key.row for key in rollout.keys]), scores=rewards.scores, components=rewards.components,
             gold=rewards.gold,
             kl=None if reference is None else sums(rollout.logprobs - reference.values),
@@ -267,7 +275,7 @@ class Assembler:
         self, on_policy: bool, solved_at: Mapping[str, float], *parts: EvaluationPart
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics over all chunks of an evaluation, and the kept texts; see `evaluation_metrics`."""
-        metrics = summarise(list(parts), on_policy) | pass_rates(list(parts), solved_at)
+        metrics = summarise(list(parts), on_policy) | pass_rates(list(parts), solved_at, self._environment_reward)
         return metrics, [text for part in parts for text in part.texts]
 
     def _experience(self, rollout: Rollout, scores: Scores, terms: RewardTerms) -> Experience:
@@ -298,13 +306,15 @@ class Assembler:
             alpha = a.estimator.lam_alpha
             lam = a.estimator.lam if alpha is None else length_adaptive_lambda(lengths, alpha)
             critic_lam = a.estimator.lam_critic
-        advantages, returns = estimate(a.estimator.type, ScoredResponses(
+        scored = ScoredResponses(
             scores=self._sample_scores(rollout, _rest(rewards.scores, steps), terms, lengths),
             penalties=penalties, mask=grid(mask), groups=prompt_groups(rollout.keys),
             values=None if values is None else grid(values.values), gamma=a.gamma, lam=lam, critic_lam=critic_lam,
             step_rewards=None if steps is None else self._clipped(steps / terms.score_deviation),
             **self._components(rewards),
-        ))
+        )
+        counted = ~np.isnan(rewards.scores)
+        advantages, returns = estimate_counted(a.estimator.type, scored, torch.from_numpy(counted))
         return Experience(
             offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=mask,
             samples=rollout.samples, row_weights=rollout.row_weights, mask_sizes=rollout.mask_sizes,
@@ -313,7 +323,8 @@ class Assembler:
             reference_logprobs=None if scores.reference is None else scores.reference.values,
             values=None if values is None else values.values,
             advantages=flat(advantages), returns=flat(returns), keys=rollout.keys, versions=rollout.versions,
-            finish_reasons=rollout.finish_reasons,
+            finish_reasons=rollout.finish_reasons, episodes=rollout.episodes,
+            counted=None if rollout.episodes is None else counted[rollout.samples],
         )
 
     def _components(self, rewards: RewardScores) -> dict[str, torch.Tensor]:
@@ -348,6 +359,7 @@ class Assembler:
         kl = None
         if reference is not None:
             kl = np.add.reduceat(np.where(mask, experience.old_logprobs - reference, 0), starts).astype(np.float32)
+            kl[np.isnan(scores.rewards.scores)] = np.nan
         return ExperienceSummary(
             scores=scores.rewards.scores, components=scores.rewards.components,
             failures=scores.rewards.failures, kl=kl,
@@ -356,7 +368,7 @@ class Assembler:
             behaviour_gap=float(np.abs(experience.behaviour_logprobs - experience.old_logprobs)[mask].mean()),
             gap_histogram=gap_histogram(*(torch.from_numpy(column[mask]) for column in (
                 experience.behaviour_logprobs, experience.old_logprobs, mask))).numpy(),
-            gold=scores.rewards.gold,
+            gold=scores.rewards.gold, episodes=episode_numbers(rollout.episodes),
         )
 
 

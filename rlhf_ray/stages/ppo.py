@@ -56,6 +56,7 @@ from rlhf_ray.workers.generator_scaling import Scaling
 from rlhf_ray.workers.health_monitor import Detector, HealthMonitor
 from rlhf_ray.workers.learner_restart import LearnerRestart
 from rlhf_ray.workers.node_drain import DrainWatch
+from rlhf_ray.workers.peer_tables import PeerTables
 
 __all__ = ["finalize_ledger", "preflight", "run", "show_live"]
 
@@ -123,11 +124,17 @@ async def _run(
             gap = await canary.compare_at_start()
             progress.note(f"generators and learner compute the same model: log-probabilities differ by {gap:.2g} nats")
         weights = WeightSync(config.weights, roles, timeout_s, phases, canary)
-        roles.keep_alive(weights.catch_up)
         detectors: list[Detector] = [
             HeartbeatDetector(health.watched, timeout_s, health.silent),
             TokenProgress(roles.dispatcher(roles.generators).scheduler, health, timeout_s),
         ]
+        if roles.runners is None:
+            roles.keep_alive(weights.catch_up)
+        else:
+            peers = PeerTables(roles.dispatcher(roles.runners), roles.dispatcher(roles.generators), timeout_s)
+            await peers.send_first()
+            roles.keep_alive(weights.catch_up, peers.introduce)
+            detectors.append(peers)
         learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
                                          partial(restart_learners, config, runtime, roles, progress), progress.warn,
                                          stop, files)
@@ -154,7 +161,8 @@ def _summary(coordinator: Coordinator, attempts: RunAttempts, seconds: float) ->
     config = coordinator.config
     roles = coordinator.roles
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
-    first_rollout = roles.clock.first_end.get("phase:generate", roles.clock.now())
+    generated = "phase:generate" if roles.runners is None else "phase:episodes"
+    first_rollout = roles.clock.first_end.get(generated, roles.clock.now())
     return {
         "stage": "ppo", "method": config.algorithm.method, **stopped,
         **({"prompts_used": True} if coordinator.prompts_used else {}),

@@ -136,7 +136,7 @@ class CoordinatorBuilder:
         """The record of prompts without a score; None when such a prompt ends the run."""
         config = self.config.reward
         directory = self.directory
-        if config.on_failure == "fail":
+        if config.on_failure == "fail" and not self.config.environments:
             return None
         return Quarantine(ledger, directory.quarantine, config.quarantine_limit, self.prompts.rows,
                           self.progress.warn_once, directory.term, directory.files.records)

@@ -1,5 +1,7 @@
 """What is checked of a PPO run before anything is started."""
 
+import re
+
 from rlhf_ray.config.derived import Derived, derive
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
@@ -39,9 +41,7 @@ def preflight(config: PPOConfig) -> None:
         check_data(held_out)
     check_pretraining_text(config)
     check_model(config.model, "model")
-    longest = derived.longest_response
-    field = derived.longest_response_field
-    rows = derived.longest_sample, f"prompts.max_tokens + {field}"
+    rows = derived.longest_sample, re.sub(r"=\d+", "", derived.longest_sample_field)
     check_family(config.model, "model", POLICY, rows)
     check_rewards(config, derived)
     check_adapters(config.policy, config.model, "policy", scalar=False)
@@ -51,7 +51,7 @@ def preflight(config: PPOConfig) -> None:
         check_family(derived.reference_model, "reference", {Use.LANGUAGE}, rows)
     if derived.starts_critic:
         _check_critic(config, derived, rows)
-    check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
+    check_context(config.model, derived.longest_sample, derived.longest_sample_field)
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
     if config.evaluation:
         check_stop_tokens(config.model, config.evaluation.sampling, "evaluation.sampling.stop_token_ids")
@@ -77,5 +77,4 @@ def _check_other_model(config: PPOConfig, derived: Derived, model: ModelConfig, 
     check_model(model, section)
     check_same_tokens(config.model, model, ("model", f"{section}.path"),
                       f"Leave {section}.path empty, or name a model with the policy's tokenizer.")
-    check_context(model, config.prompts.max_tokens, derived.longest_response,
-                  ("prompts.max_tokens", derived.longest_response_field))
+    check_context(model, derived.longest_sample, derived.longest_sample_field)

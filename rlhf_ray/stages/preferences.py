@@ -73,11 +73,9 @@ def preflight(config: PreferencesStageConfig) -> None:
     check_fit(config)
     check_scorer(config.pairs.judge, config.model, "pairs.judge", trials_of([config.prompts], config.model))
     for name, reward in rewards_of(config.pairs.judge, "pairs.judge").items():
-        check_reads_longest(reward, config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
-                            "generator.sampling.max_tokens")
+        check_reads_longest(reward, config.model, config.longest_sample, config.longest_sample_field)
         check_prompt_answers([config.prompts], f"pairs.judge ({name})", name, reward)
-    check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
-                  ("prompts.max_tokens", "generator.sampling.max_tokens"))
+    check_context(config.model, config.longest_sample, config.longest_sample_field)
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
 
 
