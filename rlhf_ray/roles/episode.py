@@ -7,18 +7,20 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.data.turn_template import TurnTemplate
-from rlhf_ray.environments.pool import EnvironmentPool, EpisodeFailed, OpenEnvironment
+from rlhf_ray.data.turn_template import TurnTemplate, call_id
+from rlhf_ray.environments.pool import EnvironmentPool, OpenEnvironment
 from rlhf_ray.environments.protocol import Message, Reply, Start, Step
 from rlhf_ray.environments.tool_calls import Parsed, ToolCallParser
+from rlhf_ray.errors import EpisodeFailed
 from rlhf_ray.records import SampleKey, Turn
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 from rlhf_ray.roles.episode_tokens import EpisodeTokens
+from rlhf_ray.roles.rollout_rows import sample_request
 
 SampleTurn = Callable[[SampleRequest], Awaitable[Completion]]
 """Has a turn sampled by a generator."""
@@ -152,8 +154,7 @@ class Attempt:
         self.messages = prompt if start.messages is None else start.messages
         self.tools = start.tools
         self._conversation = list(self.messages)
-        template = self._texts.template
-        self._tokens = EpisodeTokens(template.open(self.messages, self.tools, self._options))
+        self._tokens = EpisodeTokens(self._opened(self.messages))
         while True:
             # The policy's turn.
             turn = len(self._turns)
@@ -185,8 +186,6 @@ class Attempt:
 
     async def _sampled(self, turn: int, room: int) -> Completion:
         """What the policy samples in a turn, recorded."""
-        from rlhf_ray.roles.rollout_rows import sample_request
-
         self._activity.enter("a generator")
         most = min(self._sampling.max_tokens, room)
         context = self._tokens.context
@@ -206,16 +205,10 @@ class Attempt:
         text = self._texts.decode(tokens[:-1] if stopped else tokens)
         parsed = self._texts.parser.parse(text) if self.tools else Parsed.plain(text)
         turn = len(self._turns) - 1
-        calls = [replace(call, id=f"c{turn:04}{i:04}") for i, call in enumerate(parsed.calls)]
+        calls = [replace(call, id=call_id(turn, i)) for i, call in enumerate(parsed.calls)]
         parsed = replace(parsed, calls=calls)
-        message: Message = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if calls:
-            message["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls]
-        self._conversation.append(message)
+        self._conversation.append(self._texts.template.assistant(
+            text, content=parsed.content, reasoning=parsed.reasoning, tool_calls=[asdict(call) for call in calls]))
         written = [{"name": call.name, "arguments": call.arguments} for call in calls]
         self._turns[-1] = replace(self._turns[-1], tool_calls=[*written, *({"error": e} for e in parsed.errors)])
         self.events["tool_calls"] += len(calls)
@@ -225,7 +218,7 @@ class Attempt:
     def _feedback(self, parsed: Parsed) -> Step:
         """What the policy reads after a tool call that could not be read."""
         said = "\n".join(parsed.errors)
-        return Step([{"role": "tool", "name": "error", "tool_call_id": f"e{len(self._turns):08}",
+        return Step([{"role": "tool", "name": "error", "tool_call_id": call_id(len(self._turns) - 1, 0),
                       "content": f"error: {said}"}])
 
     async def _stepped(self, environment: OpenEnvironment, parsed: Parsed, completion: Completion) -> Step:
@@ -253,8 +246,16 @@ class Attempt:
         template = self._texts.template
         self._conversation += messages
         last = self._tokens.context[-1]
-        if template.continues(messages):
+        if template.continues(messages, self.tools, self._options):
             stopped_by = last if last in self._texts.stop_tokens else None
-            self._tokens.read(template.delta(messages, self.tools, answered=self._conversation, stopped_by=stopped_by))
+            self._tokens.read(template.delta(
+                messages, self.tools, stopped_by=stopped_by, options=self._options, place=self._place))
         else:
-            self._tokens.begin_segment(template.open(self._conversation, self.tools, self._options))
+            self._tokens.begin_segment(self._opened(self._conversation))
+
+    def _opened(self, messages: list[Message]) -> list[int]:
+        return self._texts.template.open(messages, self.tools, options=self._options, place=self._place)
+
+    @property
+    def _place(self) -> str:
+        return f"environments.{self._activity.environment}, row {self._key.row}"

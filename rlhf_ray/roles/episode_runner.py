@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal, Protocol, cast
@@ -22,9 +22,9 @@ from rlhf_ray.data.answers import stop_tokens
 from rlhf_ray.data.chat import template_options
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.turn_template import TurnTemplate
-from rlhf_ray.environments.pool import EnvironmentPool, ReplayDiverged
+from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.tool_calls import ToolCallParser
-from rlhf_ray.errors import ConfigError, DataError
+from rlhf_ray.errors import DataError, ReplayDiverged
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.stop_tokens import named_stop_tokens
@@ -269,16 +269,3 @@ class EpisodeRunner:
             return cast(Completion, completion)
 
         return sample
-
-
-def check_names(environments: Mapping[str, EnvironmentConfig], chosen: Iterable[Any], column: str) -> None:
-    """Refuse rows that name no environment.
-
-    Raises:
-        ConfigError: names the first.
-    """
-    if len(environments) < 2:
-        return
-    if unknown := [name for name in chosen if name not in environments]:
-        raise ConfigError(f"column {column!r} (episode_runner.column) is {unknown[0]!r} in some rows, and the "
-                          f"environments are {', '.join(environments)}; correct the rows")
