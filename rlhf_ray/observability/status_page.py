@@ -205,11 +205,15 @@ def _shortened(text: Any) -> str:
 
 
 def _disturbances(live: Mapping[str, Any]) -> list[str]:
-    """Workers that are being replaced, and a checkpoint under way."""
+    """Workers that are being replaced, the oldest open episodes, and a checkpoint under way."""
     down = [f"{line['worker']} is down: {line['lost']}; it is being replaced, for {line['seconds']:.1f} s"
             for line in live.get("down", ())]
+    episodes = live.get("episodes") or {}
+    waits = [f"step {live['step'] + 1} waits for {one}" for one in episodes.get("oldest", ())]
+    if len(waits) < episodes.get("open", 0):
+        waits.append(f"{episodes['open']} episodes are open")
     saving = live.get("checkpoint")
-    return [*down, _saving(saving)] if saving else down
+    return [*down, *waits, *([_saving(saving)] if saving else [])]
 
 
 def _saving(saving: Mapping[str, Any]) -> str:

@@ -172,11 +172,13 @@ class EpisodeRunner:
             found.append(episode)
         return found
 
-    def activity(self) -> list[tuple[SampleKey, str, int, str, float, float]]:
-        """The open episodes, oldest first: key, environment, turn, what it waits for, for how long, and its age."""
+    def activity(self) -> list[dict[str, Any]]:
+        """The open episodes: key (three numbers), environment, turn (from 1), doing (what it waits for), since_s and
+        age_s in seconds."""
         now = time.monotonic()
-        return [(each.key, each.environment, each.turn, each.doing, now - each.since, now - each.began)
-                for each in sorted(self._open.values(), key=lambda each: each.began)]
+        return [{"key": list(each.key.numbers), "environment": each.environment, "turn": each.turn + 1,
+                 "doing": each.doing, "since_s": round(now - each.since, 3), "age_s": round(now - each.began, 3)}
+                for each in self._open.values()]
 
     def printed(self) -> list[str]:
         """The lines that environments have printed since the last call."""

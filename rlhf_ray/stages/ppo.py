@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
 
 from rlhf_ray.cluster.session import Session
-from rlhf_ray.config.derived import Derived, derive, reward_sections
+from rlhf_ray.config.derived import Derived, derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
+from rlhf_ray.coordinator.episode_watch import EpisodeWatch
 from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
@@ -40,8 +41,8 @@ from rlhf_ray.stages.ppo_roles import (
     with_generators,
 )
 from rlhf_ray.stages.preflight import check_resume, with_gpu_settings
+from rlhf_ray.stages.prints import printing_roles, prints_shown
 from rlhf_ray.stages.reward_preflight import scored_elsewhere, trained_on_other_ends
-from rlhf_ray.stages.reward_prints import prints_shown
 from rlhf_ray.stages.runtime import (
     checkpoint_store,
     fetch_uploaded,
@@ -138,8 +139,9 @@ async def _run(
         learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
                                          partial(restart_learners, config, runtime, roles, progress), progress.warn,
                                          stop, files)
+        episodes = None if roles.runners is None else EpisodeWatch(roles.runners)
         builder = CoordinatorBuilder(config, derived, roles, weights, prompts, held_out, directory, store, geometry,
-                                     progress, stop, most_prompts)
+                                     progress, stop, most_prompts, episodes)
         attempts = RunAttempts(config.logging, directory, learner_restart, builder.build)
         scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
                           partial(save_generator_count, directory, configured), progress.note, files)
@@ -150,7 +152,8 @@ async def _run(
                     background_task("the watch for drained nodes", drains.run, log.failed),
                     health.at_work(detectors),
                     answering(directory, {"profile": attempts.profile, "scale": scaling.asked}, log.failed),
-                    prints_shown(reward_sections(config).values(), roles.reward, progress.note)):
+                    prints_shown(printing_roles(config, roles), progress.note),
+                    nullcontext() if episodes is None else background_task("the watch over episodes", episodes.run)):
             coordinator = await attempts.run(start, resume)
         samples = await files.records.run(finalize_ledger, coordinator.pipeline.ledger, coordinator.open_keys())
     return {**_summary(coordinator, attempts, time.perf_counter() - began), "ledger": samples}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.config.combination_checks import check_combinations
+from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.stages import PreferencesStageConfig
@@ -35,8 +36,8 @@ from rlhf_ray.stages.preflight import (
     check_stop_tokens,
     with_gpu_settings,
 )
+from rlhf_ray.stages.prints import Printing, prints_shown
 from rlhf_ray.stages.reward_preflight import check_prompt_answers, check_reads_longest
-from rlhf_ray.stages.reward_prints import prints_shown
 from rlhf_ray.stages.reward_trial import trials_of
 from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage, write_left_out
 from rlhf_ray.stages.scorers import check_scorer, rewards_of
@@ -151,7 +152,8 @@ class _Sampler:
 
     def prints_shown(self, progress: StageProgress) -> AbstractAsyncContextManager[None]:
         """Show what the judge's functions print during the enclosed work."""
-        return prints_shown(self._judge.values(), self._ranker.group, progress.note)
+        functions = any(isinstance(reward, FunctionReward) for reward in self._judge.values())
+        return prints_shown([Printing(self._ranker.group, PairRanker.printed)] if functions else [], progress.note)
 
     async def sample_all(self, progress: StageProgress) -> tuple[list[dict[str, Any]], int]:
         """All pairs in the order of their prompts, and the number of pairs left out."""
