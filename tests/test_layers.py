@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1] / "rlhf_ray"
 LAYERS = [
     {"records", "errors"},
     {"failpoints", "internals"},
-    {"config", "files"},
+    {"config", "files", "user_code"},
     {"algorithms", "observability", "planning"},
     {"models", "data", "engine", "weights", "checkpoint"},
     {"environments"},

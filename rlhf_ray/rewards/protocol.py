@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rlhf_ray.data.answers import Prefills
 from rlhf_ray.data.chat import NO_OPTIONS, PromptText, template_options
 from rlhf_ray.data.encoding import decode_after
-from rlhf_ray.errors import RewardError, SampleError
+from rlhf_ray.errors import RewardError, SampleError, with_lines
 from rlhf_ray.records import Batch, Episode, Experience, Prompts, Rollout, SampleKey, response_start
 
 if TYPE_CHECKING:
@@ -238,14 +238,6 @@ def _shortened(text: str) -> str:
     if len(text) > SHOWN:
         text = f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
     return repr(text)
-
-
-def with_lines(text: str, lines: str, advice: str) -> str:
-    """A message with lines below its first sentence, and the advice below them."""
-    advice = advice[:1].upper() + advice[1:]
-    if not lines and "\n" not in text:
-        return f"{text}. {advice}"
-    return "\n".join(filter(None, (text, lines, advice)))
 
 
 def finite_scores(
