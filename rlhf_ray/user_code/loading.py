@@ -56,11 +56,20 @@ def definition(defined: Any) -> str:
 
 def describe(error: BaseException) -> str:
     """An exception, and below it file, line and code of the user's line that raised it."""
-    text = f"{type(error).__name__}: {_text(error)[:ERROR_LENGTH]}".removesuffix(": ")
+    text = error_text(error)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{type(error).__name__}: {error.msg}\n  {_line(error.filename, error.lineno or 1)}"
     line = users_line((f.filename, f.lineno or 1) for f in traceback.extract_tb(error.__traceback__))
     return f"{text}\n  {line}" if line else text
+
+
+def error_text(error: BaseException) -> str:
+    """An exception's name and text."""
+    try:
+        text = str(error)
+    except Exception:  # its class is the user's
+        text = "(its text cannot be read)"
+    return f"{type(error).__name__}: {text[:ERROR_LENGTH]}".removesuffix(": ")
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str:
@@ -72,13 +81,6 @@ def users_line(frames: Iterable[tuple[str, int]]) -> str:
     foreign = [f for f in frames if not f[0].startswith(PACKAGE) and "importlib" not in f[0]]
     own = [f for f in foreign if not f[0].startswith(LIBRARIES)]
     return _line(*(own or foreign)[-1]) if foreign else ""
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # its class is the user's
-        return "(its text cannot be read)"
 
 
 def _line(file: str, number: int) -> str:
