@@ -102,6 +102,7 @@ def _known_causes(causes: Iterable[str]) -> tuple[str, ...]:
 
 def _export(target: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     from rlhf_ray.observability.sample_export import write_json_lines
+    from rlhf_ray.observability.tables import counted
 
     rows = iter(rows)
     rows = chain(list(islice(rows, 1)), rows)  # an error comes before the file
@@ -113,7 +114,7 @@ def _export(target: Path, rows: Iterable[Mapping[str, Any]]) -> None:
             count = write_json_lines(rows, file)
     except OSError as error:
         raise DataError(f"--jsonl={target} cannot be written: {error.strerror or error}; name another file") from error
-    typer.echo(f"{count} samples: {target}")
+    typer.echo(f"{counted(count, 'sample')}: {target}")
 
 
 def _write_page(run: Path, found: Any, page: Path | None) -> None:

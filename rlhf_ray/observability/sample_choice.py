@@ -12,6 +12,7 @@ from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.observability.conversation import turns_of
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sample_files import SHOWN, read_samples, steps_with_samples
+from rlhf_ray.observability.tables import counted
 
 STEPS_SEARCHED = 5
 """Newest steps with samples that are asked for, of which they are taken."""
@@ -109,7 +110,7 @@ def rows_of(run_dir: Path, choice: Choice) -> Iterator[dict[str, Any]]:
 def _nothing_found(run: RunDirectory, choice: Choice) -> str:
     """That no sample meets the conditions, and which causes there are."""
     steps = steps_with_samples(run.samples)
-    searched = f"{len(steps)} steps" if choice.steps is None else f"step {choice.steps}"
+    searched = counted(len(steps), "step") if choice.steps is None else f"step {choice.steps}"
     message = f"no sample of {searched} in {run.samples} has {choice}"
     if not choice.causes:
         return message
@@ -128,7 +129,7 @@ def _steps(run: RunDirectory, choice: Choice) -> list[int]:
         within = [step for step in steps if choice.steps.has(step)]
         if not within:
             raise DataError(f"{run.samples} has no samples of step {choice.steps}; it has those of "
-                            f"{len(steps)} steps from {steps[0]} to {steps[-1]}")
+                            f"{counted(len(steps), 'step')} from {steps[0]} to {steps[-1]}")
         return within
     if choice.is_open:
         return steps[-1:]

@@ -71,7 +71,8 @@ def sample_table(
 
     Args:
         experience: of all samples, from a rollout; a sample's rows are adjacent.
-        numbers: [S] float32 by column: score, its components (reward/NAME), kl, gold; None is null.
+        numbers: [S] float32 by column: score, its components (reward/NAME), kl, gold; None is null, as is NaN, the
+            reward of an episode that has none.
         old_known: whether a learner computed `old_logprobs`; otherwise they are null.
     """
     import pyarrow as pa
@@ -104,7 +105,8 @@ def sample_table(
         "messages": pa.array(messages, pa.string()),
         "response": pa.array(texts.responses, pa.string()),
         "finish_reason": pa.array([reasons[each[-1]] for each in rows], pa.string()),
-        **{name: pa.nulls(len(rows), pa.float32()) if values is None else pa.array(values, pa.float32())
+        **{name: pa.nulls(len(rows), pa.float32()) if values is None else
+           pa.array(values, pa.float32(), from_pandas=experience.episodes is not None)
            for name, values in numbers.items()},
         "row_lengths": pa.ListArray.from_arrays(pa.array(first_rows, pa.int32()),
                                                 pa.array(experience.lengths, pa.int32())),
@@ -139,8 +141,9 @@ def _columns_of(episodes: Sequence[Episode], texts: Sequence[Sequence[str]]) -> 
     return {
         **{name: pa.array([getattr(episode, name) for episode in episodes], pa.string()) for name in names},
         "tools": pa.array([json.dumps(episode.tools) for episode in episodes], pa.string()),
-        "metrics": pa.array([episode.metrics.items() for episode in episodes], pa.map_(pa.string(), pa.float64())),
-        "events": pa.array([episode.events.items() for episode in episodes], pa.map_(pa.string(), pa.int64())),
+        "metrics": pa.array([[*episode.metrics.items()] for episode in episodes],
+                            pa.map_(pa.string(), pa.float64())),
+        "events": pa.array([[*episode.events.items()] for episode in episodes], pa.map_(pa.string(), pa.int64())),
         "turns": pa.array(turns, pa.list_(turn)),
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -21,7 +22,7 @@ from rich.text import Text
 from rlhf_ray.observability.conversation import Exchange, Turn, escaped, exchanges_of, turns_of
 from rlhf_ray.observability.html_page import ASSETS, page
 from rlhf_ray.observability.sample_choice import Choice, rows_of
-from rlhf_ray.observability.tables import number
+from rlhf_ray.observability.tables import counted, number
 
 T = TypeVar("T")
 
@@ -31,6 +32,8 @@ SHOWN_CHARACTERS = 1500
 """Characters of a text that the terminal shows."""
 SHOWN_TOKENS = 200
 """Tokens of a segment that the terminal shows."""
+NAMED_STEPS = 10
+"""Of more steps the first and the last are named."""
 USES = {"train": "", "mask": " (masked)", "zero": " (zero reward)", "quarantine": " (quarantined)"}
 """What was done with an episode, after its cause."""
 STYLES = {"response": "green", "assistant": "green", "call": "cyan", "tool": "magenta"}
@@ -212,8 +215,9 @@ def print_samples(
 
 def _words_of(exchange: Exchange, several: bool) -> str:
     """The numbers of a turn of an episode, which may have several segments."""
-    segment = f" · segment {exchange.segment}" if several else ""
-    return f"{segment} · {exchange.sampled} tokens · {exchange.finish_reason} · reward {number(exchange.reward)}"
+    words = [f"segment {exchange.segment}"] if several else []
+    words += [counted(exchange.sampled, "token"), exchange.finish_reason, f"reward {number(exchange.reward)}"]
+    return "".join(f" · {word}" for word in words)
 
 
 def outcome_of(sample: Sample) -> str:
@@ -229,7 +233,7 @@ def _print_tokens(say: Callable[[str, str], None], sample: Sample, full: bool) -
     """A line for each token of a sample."""
     for segment, members in groupby(sample.tokens, lambda token: token.segment):
         found = list(members)
-        say(f"segment {segment + 1}, after {found[0].place} tokens that were read first:", "bold")
+        say(f"segment {segment + 1}, after {counted(found[0].place, 'token')} of context:", "bold")
         say(f"{'place':>7}  {'token':<8}  {'log-prob':>9}  {'gap':>9}  {'advantage':>9}  {'version':>7}", "bold")
         left_out = 0 if full else max(0, len(found) - SHOWN_TOKENS)
         half = (len(found) - left_out) // 2
@@ -249,13 +253,18 @@ def _line_of(token: Token) -> str:
 
 
 def summary_of(samples: Sequence[Sample]) -> str:
-    """How many samples there are, of which steps and prompts, and their rewards."""
+    """How many samples there are, of which steps and prompts, their rewards, and the causes of episodes' ends."""
     steps = sorted({sample.step for sample in samples})
-    prompts = len({sample.group for sample in samples})
+    numbers = ", ".join(map(str, steps)) if len(steps) <= NAMED_STEPS else f"{steps[0]} to {steps[-1]}"
+    words = [f"{'Step' if len(steps) == 1 else 'Steps'} {numbers}",
+             f"{counted(len(samples), 'sample')} of {counted(len({sample.group for sample in samples}), 'prompt')}"]
     scores = [sample.score for sample in samples if sample.score is not None]
-    rewards = f" · reward {number(fmean(scores))} (from {number(min(scores))} to {number(max(scores))})"
-    return (f"{'Step' if len(steps) == 1 else 'Steps'} {', '.join(map(str, steps))} · {len(samples)} samples of "
-            f"{prompts} prompt{'' if prompts == 1 else 's'}{rewards if scores else ''}")
+    if scores:
+        words.append(f"reward {number(fmean(scores))} (from {number(min(scores))} to {number(max(scores))})")
+    causes = Counter(sample.cause for sample in samples if sample.cause)
+    if causes:
+        words.append(", ".join(f"{cause} {count}" for cause, count in causes.most_common()))
+    return " · ".join(words)
 
 
 def numbers_of(sample: Sample) -> str:
@@ -270,11 +279,11 @@ def numbers_of(sample: Sample) -> str:
     if sample.gap is not None:
         words.append(f"gap {number(sample.gap)}")
     if sample.cause:
-        words += [f"{len(sample.exchanges)} turn{'' if len(sample.exchanges) == 1 else 's'}",
-                  f"{sample.length} tokens sampled, {sample.observed} observed"]
+        words += [counted(len(sample.exchanges), "turn"),
+                  f"{counted(sample.length, 'token')} sampled, {sample.observed} observed"]
         words += [f"{sample.segments} segments"] if sample.segments > 1 else []
     else:
-        words += [f"{sample.length} tokens", sample.finish_reason or "–"]
+        words += [counted(sample.length, "token"), sample.finish_reason or "–"]
     return " · ".join([*words, f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"])
 
 
