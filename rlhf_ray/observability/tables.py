@@ -94,6 +94,11 @@ def number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """"1 turn", "2 turns"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def plain_table(*columns: str, **options: Any) -> Table:
     """A table without borders; arguments as of rich's."""
     return Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), **options)

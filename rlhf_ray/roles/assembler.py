@@ -24,6 +24,7 @@ from rlhf_ray.config.estimators import GAEEstimator
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import EnvironmentReward
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.data.encoding import decode_after
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.models.loading import load_tokenizer
@@ -42,6 +43,7 @@ from rlhf_ray.records import (
     Scores,
     Sifted,
     TokenScores,
+    Turn,
     row_indices,
 )
 from rlhf_ray.rewards.protocol import finished, rollout_texts
@@ -178,7 +180,17 @@ class Assembler:
                 self._token_texts[token] = self._tokenizer.decode([token])
         own_prompts, responses = rollout_texts(self._tokenizer, experience, len(experience.keys))
         return SampleTexts(own_prompts, [None if each is None else json.dumps(each) for each in messages], responses,
-                           self._token_texts)
+                           self._token_texts, self._turn_texts(experience))
+
+    def _turn_texts(self, experience: Experience) -> list[list[str]]:
+        """[S] what was sampled in each turn of an episode, without special tokens; empty for single responses."""
+        def text(row: int, turn: Turn) -> str:
+            tokens = experience.row(row, "tokens").tolist()
+            return decode_after(self._tokenizer, tokens[:turn.start], tokens[turn.start:turn.stop],
+                                skip_special_tokens=True)
+
+        return [[text(rows[turn.row], turn) for turn in episode.turns]
+                for rows, episode in zip(experience.sample_rows, experience.episodes or (), strict=False)]
 
     def select_samples(self, rollout: Rollout, numbers: Sequence[int]) -> Rollout:
         """The rollout of some of the samples, by their numbers in it."""
