@@ -163,4 +163,4 @@ def _prompt_text(question: PromptInput) -> str:
     """The prompt as given: a text, or its messages as a script."""
     if isinstance(question.content, str):
         return question.content
-    return "\n".join(f"{m['role']}: {m['content']}" for m in question.content)
+    return "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in question.content)
