@@ -103,6 +103,12 @@ def format_of(chat_template: str) -> str:
     return "json"
 
 
+def plain_turn(text: str, *, opened: bool = False) -> Parsed:
+    """A turn of an episode without tools, in which nothing is a call; as `ToolCallParser.parse`."""
+    reasoning, rest = _reasoning(text, opened)
+    return Parsed(rest.strip(), reasoning)
+
+
 def _reasoning(text: str, opened: bool) -> tuple[str, str]:
     """(reasoning at the beginning, what follows it)."""
     begun = text.lstrip()
