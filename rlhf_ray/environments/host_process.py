@@ -61,9 +61,9 @@ class HostProcess:
         """The facts, once the user's code is loaded; raises EnvironmentFailed."""
 
     async def _start(self) -> Answer:
-        await self._process.start("rlhf_ray.environments.host", EnvironmentFailed)
         loaded = False
         try:
+            await self._process.start("rlhf_ray.environments.host", EnvironmentFailed)
             if self.lost is not None:
                 raise EnvironmentFailed(f"{self._who} {self.lost.ending}")
             async with asyncio.timeout(IMPORT_S):
