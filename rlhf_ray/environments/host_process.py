@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
-from rlhf_ray.environments.host import ANSWER_BYTES
+from rlhf_ray.environments.answers import ANSWER_BYTES
 from rlhf_ray.errors import EnvironmentFailed, with_lines
 from rlhf_ray.user_code.process import AnswerTooLong, PrintedLines, UserProcess
 

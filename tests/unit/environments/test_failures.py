@@ -1,11 +1,11 @@
 """Everything that user code can do wrong, in real processes: each has its cause, and its neighbours are unharmed."""
 
 import asyncio
-import gc
 import time
 
 import pytest
 
+from rlhf_ray.environments import host_process
 from rlhf_ray.environments.protocol import Reply
 from rlhf_ray.errors import EpisodeFailed, ReplayDiverged
 from tests.unit.environments.conftest import OBEDIENT, content, gone, say, until
@@ -27,68 +27,80 @@ async def with_neighbours(pool, code, busy="time.sleep(0.05)"):
     return failure, idle.interrupted, busy_one.interrupted
 
 
-@pytest.mark.parametrize("code, line", [
-    ("time.sleep(600)", "eval(code, globals())"),
-    ("forever()", "async def forever(): await asyncio.Event().wait()"),
-    ("spin()", "while True: pass"),
-    ("deaf()", "time.sleep(600)"),
-    ("holds_the_lock()", "C code holds the interpreter's lock"),
-])
-def test_what_hangs_in_a_step_is_killed_and_its_neighbours_go_on(pool_of, code, line):
-    async def live():
-        async with pool_of(processes=1, timeout_s=SHORT) as pool:
-            return await with_neighbours(pool, code)
+def of_each(pool_of, cases, **config):
+    """What `with_neighbours` returns for each case, each in a pool of its own, at the same time."""
 
-    failure, idle, busy = asyncio.run(live())
-    assert isinstance(failure, EpisodeFailed) and failure.cause == "error_timeout"
-    assert "gave no answer to step within 0.5 s; its process was killed" in str(failure)
-    assert "environments.mine.timeout_s.step" in str(failure) and line in str(failure)
-    assert idle == 1 and busy <= 1
+    async def one(arguments):
+        async with pool_of(processes=1, **config) as pool:
+            return await with_neighbours(pool, *arguments)
+
+    async def all_of_them():
+        return await asyncio.gather(*map(one, cases))
+
+    return asyncio.run(all_of_them())
 
 
-@pytest.mark.parametrize("code, ending", [
-    ("os._exit(3)", "ended its process with exit code 3"),
-    ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL"),
-    ("ctypes.string_at(0)", "was killed by SIGSEGV"),
-    ("[os.close(fd) for fd in range(3, 20)]", "closed its connection"),
-])
+def test_what_hangs_in_a_step_is_killed_and_its_neighbours_go_on(pool_of, monkeypatch):
+    monkeypatch.setattr(host_process, "ANSWERING_S", 0.3)
+    lines = {
+        "time.sleep(600)": "eval(code, globals())",
+        "forever()": "async def forever(): await asyncio.Event().wait()",
+        "deaf()": "time.sleep(600)",
+        "spin()": "while True: pass",
+        "holds_the_lock()": "C code holds the interpreter's lock",
+    }
+    for (code, line), (failure, idle, busy) in zip(
+            lines.items(), of_each(pool_of, [(code,) for code in lines], timeout_s=SHORT), strict=True):
+        assert isinstance(failure, EpisodeFailed) and failure.cause == "error_timeout", code
+        assert "gave no answer to step within 0.5 s; its process was killed" in str(failure)
+        assert "environments.mine.timeout_s.step" in str(failure) and line in str(failure)
+        assert idle == 1 and busy <= 1, code
+
+
 @pytest.mark.parametrize("together", [False, True])
-def test_what_ends_its_process_is_found_out_and_its_neighbours_go_on(pool_of, code, ending, together):
-    if "close" in code and not together:
-        pytest.skip("once is enough")
-    busy = "time.sleep(0.3)" if together else ""
-    crash = f"(time.sleep(0.1), {code})" if together else f"(time.sleep(0.05), {code})"
+def test_what_ends_its_process_is_found_out_and_its_neighbours_go_on(pool_of, together):
+    endings = {
+        "os._exit(3)": "ended its process with exit code 3",
+        "os.kill(os.getpid(), signal.SIGKILL)": "was killed by SIGKILL",
+        "ctypes.string_at(0)": "was killed by SIGSEGV",
+        "os.closerange(3, 100)": "was killed by SIGKILL",  # by itself, as it cannot answer any more
+    }
+    cases = [(f"(time.sleep(0.15), {code})", "time.sleep(0.4)" if together else "") for code in endings]
+    for ending, (failure, *interrupted) in zip(endings.values(), of_each(pool_of, cases), strict=True):
+        assert isinstance(failure, EpisodeFailed) and failure.cause == "error_environment"
+        assert f"{ending} in step." in str(failure) and interrupted == [1, 1]
+
+
+def test_an_error_or_nonsense_in_a_step_fails_that_episode_alone(pool_of):
+    said = {
+        "1 / 0": "ZeroDivisionError: division by zero",
+        "sys.exit(2)": "SystemExit: 2",
+        "throw(KeyboardInterrupt())": "KeyboardInterrupt",
+        "throw(Deep('sea'))": "Deep: sea",
+        "throw(asyncio.CancelledError())": "CancelledError",
+        "throw(Strange())": "Strange: (its text cannot be read)",
+        "5": "step returned int 5; it must return a Step, a dict with its keys (messages, reward, done",
+        "'x' * 200_000_000": "step returned str 'xxx",
+        "{'messages': [{'role': 'user', 'content': 'x' * 200_000_000}]}":
+            "the messages of step have 200000000 characters, and may have 16777216",
+        "[{'messages': [], 'done': 'x' * 200_000_000}]": "step returned list [{'messages': [], ",
+        "{'messages': [{'role': 'user', 'content': '', 'more': 'x' * 20_000_000}]}": "it answered with 20000",
+    }
 
     async def live():
+        failures = {}
         async with pool_of(processes=1) as pool:
-            return await with_neighbours(pool, crash, busy)
+            other = await pool.open({}, 1)
+            for turn, code in enumerate(said, 1):
+                with pytest.raises(EpisodeFailed) as caught:
+                    await say(await pool.open({}, 0), code)
+                failures[code] = caught.value
+                assert content(await say(other)) == f"1:{turn}" and other.interrupted == 0
+        return failures
 
-    failure, idle, busy_one = asyncio.run(live())
-    assert isinstance(failure, EpisodeFailed) and failure.cause == "error_environment"
-    assert ending in str(failure) and " in step." in str(failure)
-    assert (idle, busy_one) == (1, 1)
-
-
-@pytest.mark.parametrize("code, said", [
-    ("1 / 0", "ZeroDivisionError: division by zero"),
-    ("sys.exit(2)", "SystemExit: 2"),
-    ("throw(KeyboardInterrupt())", "KeyboardInterrupt"),
-    ("throw(Deep('sea'))", "Deep: sea"),
-    ("throw(asyncio.CancelledError())", "CancelledError"),
-    ("throw(Strange())", "Strange: (its text cannot be read)"),
-    ("5", "step returned int 5; it must return a Step, a dict with its keys (messages, reward, done"),
-    ("'x' * 200_000_000", "step returned str 'xxx"),
-    ("{'messages': [{'role': 'user', 'content': 'x' * 200_000_000}]}", "answered with 2000001"),
-    ("Counter", "step returned type <class"),
-])
-def test_an_error_or_nonsense_in_a_step_fails_that_episode_alone(pool_of, code, said):
-    async def live():
-        async with pool_of(processes=1) as pool:
-            return await with_neighbours(pool, code)
-
-    failure, *interrupted = asyncio.run(live())
-    assert isinstance(failure, EpisodeFailed) and failure.cause == "error_environment"
-    assert "failed in step: " in str(failure) and said in str(failure) and interrupted == [0, 0]
+    for code, failure in asyncio.run(live()).items():
+        assert failure.cause == "error_environment", code
+        assert "failed in step: " in str(failure) and said[code] in str(failure)
 
 
 def test_an_error_shows_the_users_line(pool_of):
@@ -100,13 +112,11 @@ def test_an_error_shows_the_users_line(pool_of):
         asyncio.run(live())
 
 
-@pytest.mark.parametrize("code, cause", [
-    ("time.sleep(600)", "error_timeout"), ("os._exit(3)", "error_environment"), ("1 / 0", "error_environment"),
-])
-def test_a_reset_that_fails_gives_its_place_back(pool_of, code, cause):
+def test_a_reset_that_fails_gives_its_place_back(pool_of):
     async def live():
         async with pool_of(processes=1, concurrency=1, timeout_s=SHORT) as pool:
-            for _ in range(2):
+            for code, cause in (("time.sleep(600)", "error_timeout"), ("os._exit(3)", "error_environment"),
+                                ("1 / 0", "error_environment")):
                 with pytest.raises(EpisodeFailed, match="reset") as caught:
                     await pool.open({"reset": code}, 0)
                 assert caught.value.cause == cause
@@ -144,6 +154,7 @@ def test_out_of_memory_is_the_failure_of_the_one_that_takes_it(pool_of):
     assert idle == 1
 
 
+@pytest.mark.slow
 def test_torch_can_be_imported_within_the_default_memory(pool_of):
     code = OBEDIENT + "\n    def close(self):\n        import torch\n        print('torch', float(torch.ones(9).sum()))\n"
 
@@ -155,11 +166,8 @@ def test_torch_can_be_imported_within_the_default_memory(pool_of):
     assert asyncio.run(live()) == ["environments.mine: torch 9.0"]
 
 
-@pytest.mark.parametrize("then", ["pass", "time.sleep(600)", "os._exit(1)"])
-def test_what_an_environment_starts_is_gone_when_its_process_is_stopped_killed_or_dead(pool_of, tmp_path, then):
-    file = tmp_path / "pids"
-
-    async def live():
+def test_what_an_environment_starts_is_gone_when_its_process_is_stopped_killed_or_dead(pool_of, tmp_path):
+    async def one(file, then):
         async with pool_of(processes=1, timeout_s={"step": 1.0}) as pool:
             environment = await pool.open({}, 0)
             code = f"fork({str(file)!r}, {then!r})"
@@ -173,6 +181,10 @@ def test_what_an_environment_starts_is_gone_when_its_process_is_stopped_killed_o
         await until(lambda: all(map(gone, pids)))
         assert len(pids) == 3
 
+    async def live():
+        await asyncio.gather(*(one(tmp_path / str(number), then) for number, then in
+                               enumerate(("pass", "time.sleep(600)", "os._exit(1)"))))
+
     asyncio.run(live())
 
 
@@ -185,9 +197,9 @@ def test_a_flood_of_output_holds_nothing_up_and_is_cut(pool_of, capsys):
             await environment.close()
             return pool.printed()
 
-    lines = asyncio.run(live())
-    assert sum(map(len, lines)) < 2_200_000 and any("prints more than 1048576 bytes" in line for line in lines)
-    capsys.readouterr()
+    assert sum(map(len, asyncio.run(live()))) < 2_200_000
+    printed = capsys.readouterr().out
+    assert 1_000_000 < len(printed) < 3_300_000 and "prints more than 1048576 bytes in a call" in printed
 
 
 def test_a_done_episode_and_a_closed_one_take_no_steps(pool_of):
@@ -278,8 +290,8 @@ def test_a_cancelled_call_that_ends_in_time_is_closed_and_kills_nothing(pool_of)
             await asyncio.sleep(0.05)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
-            await pool.open({}, 2)
-            assert content(await say(other)) == "1:1" and other.interrupted == 0
+            third = await pool.open({}, 2)
+            assert content(await say(other)) == "1:1" and content(await say(third)) == "2:1" and not other.interrupted
             return pool.printed()
 
     assert asyncio.run(live()) == ["environments.mine: 0 closes"]
@@ -292,7 +304,6 @@ def test_places_come_back_from_episodes_that_are_dropped(pool_of):
                 environment = await pool.open({}, seed)
                 await say(environment)
                 del environment
-                gc.collect()
             await until(lambda: not pool._open)
             return pool.printed()
 
