@@ -88,6 +88,12 @@ class TestRecipes:
         assert {name: pool.bundles for name, pool in config.pools.items()} == {
             "generation": 2, "scoring": 1, "policy": 5}
 
+    def test_tools_on_eight(self):
+        _, config, plan = recipe("eight_gpu_7b_tools.yaml")
+        assert {name: pool.bundles for name, pool in config.pools.items()} == {"generation": 4, "policy": 4}
+        assert not config.episode_runner.gpus and config.policy.micro_batch_tokens >= 12288
+        assert "192 are open at the same time at most" in plan.geometry["episodes"]
+
     def test_seventy_billion_on_sixty_four(self):
         _, config, _ = recipe("multi_node_70b_ppo.yaml")
         assert config.generator.tensor_parallel == config.generator.gpus == config.pools["generation"].gpus == 4
