@@ -286,7 +286,8 @@ class PPOConfig(StageConfig):
     several, the rows' column `episode_runner.column` chooses one."""
     episode_runner: Annotated[EpisodeRunnerConfig, RoleFacts(
         worker="episode_runner", station="generation", phase="episodes", colour="episode_runner",
-        advice="faster environments, or more of their processes (environments.NAME.processes, episode_runner.workers)",
+        advice="faster environments, more of their processes (environments.NAME.processes), or more runners "
+               "(episode_runner.workers)",
     )] = Field(default_factory=EpisodeRunnerConfig)
     """Workers that run the episodes, on CPUs; started if there are `environments`."""
     reference: Annotated[ReferenceConfig, RoleFacts(
