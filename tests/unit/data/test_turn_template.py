@@ -225,14 +225,15 @@ def test_no_content_becomes_a_special_token(templates, kind, data):
         yield template.open([user(content)], tools)
         yield template.delta([user(content)], tools, stopped_by=end)
         yield template.delta([{**result(content), "name": content}], tools, stopped_by=end)
-        yield template.open([user("x"), {"role": "assistant", "content": content}, user("x")], tools)
         if tools:
             described = {**LOOK_UP, "function": {**LOOK_UP["function"], "description": content}}
             yield template.open([user("x")], [described])
+        yield template.open([user("x"), {"role": "assistant", "content": content}, user("x")], tools)
 
     for with_text, without in zip(all_ids(text), all_ids("x"), strict=True):
         assert specials(template, with_text) == specials(template, without)
-        assert text in template.tokenizer.decode(with_text).replace('\\"', '"')
+        left_out = kind == "qwen3" and "</think>" in text  # of an earlier answer
+        assert left_out or text in template.tokenizer.decode(with_text)
 
 
 @pytest.mark.parametrize("kind", ["qwen2.5", "qwen3"])
