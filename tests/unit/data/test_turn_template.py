@@ -105,7 +105,8 @@ def check_appended_is_rendered(template, kind, conversation, begin, tools):
         assert template.continues(replies, tools, system=begin[0]["role"] == "system")
         ids = [*ids, *ids_of(template, as_written(kind, content, calls, turn)), end]
         ids += template.delta(replies, tools, stopped_by=end)
-        messages.append({"role": "assistant", "content": content} | ({"tool_calls": asks(calls, turn)} if calls else {}))
+        called = {"tool_calls": asks(calls, turn)} if calls else {}
+        messages.append({"role": "assistant", "content": content, **called})
         messages += replies if template.knows_tool_role else results_as_user(replies)
         assert ids == rendered(template, messages, tools)
 
@@ -209,7 +210,8 @@ def specials(template, ids):
     return {token: ids.count(token) for token in named}
 
 
-FRAGMENTS = {kind: [*traits.special, *traits.tags, traits.end, "<|im_", "end|>", "[IN", "ST]", "</", "s>", "x", " ", "<"]
+PARTS = ["<|im_", "end|>", "[IN", "ST]", "</", "s>", "x", " ", "<"]
+FRAGMENTS = {kind: [*traits.special, *traits.tags, traits.end, *PARTS]
              for kind, traits in KINDS.items()}
 
 
@@ -307,7 +309,8 @@ def test_a_template_that_always_leaves_out_reasoning_makes_a_segment_of_each_tur
 def test_a_template_that_keeps_reasoning_is_append_only(custom):
     template = custom("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
                       "{{ m.content.split('</think>')[0].split('<think>\n')[-1] }}</think>"
-                      "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+                      "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+                      "{% endfor %}"
                       "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}")
     assert template.kind(False) is APPEND and template.opens_reasoning()
 
