@@ -276,14 +276,18 @@ def test_the_exported_conversation_has_openais_form(tmp_path):
     assert second["messages"][-1]["tool_calls"][0]["function"]["name"] == "look_up"
 
 
-def test_ids_that_an_environment_gave_its_calls_are_kept(tmp_path):
+@pytest.mark.parametrize("of_call, of_answer", [({"id": "c1"}, {"tool_call_id": "c1"}), ({}, {"tool_call_id": "c1"}),
+                                                ({"id": "c1"}, {})])
+def test_a_call_and_its_answer_have_the_id_that_one_of_them_has(tmp_path, of_call, of_answer):
     save_episodes(tmp_path)
     row = read_samples(tmp_path / "samples", 1)[1]
-    row["turns"][0]["tool_calls"] = json.dumps([{"id": "own", "name": "f", "arguments": "{}"}])
-    row["turns"][0]["messages"] = json.dumps([{"role": "tool", "content": "", "tool_call_id": "own"}])
+    row["turns"][0]["tool_calls"] = json.dumps([{"name": "f", "arguments": "{}", **of_call}, {"name": "g"}])
+    row["turns"][0]["messages"] = json.dumps([{"role": "tool", "content": "", **of_answer}])
     *_, said, answer = json_of(row)["messages"]
-    assert said["tool_calls"] == [{"id": "own", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    assert answer["tool_call_id"] == "own"
+    assert said["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+        {"id": "call_1_2", "type": "function", "function": {"name": "g", "arguments": "{}"}}]
+    assert answer == {"role": "tool", "content": "", "tool_call_id": "c1"}
 
 
 def test_a_single_response_is_exported_as_one_turn(tmp_path):
