@@ -183,8 +183,10 @@ class Assembler:
             return decode_after(self._tokenizer, tokens[:turn.start], tokens[turn.start:turn.stop],
                                 skip_special_tokens=True)
 
+        if experience.episodes is None:
+            return []
         return [[text(rows[turn.row], turn) for turn in episode.turns]
-                for rows, episode in zip(experience.sample_rows, experience.episodes or (), strict=False)]
+                for rows, episode in zip(experience.sample_rows, experience.episodes, strict=True)]
 
     def select_samples(self, rollout: Rollout, numbers: Sequence[int]) -> Rollout:
         """The rollout of some of the samples, by their numbers in it."""
