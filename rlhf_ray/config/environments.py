@@ -56,8 +56,8 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(16, ge=1)
     """Turns of an episode at most."""
     max_tokens: int = Field(16384, ge=2)
-    """Tokens of an episode at most: prompt, what the policy samples, and what the environment answers. A turn has at
-    most `generator.sampling.max_tokens`."""
+    """Tokens of an episode at most: prompt, what the policy samples, and what the environment answers; of each segment,
+    where the chat template rewrites history. A turn has at most `generator.sampling.max_tokens`."""
     timeout_s: EpisodeTimeouts = Field(default_factory=EpisodeTimeouts)
     """Deadlines."""
     on_failure: FailurePolicy = Field(default_factory=FailurePolicy)

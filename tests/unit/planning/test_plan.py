@@ -44,7 +44,7 @@ class TestPlaced:
 
     def test_each_names_its_nodes(self):
         assert {param.id for param in recipes()} == {path.name for path in PLACED.glob("*.yaml")}
-        assert len(recipes()) == 5
+        assert len(recipes()) == 6
 
     @pytest.mark.parametrize(("name", "nodes"), recipes())
     def test_fits_the_nodes_it_names_with_room_to_spare(self, name, nodes):
