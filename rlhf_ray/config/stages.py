@@ -358,11 +358,11 @@ class PPOConfig(StageConfig):
         sampling = as_set((as_set(given.get("generator")) or {}).get("sampling")) or {}
         environments = as_set(given.get("environments")) or {}
         # The longest response is that of an episode, where there are environments.
-        sections = [(as_set(each) or {}, EnvironmentConfig) for each in environments.values()]
-        sections = sections or [(sampling, SamplingConfig)]
+        section = EnvironmentConfig if environments else SamplingConfig
+        default = section.model_fields["max_tokens"].default
+        given_lengths = [(as_set(each) or {}).get("max_tokens", default) for each in environments.values() or [sampling]]
         try:
-            longest = max(int(values.get("max_tokens", cls.model_fields["max_tokens"].default))
-                          for values, cls in sections)
+            longest = max(map(int, given_lengths))
         except (TypeError, ValueError):  # reported with the other problems
             return given
         return fill(given, preset, wholes={"generator.sampling.max_tokens": longest})
