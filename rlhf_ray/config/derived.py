@@ -79,6 +79,8 @@ class Derived:
     solved_at: dict[str, float]
     """Minimum score at which a component of the rewards counts as solved, by name; pass@k is reported for these
     only."""
+    solved_by: str | None
+    """The component that environments give; None without environments."""
 
     @property
     def policy_is_reference(self) -> bool:
@@ -200,6 +202,8 @@ def derive(config: PPOConfig) -> Derived:
         evaluation_prompts=_evaluation_prompts(config),
         evaluates_the_policy_itself=held_out is None or held_out.same_distribution(training),
         solved_at=_solved_at(config),
+        solved_by=next((name for name, reward in config.rewards.items() if isinstance(reward, EnvironmentReward)),
+                       None),
     )
 
 

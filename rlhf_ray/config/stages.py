@@ -287,7 +287,8 @@ class PPOConfig(StageConfig):
     several, the rows' column `episode_runner.column` chooses one."""
     episode_runner: Annotated[EpisodeRunnerConfig, RoleFacts(
         worker="episode_runner", station="generation", phase="episodes", colour="episode_runner",
-        advice="faster environments, or more of their processes (environments.NAME.processes, episode_runner.workers)",
+        advice="faster environments, more of their processes (environments.NAME.processes), or more runners "
+               "(episode_runner.workers)",
     )] = Field(default_factory=EpisodeRunnerConfig)
     """Workers that run the episodes, on CPUs; started if there are `environments`."""
     reference: Annotated[ReferenceConfig, RoleFacts(
@@ -357,11 +358,11 @@ class PPOConfig(StageConfig):
         sampling = as_set((as_set(given.get("generator")) or {}).get("sampling")) or {}
         environments = as_set(given.get("environments")) or {}
         # The longest response is that of an episode, where there are environments.
-        sections = [(as_set(each) or {}, EnvironmentConfig) for each in environments.values()]
-        sections = sections or [(sampling, SamplingConfig)]
+        section = EnvironmentConfig if environments else SamplingConfig
+        default = section.model_fields["max_tokens"].default
+        given_lengths = [(as_set(each) or {}).get("max_tokens", default) for each in environments.values() or [sampling]]
         try:
-            longest = max(int(values.get("max_tokens", cls.model_fields["max_tokens"].default))
-                          for values, cls in sections)
+            longest = max(map(int, given_lengths))
         except (TypeError, ValueError):  # reported with the other problems
             return given
         return fill(given, preset, wholes={"generator.sampling.max_tokens": longest})

@@ -181,6 +181,10 @@ class TurnTemplate:
         """
         return self._keeps(tuple(message["role"] for message in messages), bool(tools), options, system)
 
+    def opens_reasoning(self, tools: Tools | None = None, options: Mapping[str, Any] = NO_OPTIONS) -> bool:
+        """Whether prompts end within <think>, so that a sampled turn begins with reasoning."""
+        return bool(OPEN_THINK.search(self._render([_user(QUESTION)], tools, PLACE, ask=True, options=options)))
+
     # Token ids
 
     def open(self, messages: Messages, tools: Tools | None = None, *, options: Mapping[str, Any] = NO_OPTIONS,

@@ -72,6 +72,7 @@ class Host:
     """The episodes of this process, by their numbers."""
 
     def __init__(self, channel: socket.socket, target: Target) -> None:
+        self.pid = os.getpid()
         self._channel, self._target = channel, target
         self._sending = threading.Lock()
         self._threads: dict[int, EpisodeThread] = {}
@@ -136,6 +137,8 @@ class EpisodeThread(threading.Thread):
             request = self.requests.get()
             call = request["call"]
             answer = {"episode": self._number, **self._answer(call, request.get("given"))}
+            if os.getpid() != self._host.pid:  # the user's code has forked, and this is the copy
+                os.kill(os.getpid(), signal.SIGKILL)
             with suppress(Exception):  # the user's code may have replaced or closed it
                 sys.stdout.flush()
             try:

@@ -236,6 +236,7 @@ AT_LINE = re.compile(r"^[ \t]*(?=\{)", re.MULTILINE)
 AT_LINE_OR_LIST = re.compile(r"^[ \t]*(?=[\[{])", re.MULTILINE)
 SEPARATOR = re.compile(r"\s*;\s*(?=\{)")
 NAMED = re.compile(r'[\[{\s]*"name"\s*:')
+OBJECTS = re.compile(r'\[?\s*\{\s*"')
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(\s*)$")
 
 
@@ -275,6 +276,10 @@ def _bare(text: str, places: re.Pattern[str], keys: tuple[str, ...], example: st
     at = 0
     while found := places.search(text, at):
         begin = found.end()
+        if not surely and not OBJECTS.match(text, begin):
+            content.append(text[at : begin + 1])
+            at = begin + 1
+            continue
         try:
             value, end = _value(text, begin)
         except _Malformed as error:

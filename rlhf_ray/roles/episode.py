@@ -41,7 +41,8 @@ def environment_seed(run_seed: int, key: SampleKey) -> int:
     return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) >> 33
 
 
-class TextTools(NamedTuple):
+@dataclass(frozen=True)
+class TextTools:
     """What turns messages into tokens and sampled tokens into messages."""
 
     template: TurnTemplate

@@ -204,7 +204,7 @@ class EpisodeRunner:
         chosen = sampling or self._sampling
         texts = self._texts[name]
         if not chosen.same_distribution(self._sampling):
-            texts = texts._replace(vocabulary=0)
+            texts = replace(texts, vocabulary=0)
         seed = sample_seed(run_seed, key)
         events: Counter[str] = Counter()
         async with self._slots[name]:

@@ -30,6 +30,8 @@ SHUTDOWN_GRACE_S = 0.5
 """Time for an idle process to end before it is killed."""
 OUTPUT_BYTES = 1 << 20
 """What may be printed in each call; the rest is dropped, because the worker's log has no limit."""
+LAST_ANSWER_S = 0.2
+"""Time to read what a process answered before it ended."""
 MARK = "RLHF_RAY_USER_PROCESS"
 """Variable of the environment by which what a process has started is found when it has ended."""
 GONE_S = 5.0
@@ -82,6 +84,21 @@ class UserProcess:
                 raise failure(f"{self._who}: no process can be started for it: {error}. Free memory or raise the "
                               "limit of processes (ulimit -u)") from error
         self._output = BoundedOutput(self._popen.stdout, self._printed)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Close the connection when the process ends: what it has started may keep the other end open."""
+        assert self._popen is not None
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            loop.call_later(LAST_ANSWER_S, self._writer.close)
+
+        with suppress(OSError):  # it has ended
+            descriptor = os.pidfd_open(self._popen.pid)
+            loop.add_reader(descriptor, ended)
 
     def send(self, message: Any) -> None:
         """Send a request, which the process unpickles. It may print again as much as a call may."""

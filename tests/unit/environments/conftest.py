@@ -47,7 +47,8 @@ class Counter:
     async def step(self, reply):
         self.count += 1
         content = f"{self.seed}:{self.count}"
-        answer = {"messages": [{"role": "user", "content": content}], "reward": self.count, "info": {"pid": os.getpid()}}
+        answer = {"messages": [{"role": "user", "content": content}], "reward": self.count}
+        answer["info"] = {"pid": os.getpid()}
         found = self.do(reply.text)
         if asyncio.iscoroutine(found): found = await found
         return answer if found is None else found

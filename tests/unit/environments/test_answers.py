@@ -28,7 +28,8 @@ def test_a_step_may_be_a_step_a_dict_or_a_tuple(answer, expected):
 
 @pytest.mark.parametrize("answer, said", [
     (None, "step returned NoneType None; it must return a Step, a dict with its keys"),
-    ("text", "step returned str 'text'"), (([SAYS], 1.0), "step returned tuple"), (Start([SAYS]), "step returned Start"),
+    ("text", "step returned str 'text'"), (([SAYS], 1.0), "step returned tuple"),
+    (Start([SAYS]), "step returned Start"),
     ({"observation": "x"}, "a dict with the key str 'observation'; the keys of a Step are messages, reward, done"),
     ({"done": 1}, "done=int 1, which must be True or False"), ({"done": None}, "done=NoneType None"),
     ({"messages": "x"}, "the messages str 'x', which must be a list"),

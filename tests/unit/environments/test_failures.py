@@ -1,13 +1,17 @@
 """Everything that user code can do wrong, in real processes: each has its cause, and its neighbours are unharmed."""
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
 from rlhf_ray.environments import host_process
 from rlhf_ray.environments.protocol import Reply
-from rlhf_ray.errors import EpisodeFailed, ReplayDiverged
+from rlhf_ray.errors import EnvironmentFailed, EpisodeFailed, ReplayDiverged
 from tests.unit.environments.conftest import OBEDIENT, content, gone, say, until
 
 SHORT = {"reset": 0.5, "step": 0.5}
@@ -156,7 +160,8 @@ def test_out_of_memory_is_the_failure_of_the_one_that_takes_it(pool_of):
 
 @pytest.mark.slow
 def test_torch_can_be_imported_within_the_default_memory(pool_of):
-    code = OBEDIENT + "\n    def close(self):\n        import torch\n        print('torch', float(torch.ones(9).sum()))\n"
+    code = OBEDIENT + ("\n    def close(self):\n        import torch\n"
+                       "        print('torch', float(torch.ones(9).sum()))\n")
 
     async def live():
         async with pool_of(code, timeout_s={"step": 60.0}) as pool:
@@ -399,3 +404,132 @@ def test_what_is_waited_for_is_known(pool_of):
             assert pool.waiting() == []
 
     asyncio.run(live())
+
+
+def test_a_process_that_dies_while_nothing_is_under_way_is_nobodys_fault(pool_of):
+    async def live():
+        async with pool_of(processes=1) as pool:
+            opened = [await pool.open({}, seed) for seed in range(3)]
+            pids = {int((await say(each)).info["pid"]) for each in opened}
+            (pid,) = pids
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: gone(pid))
+            steps = await asyncio.gather(*map(say, opened))
+            assert [content(step) for step in steps] == ["0:2", "1:2", "2:2"]
+            assert [each.interrupted for each in opened] == [1, 1, 1]
+
+    asyncio.run(live())
+
+
+def test_an_episode_that_is_interrupted_again_and_again_gets_a_process_of_its_own(pool_of):
+    async def live():
+        async with pool_of(processes=1, timeout_s={"step": 0.2}) as pool:
+            patient, other = [await pool.open({}, seed) for seed in (0, 1)]
+            for turn in range(1, 5):
+                with pytest.raises(EpisodeFailed):
+                    await say(await pool.open({}, 9), "time.sleep(600)")
+                pid = (await say(patient)).info["pid"]
+                shared = (await say(await pool.open({}, 8))).info["pid"]
+                assert (pid == shared) == (turn < 4), turn
+            assert patient.interrupted == 4 and content(await say(other)) == "1:1"
+
+    asyncio.run(live())
+
+
+def test_a_fork_that_comes_back_does_not_answer_and_a_fork_that_stays_does_not_hide_the_end(pool_of):
+    async def live():
+        async with pool_of(processes=1, timeout_s={"step": 20.0}) as pool:
+            environment, other = [await pool.open({}, seed) for seed in (0, 1)]
+            assert content(await say(environment, "[os.fork(), time.sleep(0.1)][1]")) == "0:1"
+            assert content(await say(environment)) == "0:2"
+            began = time.monotonic()
+            with pytest.raises(EpisodeFailed, match="ended its process with exit code 3"):
+                await say(environment, "os._exit(3) if os.fork() else time.sleep(600)")
+            assert time.monotonic() - began < 5 and content(await say(other)) == "1:1"
+
+    asyncio.run(live())
+
+
+def test_a_step_may_run_programs_from_a_coroutine(pool_of):
+    code = OBEDIENT + """
+async def program():
+    process = await asyncio.create_subprocess_exec("echo", "hi", stdout=asyncio.subprocess.PIPE)
+    text = (await process.communicate())[0].decode()
+    return {"messages": [{"role": "user", "content": text}]}
+"""
+
+    async def live():
+        async with pool_of(code, processes=1) as pool:
+            opened = [await pool.open({}, seed) for seed in range(3)]
+            return [content(step) for step in await asyncio.gather(*(say(each, "program()") for each in opened))]
+
+    assert asyncio.run(live()) == ["hi\n"] * 3
+
+
+@pytest.mark.parametrize("code, name, said", [
+    ("import no_such_module", "Counter",
+     r"ModuleNotFoundError: No module named 'no_such_module'\n  .*mine\.py:1: import"),
+    ("class Counter", "Counter", r"SyntaxError: .*\n  .*mine\.py:1: class Counter"),
+    ("x = 1", "Counter", "AttributeError: module 'mine' has no attribute 'Counter'"),
+    ("Counter = 5", "Counter", "TypeError: it is int 5, and must be a function or a list of functions with type hints"),
+    ("raise SystemExit(3)", "Counter", "SystemExit: 3"),
+    ("import os; os._exit(7)", "Counter", "ended its process with exit code 7 when it was imported"),
+    ("x = bytearray(1 << 30)", "Counter", "MemoryError"),
+])
+def test_code_that_cannot_be_used_is_refused_with_the_field_and_the_reason(pool_of, code, name, said):
+    async def live():
+        async with pool_of(code, name, memory_mib=128):
+            pass
+
+    with pytest.raises(EnvironmentFailed, match=rf"^environments\.mine\.path: the environment '.*mine\.py:Counter' "
+                                                rf"\(environments\.mine\) (cannot be used: )?{said}"):
+        asyncio.run(live())
+
+
+def test_an_import_that_hangs_is_killed_at_its_deadline_or_by_stop(pool_of, monkeypatch):
+    monkeypatch.setattr(host_process, "IMPORT_S", 0.5)
+
+    async def live():
+        async with pool_of("import time; time.sleep(600)"):
+            pass
+
+    with pytest.raises(EnvironmentFailed, match=r"environments\.mine\.path: .* was not imported within 0.5 s"):
+        asyncio.run(live())
+
+
+def test_stop_ends_an_import_that_hangs(pool_of, tmp_path):
+    hangs = tmp_path / "hangs"
+    code = f"{OBEDIENT}\nif os.path.exists({str(hangs)!r}): time.sleep(600)\n"
+
+    async def live():
+        async with pool_of(code) as pool:
+            first = await pool.open({}, 0)
+            hangs.touch()
+            second = asyncio.create_task(pool.open({}, 1))
+            await asyncio.sleep(0.3)
+            assert content(await say(first)) == "0:1" and not second.done()
+            began = time.monotonic()
+            await pool.stop()
+            assert time.monotonic() - began < 3
+            with pytest.raises(EpisodeFailed, match="was stopped"):
+                await second
+
+    asyncio.run(live())
+
+
+def test_the_processes_end_with_the_one_that_started_them(tmp_path):
+    (tmp_path / "mine.py").write_text(OBEDIENT)
+    script = (
+        "import asyncio\nfrom rlhf_ray.config.environments import EnvironmentConfig\n"
+        "from rlhf_ray.environments.pool import EnvironmentPool\nfrom rlhf_ray.environments.protocol import Reply\n"
+        "async def live():\n"
+        f"    pool = EnvironmentPool('mine', EnvironmentConfig(path='{tmp_path}/mine.py:Counter'))\n"
+        "    await pool.start()\n    environment = await pool.open({}, 0)\n"
+        "    print(int((await environment.step(Reply(''))).info['pid']), flush=True)\n"
+        "    await environment.step(Reply('holds_the_lock()'))\nasyncio.run(live())"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    asyncio.run(until(lambda: gone(pid)))

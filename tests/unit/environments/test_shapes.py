@@ -108,7 +108,6 @@ def test_the_reset_of_a_class_with_tools_gets_what_it_takes():
     class Neither(Table):
         def reset(self):
             super().reset("q", None)
-            return None
 
     row = {"question": "q", "x": 1, "level": "hard"}
     assert begin(Table, row, 7)[1]["observation"] == " Level hard, seed 7."
