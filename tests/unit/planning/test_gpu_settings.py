@@ -50,7 +50,8 @@ def planned(config, nodes="1x8xH100"):
 def recipe(name):
     text = (RECIPES / name).read_text()
     nodes = NAMED_NODES.search(text)[2]
-    config = derive_gpu_settings(load(PPOConfig, RECIPES / name, []), parse_nodes(nodes), shape_of)
+    loaded = load(PPOConfig, RECIPES / name, [], has_gpus=lambda _: True)
+    config = derive_gpu_settings(loaded, parse_nodes(nodes), shape_of)
     return text, config, planned(config, nodes)
 
 
