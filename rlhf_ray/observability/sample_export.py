@@ -23,8 +23,8 @@ def write_json_lines(rows: Iterable[Mapping[str, Any]], file: TextIO) -> int:
 
 
 def json_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved sample as one object. Numbers that are missing or not finite are null; `segments` has the columns per
-    token, cut where a new sequence begins. Those of an episode are null in a single response, but for its one turn."""
+    """A saved sample as one object. Numbers that are missing or not finite are null, as is what only an episode has in
+    a single response, which is one turn; `segments` has the columns per token, cut where a new sequence begins."""
     turns = _turns(row)
     episode = row.get("turns") is not None
     mask = row["response_mask"]

@@ -202,6 +202,33 @@ def test_a_template_without_a_token_that_ends_turns(custom):
             "\nuser: what is the price of tea?\nassistant: ")
 
 
+def test_a_template_that_ends_the_user_s_turns_alone(custom):
+    template = custom("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|im_end|>' if m.role != 'assistant' }}"
+                      "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    for reply in (QUESTION, {**QUESTION, "role": "tool"}):
+        assert template.tokenizer.decode(template.delta([reply], stopped_by=None)) == (
+            f"\n{reply['role']}: what is the price of tea?<|im_end|>\nassistant: ")
+
+
+def test_a_template_that_ends_turns_of_others_with_another_end(custom):
+    template = custom("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|endoftext|>' if m.role == 'assistant' "
+                      "else '<|im_end|>' }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    own = template.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    after = "\nuser: what is the price of tea?<|im_end|>\nassistant: "
+    template = TurnTemplate(template.tokenizer, [own, template.tokenizer.eos_token_id])
+    assert template.tokenizer.decode(template.delta([QUESTION], stopped_by=own)) == after
+    assert template.tokenizer.decode(template.delta([QUESTION], stopped_by=None)) == f"<|endoftext|>{after}"
+
+
+def test_a_template_that_writes_each_call_as_a_turn(custom):
+    template = custom("{% for m in messages %}{% for call in m.tool_calls or [] %}assistant: "
+                      "{{ call.function.arguments | tojson }}<|im_end|>\n{% else %}"
+                      "{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+                      "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+    ids = template.delta([result("12"), result("3", 1)], stopped_by=template.tokenizer.eos_token_id)
+    assert template.tokenizer.decode(ids) == "\ntool: 12<|im_end|>\ntool: 3<|im_end|>\nassistant: "
+
+
 # Special tokens are the template's
 
 def specials(template, ids):
@@ -236,6 +263,18 @@ def test_no_content_becomes_a_special_token(templates, kind, data):
         assert specials(template, with_text) == specials(template, without)
         left_out = kind == "qwen3" and "</think>" in text  # of an earlier answer
         assert left_out or text in template.tokenizer.decode(with_text)
+
+
+def test_texts_of_special_tokens_that_overlap_are_texts(custom):
+    from transformers import AddedToken
+
+    tokenizer = custom(TOOL_TEMPLATE).tokenizer
+    added = [AddedToken(text, special=True, normalized=False) for text in ("@@", "@@x")]
+    tokenizer.add_tokens(added, special_tokens=True)
+    template = TurnTemplate(tokenizer)
+    ids = template.delta([user("x@@@@@x@@x")], stopped_by=tokenizer.eos_token_id)
+    assert not {*tokenizer.convert_tokens_to_ids(["@@", "@@x"])} & {*ids}
+    assert "x@@@@@x@@x" in tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("kind", ["qwen2.5", "qwen3"])
@@ -304,6 +343,7 @@ def test_a_template_that_always_leaves_out_reasoning_makes_a_segment_of_each_tur
     template = custom(STRIPS)
     assert template.kind(True) is SEGMENTS and template.kind(False) is SEGMENTS
     assert template.opens_reasoning()
+    assert custom(STRIPS.replace("<think>\n", "")).kind(False) is SEGMENTS
 
 
 def test_a_template_that_keeps_reasoning_is_append_only(custom):
@@ -313,6 +353,19 @@ def test_a_template_that_keeps_reasoning_is_append_only(custom):
                       "{% endfor %}"
                       "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}")
     assert template.kind(False) is APPEND and template.opens_reasoning()
+
+
+@pytest.mark.parametrize("prompt", ["<think>\n", "<think>\n\n</think>\n\n"])
+def test_answers_are_judged_as_a_policy_may_write_them_after_the_prompt(custom, prompt):
+    """With reasoning where the prompt opens it, without where the prompt closes it."""
+    template = custom("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+                      "{% if '</think>' in m.content or prompt != '<think>\n' %}<think>\n"
+                      "{{ m.content.split('</think>')[0].split('<think>\n')[-1].strip() if '</think>' in m.content }}"
+                      "\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1].strip() }}{% else %}{{ m.content }}"
+                      "{% endif %}<|im_end|>\n{% endfor %}"
+                      "{% if add_generation_prompt %}<|im_start|>assistant\n{{ prompt }}{% endif %}")
+    assert template.kind(False, {"prompt": prompt}) is APPEND
+    assert template.opens_reasoning(options={"prompt": prompt}) is (prompt == "<think>\n")
 
 
 def test_a_template_that_drops_the_last_turns_rewrites(custom):
@@ -378,6 +431,7 @@ def test_any_id_of_a_call_is_written_as_nine_characters_where_the_template_wants
         [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, reply], [LOOK_UP]))
     given, answered = (text.partition(before)[2][:9] for before in ('"id": "', '"call_id": "'))
     assert given == answered and given.isalnum() and "chatcmpl" not in text
+    assert '"arguments": {}' in text
     assert template.delta([{"role": "tool", "content": "12"}], [LOOK_UP], stopped_by=None)
 
 

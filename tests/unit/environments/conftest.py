@@ -53,7 +53,7 @@ class Counter:
         if asyncio.iscoroutine(found): found = await found
         return answer if found is None else found
     def close(self):
-        print(f"{self.seed} closes")
+        sys.stdout.write(f"{self.seed} closes\n")  # print would write twice, and threads could mix
         self.do(self.row.get("close", ""))
     def do(self, code):
         if not code: return

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rlhf_ray.environments import host_process
+from rlhf_ray.environments import host_process, session
 from rlhf_ray.environments.protocol import Reply
 from rlhf_ray.errors import EnvironmentFailed, EpisodeFailed, ReplayDiverged
 from tests.unit.environments.conftest import OBEDIENT, content, gone, say, until
@@ -421,17 +421,19 @@ def test_a_process_that_dies_while_nothing_is_under_way_is_nobodys_fault(pool_of
     asyncio.run(live())
 
 
-def test_an_episode_that_is_interrupted_again_and_again_gets_a_process_of_its_own(pool_of):
+def test_an_episode_that_is_interrupted_again_and_again_gets_a_process_of_its_own(pool_of, monkeypatch):
+    monkeypatch.setattr(session, "INTERRUPTED_ALONE", 1)
+
     async def live():
-        async with pool_of(processes=1, timeout_s={"step": 0.2}) as pool:
+        async with pool_of(processes=1, timeout_s=SHORT) as pool:
             patient, other = [await pool.open({}, seed) for seed in (0, 1)]
-            for turn in range(1, 5):
+            for turn in (1, 2):
                 with pytest.raises(EpisodeFailed):
                     await say(await pool.open({}, 9), "time.sleep(600)")
                 pid = (await say(patient)).info["pid"]
                 shared = (await say(await pool.open({}, 8))).info["pid"]
-                assert (pid == shared) == (turn < 4), turn
-            assert patient.interrupted == 4 and content(await say(other)) == "1:1"
+                assert (pid == shared) == (turn == 1)
+            assert patient.interrupted == 2 and content(await say(other)) == "1:1"
 
     asyncio.run(live())
 

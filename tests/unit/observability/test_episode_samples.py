@@ -15,7 +15,7 @@ from rlhf_ray.observability.conversation import call_in_words, response_of, turn
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.sample_choice import Choice, NumberRange, rows_of
 from rlhf_ray.observability.sample_export import json_of, write_json_lines
-from rlhf_ray.observability.sample_files import OF_EPISODES, SampleWriter, read_samples, steps_with_samples
+from rlhf_ray.observability.sample_files import SampleWriter, read_samples, steps_with_samples
 from rlhf_ray.observability.sample_view import extremes, print_samples, sample_page, samples_of
 from tests.unit.observability.episode_samples import EPISODES, LOGPROBS, ROWS, SAMPLED, TEXTS, save_episodes
 from tests.unit.observability.test_sample_view import Page, save
@@ -88,8 +88,12 @@ def test_the_file_has_the_turns_of_each_episode_beside_its_tokens(tmp_path):
 
 
 def test_a_file_of_single_responses_has_no_columns_of_episodes(tmp_path):
-    save(tmp_path, 1, [0.0, 1.0])
-    assert not set(OF_EPISODES) & set(pq.read_schema(tmp_path / FILE).names)
+    save(tmp_path / "single", 1, [0.0, 1.0])
+    save_episodes(tmp_path)
+    single, episodes = (set(pq.read_schema(place / FILE).names) for place in (tmp_path / "single", tmp_path))
+    assert episodes - single == {"environment", "cause", "use", "error", "tools", "metrics", "events", "turns",
+                                 "reward/environment"}
+    assert single - episodes == {"reward/right"}
 
 
 def test_texts_of_turns_are_stored_without_a_dictionary_and_other_columns_with_one(tmp_path):
