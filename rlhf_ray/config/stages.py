@@ -360,7 +360,8 @@ class PPOConfig(StageConfig):
         # The longest response is that of an episode, where there are environments.
         section = EnvironmentConfig if environments else SamplingConfig
         default = section.model_fields["max_tokens"].default
-        given_lengths = [(as_set(each) or {}).get("max_tokens", default) for each in environments.values() or [sampling]]
+        sections = environments.values() or [sampling]
+        given_lengths = [(as_set(each) or {}).get("max_tokens", default) for each in sections]
         try:
             longest = max(map(int, given_lengths))
         except (TypeError, ValueError):  # reported with the other problems

@@ -105,8 +105,8 @@ CHARTS = (
     ),
     ChartPlan(
         "How episodes end", CAUSE_METRICS, "Learning",
-        "Most complete. Many that use up turns or tokens: raise max_turns or max_tokens, or look at the samples. Errors "
-        "of environments and deadlines say nothing about the policy, and belong near 0.",
+        "Most complete. Many that use up turns or tokens: raise max_turns or max_tokens, or look at the samples. "
+        "Errors of environments and deadlines say nothing about the policy, and belong near 0.",
         CAUSE_COLOURS, names=CAUSE_NAMES, axis="Share of episodes", ticks=".0%",
     ),
     ChartPlan(
