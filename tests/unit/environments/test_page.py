@@ -54,7 +54,8 @@ def test_a_function_is_a_tool_whose_errors_the_policy_reads(here):
 
 @pytest.mark.parametrize(("euros", "reward"), [(3, 1.0), (4, 0.0)])
 def test_a_class_gives_its_reward_at_the_end(here, euros, reward):
-    shape, steps, found = play("shop.py:Shop", ROW, call("look_up", item="tea"), call("pay", euros=euros), Reply("done"))
+    replies = [call("look_up", item="tea"), call("pay", euros=euros), Reply("done")]
+    shape, steps, found = play("shop.py:Shop", ROW, *replies)
     assert (shape, steps[0].messages[0]["content"], found) == ("class", "3", reward)
 
 
