@@ -123,9 +123,9 @@ class AlgorithmConfig(Section):
     overlong_penalty: float = Field(1.0, gt=0)
     """Subtracted from the score of a response of maximum length, with `overlong_buffer` (DAPO: 1)."""
     overlong_filter: bool = False
-    """Leave truncated responses and episodes out of the losses, with a mask of 0: neither the sum nor the mean's
-    denominator has their tokens (TRL's mask_truncated_completions, SkyRL, NeMo-RL; off in all of them). Their scores
-    still count for their prompt's other samples."""
+    """Leave truncated responses, and episodes that did not complete, out of the losses, with a mask of 0: neither the
+    sum nor the mean's denominator has their tokens (TRL's mask_truncated_completions, SkyRL, NeMo-RL; off in all of
+    them). Their scores still count for their prompt's other samples."""
     critic_warmup_steps: int = Field(0, ge=0)
     """Number of first steps in which only the critic is trained (verl's critic_warmup)."""
     dynamic_sampling: DynamicSamplingConfig | None = None

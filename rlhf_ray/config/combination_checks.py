@@ -202,6 +202,7 @@ def check_environments(config: PPOConfig) -> None:
         raise ValueError(f"rewards.{of_environment[0]} and rewards.{of_environment[1]} are both of type environment, "
                          "which is one number; keep one, with the sum of their weights")
     _check_longest_episodes(config)
+    _check_failures_trained_on(config)
     process = [name for name, reward in config.rewards.items() if isinstance(reward, ProcessReward)]
     if config.environments and process:
         raise ValueError(f"rewards.{process[0]} is of type process, which judges the steps of one response, and a "
@@ -216,6 +217,17 @@ def _check_longest_episodes(config: PPOConfig) -> None:
         raise ValueError(f"algorithm.overlong_buffer={config.algorithm.overlong_buffer} counts from the longest "
                          f"episode, and environments differ in it ({each}); give all the same max_tokens, or leave "
                          "overlong_buffer out (null, with a preset that sets it)")
+
+
+def _check_failures_trained_on(config: PPOConfig) -> None:
+    """What is to be trained on is not left out of the losses."""
+    for name, environment in config.environments.items() if config.algorithm.overlong_filter else ():
+        policies = dict(environment.on_failure)
+        for cause in ("parse", "timeout", "environment"):
+            if policies[cause] in ("train", "zero"):
+                raise ValueError(f"environments.{name}.on_failure.{cause}={policies[cause]} trains on episodes that "
+                                 "algorithm.overlong_filter leaves out of the losses, since they did not complete; set "
+                                 "it to mask, or leave overlong_filter out")
 
 
 def check_groups(config: PPOConfig) -> None:

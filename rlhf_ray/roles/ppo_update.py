@@ -51,12 +51,8 @@ def counted_tokens(rows: Batch) -> NDArray[np.bool_]:
 
 
 def truncated_rows(rows: Batch) -> NDArray[np.bool_]:
-    """[N] whether the row belongs to a sample that was cut off: at its longest, or with its turns used up. What is done
-    with an episode that failed is its environment's `on_failure`."""
-    ended = finished(rows)
-    reasons = rows.finish_reasons or []
-    failed = np.array([reasons[its[-1]] == "abort" for its in rows.sample_rows], dtype=bool)
-    return ~(ended | failed)[rows.samples]
+    """[N] whether the row belongs to a sample that did not end by itself, with a stop token or a stop string."""
+    return ~finished(rows)[rows.samples]
 
 
 @dataclass(frozen=True)
