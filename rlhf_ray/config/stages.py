@@ -360,10 +360,9 @@ class PPOConfig(StageConfig):
         # The longest response is that of an episode, where there are environments.
         section = EnvironmentConfig if environments else SamplingConfig
         default = section.model_fields["max_tokens"].default
-        sections = environments.values() or [sampling]
-        given_lengths = [(as_set(each) or {}).get("max_tokens", default) for each in sections]
+        lengths = [(as_set(each) or {}).get("max_tokens", default) for each in environments.values() or [sampling]]
         try:
-            longest = max(map(int, given_lengths))
+            longest = max(map(int, lengths))
         except (TypeError, ValueError):  # reported with the other problems
             return given
         return fill(given, preset, wholes={"generator.sampling.max_tokens": longest})

@@ -29,7 +29,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, *, a
 
     Args:
         across_words: a token may contain blanks, line breaks and several words, so that texts with long equal parts
-            have few tokens; digits are tokens of their own.
+            have few tokens.
         min_frequency: how often two tokens must follow each other in the texts to become one.
 
     Raises:
@@ -42,9 +42,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, *, a
         raise ConfigError(f"vocab_size={vocab_size} cannot hold 256 bytes and 2 special tokens; use at least "
                           f"{SMALLEST_VOCABULARY}")
     bpe = Tokenizer(models.BPE())
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not across_words)
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, words]) if across_words else words
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not across_words)
     bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(texts, trainers.BpeTrainer(

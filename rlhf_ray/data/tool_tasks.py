@@ -22,6 +22,7 @@ from rlhf_ray.files.writing import json_lines
 ITEMS = ("apple", "bean", "bread", "carrot", "cheese", "cherry", "corn", "egg", "fig", "garlic", "grape", "honey",
          "kiwi", "leek", "lemon", "lime", "mango", "melon", "milk", "nut", "oil", "olive", "onion", "pea", "peach",
          "pear", "plum", "potato", "rice", "salt", "tea", "tomato")
+PRICES = range(10, 50)
 STOCK = 6
 """Items in the table of a task."""
 HELD_OUT = 48
@@ -31,6 +32,8 @@ HASTE = 0.4
 GUESSES = 0.1
 """Probability that a demonstration calculates with names, reads an error, and guesses."""
 LAST_WORD = "Done."
+WORDS = (*ITEMS, *map(str, range(PRICES[0], 2 * PRICES[-1] + 1)))
+"""Items and numbers: a token each, wherever they stand."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Task:
     first: str
     second: str
     prices: dict[str, int]
-    """Item -> price, from 10 to 99; other items, too."""
+    """Item -> price; other items, too."""
 
     @property
     def prompt(self) -> list[dict[str, str]]:
@@ -71,7 +74,7 @@ def make_tasks(pairs: list[tuple[str, str]], count: int, rng: random.Random) -> 
         first, second = pairs[i % len(pairs)]
         others = rng.sample([item for item in ITEMS if item not in (first, second)], STOCK - 2)
         stock = rng.sample([first, second, *others], STOCK)
-        yield Task(first, second, dict(zip(stock, rng.sample(range(10, 100), STOCK), strict=True)))
+        yield Task(first, second, dict(zip(stock, rng.sample(PRICES, STOCK), strict=True)))
 
 
 class Player:
@@ -116,7 +119,7 @@ def demonstrate(player: Player, task: Task, lapses: Iterator[bool]) -> list[dict
 def guess(player: Player, task: Task, rng: random.Random) -> list[dict[str, Any]]:
     """A conversation that looks nothing up."""
     player.call("calculator", expression=f"{task.first}+{task.second}")
-    return player.end(str(rng.randrange(20, 199)))
+    return player.end(str(rng.choice(PRICES) + rng.choice(PRICES)))
 
 
 def write_tool_tasks(directory: Path, seed: int, environment: Callable[[], Any], tools: list[dict[str, Any]], *,

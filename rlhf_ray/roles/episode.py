@@ -259,7 +259,8 @@ class Attempt:
         template = self._texts.template
         self._conversation += messages
         last = self._tokens.context[-1]
-        if template.continues(messages, self.tools, options=self._options):
+        system = any(message["role"] == "system" for message in self._conversation)
+        if template.continues(messages, self.tools, options=self._options, system=system):
             stopped_by = last if last in self._texts.stop_tokens else None
             self._tokens.read(template.delta(
                 messages, self.tools, stopped_by=stopped_by, options=self._options, place=self._place))

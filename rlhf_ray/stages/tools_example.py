@@ -16,7 +16,7 @@ from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
-from rlhf_ray.data.tool_tasks import write_tool_tasks
+from rlhf_ray.data.tool_tasks import WORDS, write_tool_tasks
 from rlhf_ray.data.tool_template import TOOL_TAGS, TURN_END, TURN_START, give_tool_template
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.writing import write_atomically
@@ -60,7 +60,7 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
                                   directory / "sft")
         seconds[estimator] = run_once(estimator, lambda: ppo.run(config, True), Path(config.run.dir))
     seconds["in all, with Ray's start"] = max(time.perf_counter() - began, sum(seconds.values()))
-    return _verdict(directory, Path(config.run.dir), seconds)
+    return write_verdict(directory, Path(config.run.dir), seconds)
 
 
 def environment_file() -> Path:
@@ -77,32 +77,40 @@ def environment_class() -> Any:
     return module.Shop
 
 
+def tool_schemas(shop: Any) -> list[dict[str, Any]]:
+    """JSON schemas of the tools of that class."""
+    from transformers.utils import get_json_schema
+
+    return [get_json_schema(getattr(shop(), name)) for name in ("lookup", "calculator", "submit")]
+
+
 def make_data(directory: Path, seed: int) -> None:
     """Write demonstrations, prompts and a tokenizer with a chat template, unless they exist."""
-    from transformers.utils import get_json_schema
+    from transformers import AddedToken
 
     data = directory / "data"
     if (data / "tokenizer" / "chat_template.jinja").is_file():
         return
     print("data: writing questions and demonstrations")
     shop = environment_class()
-    tools = [get_json_schema(getattr(shop(), name)) for name in ("lookup", "calculator", "submit")]
-    files = write_tool_tasks(data, seed, shop, tools)
+    files = write_tool_tasks(data, seed, shop, tool_schemas(shop))
     train_tokenizer([], SMALLEST_VOCABULARY, data / "tokenizer")
     texts = list(_texts(files.sft, data / "tokenizer"))
     train_tokenizer(texts, VOCABULARY, data / "tokenizer", across_words=True, min_frequency=RARE)
-    give_tool_template(data / "tokenizer")
+    tokenizer = give_tool_template(data / "tokenizer")
+    tokenizer.add_tokens([AddedToken(word, single_word=True, normalized=False) for word in WORDS])
+    tokenizer.save_pretrained(data / "tokenizer")
 
 
 def _texts(demonstrations: Path, tokenizer: Path) -> Iterator[str]:
     """What stands between the template's tokens in the first demonstrations."""
     template = give_tool_template(tokenizer)
-    tags = re.compile("|".join(re.escape(tag) for tag in (TURN_START, TURN_END, *TOOL_TAGS)))
+    tags = re.compile("|".join([*map(re.escape, (TURN_START, TURN_END, *TOOL_TAGS)), rf"\b(?:{'|'.join(WORDS)})\b"]))
     for row in read_rows(str(demonstrations), "train", READ).records:
         yield from tags.split(str(template.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)))
 
 
-def _verdict(directory: Path, run_dir: Path, seconds: dict[str, float]) -> dict[str, Any]:
+def write_verdict(directory: Path, run_dir: Path, seconds: dict[str, float]) -> dict[str, Any]:
     """Print the held-out results before and after: a table, three texts and a sentence; and write summary.json."""
     evaluation = read_json(run_dir / "evaluation.json")
     before, after = evaluation["before"], evaluation["after"]
