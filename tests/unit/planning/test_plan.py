@@ -103,7 +103,7 @@ class TestEpisodes:
         assert "512 episodes of up to 12288 tokens" in self.plan().geometry["batch"]
 
     def test_a_cache_that_holds_less_than_half_of_the_open_episodes_is_tight(self):
-        # 57344 bytes a token: keys and values of 28 layers with 4 heads of 128 in bfloat16; 20000 MiB hold 29.8 episodes
+        # 57344 bytes a token (keys, values; 28 layers, 4 heads of 128; bfloat16): 20000 MiB hold 29.8 episodes
         findings = self.plan("--generator.kv_cache_mb=20000", "--environments.tools.concurrency=256").findings
         assert any("holds 30 episodes of environments.tools.max_tokens=12288 tokens, and 128 may be open"
                    in finding.text for finding in findings)
