@@ -204,7 +204,8 @@ def test_a_template_without_a_token_that_ends_turns(custom):
 
 def test_a_template_without_a_token_that_ends_turns_may_write_calls(custom):
     template = custom("{% for m in messages %}{{ m.role }}: {{ m.content }}"
-                      "{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
+                      "{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor %}"
+                      "{% if add_generation_prompt %}assistant: {% endif %}")
     assert template.tokenizer.decode(template.delta([result("12")], stopped_by=None)) == "\ntool: 12\nassistant: "
 
 
