@@ -202,6 +202,13 @@ def test_a_template_without_a_token_that_ends_turns(custom):
             "\nuser: what is the price of tea?\nassistant: ")
 
 
+def test_a_template_without_a_token_that_ends_turns_may_write_calls(custom):
+    template = custom("{% for m in messages %}{{ m.role }}: {{ m.content }}"
+                      "{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor %}"
+                      "{% if add_generation_prompt %}assistant: {% endif %}")
+    assert template.tokenizer.decode(template.delta([result("12")], stopped_by=None)) == "\ntool: 12\nassistant: "
+
+
 def test_a_template_that_ends_the_user_s_turns_alone(custom):
     template = custom("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|im_end|>' if m.role != 'assistant' }}"
                       "\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}")
