@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.chat import TOOLS
-from rlhf_ray.data.turn_template import OPEN_THINK, TurnTemplate, call_id
+from rlhf_ray.data.turn_template import TurnTemplate, call_id
 from rlhf_ray.environments.pool import EnvironmentPool, OpenEnvironment
 from rlhf_ray.environments.protocol import Message, Reply, Start, Step
 from rlhf_ray.environments.tool_calls import Parsed, ToolCallParser, plain_turn
@@ -23,8 +23,6 @@ from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 from rlhf_ray.roles.episode_tokens import EpisodeTokens
 from rlhf_ray.roles.rollout_rows import sample_request
 
-PROMPT_END = 16
-"""Tokens in which an opened <think> at the end of a prompt is found."""
 SampleTurn = Callable[[SampleRequest], Awaitable[Completion]]
 """Has a turn sampled by a generator."""
 
@@ -210,7 +208,7 @@ class Attempt:
         tokens = completion.tokens.tolist()
         stopped = bool(tokens) and tokens[-1] in self._texts.stop_tokens
         text = self._texts.decode(tokens[:-1] if stopped else tokens)
-        opened = OPEN_THINK.search(self._texts.decode(self._before_turn())) is not None
+        opened = self._texts.template.opens_reasoning(self.tools, self._options)
         parsed = (self._texts.parser.parse if self.tools else plain_turn)(text, opened=opened)
         turn = len(self._turns) - 1
         self._text = text
@@ -223,11 +221,6 @@ class Attempt:
         self.events["tool_calls"] += len(calls)
         self.events["parse_failures"] += len(parsed.errors)
         return parsed
-
-    def _before_turn(self) -> list[int]:
-        """The last tokens before the present turn."""
-        start = self._turns[-1].start
-        return self._tokens.context[max(0, start - PROMPT_END) : start]
 
     def _feedback(self, parsed: Parsed) -> Step:
         """What the policy reads after a tool call that could not be read."""

@@ -108,8 +108,9 @@ class EpisodeRunner:
             EnvironmentFailed: an environment cannot be loaded.
         """
         tokenizer = load_tokenizer(self._model)
-        template = TurnTemplate(tokenizer)
-        stops = stop_tokens(tokenizer, named_stop_tokens(tokenizer, self._model))
+        named = named_stop_tokens(tokenizer, self._model)
+        template = TurnTemplate(tokenizer, named)
+        stops = stop_tokens(tokenizer, named)
         vocabulary = pretrained_config(self._model).vocab_size
 
         def decode(tokens: Any) -> str:
