@@ -101,7 +101,7 @@ LLAMA31 = r"""
         {%- if m.tool_calls | length != 1 %}{{ raise_exception('one call a turn') }}{% endif %}
         {%- set call = m.tool_calls[0].function %}
         {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + call.name + '", "parameters": ' }}
-        {{- (call.arguments | tojson) + '}<|eot_id|>' }}
+        {{- (call.arguments | tojson) + '}' + ('<|eom_id|>' if builtin_tools is defined else '<|eot_id|>') }}
     {%- else %}
         {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + (m.content | trim) + '<|eot_id|>' }}
     {%- endif %}
@@ -192,19 +192,54 @@ CORPUS = ("the price of tea is 12 and the price of milk is 3\n", '{"name": "look
           "user assistant system tool result: what is it? it is not in the table, so add 1 and 2.\n\n")
 
 
+LINE_BREAKS_TOGETHER = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+"""Divides texts before their bytes are merged, as the tokenizers of Llama 3 and Qwen do: line breaks stay together
+whatever follows them."""
+
+
 def make_chat_tokenizer(directory: Path | str, kind: str, texts: tuple[str, ...] = CORPUS,
                         vocab_size: int = 400) -> Any:
     """A byte-level tokenizer with the template of a kind and its tokens, saved to `directory`."""
-    from transformers import AddedToken, AutoTokenizer
-
-    from rlhf_ray.data.tokenizer import train_tokenizer
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     traits = KINDS[kind]
-    train_tokenizer(texts, vocab_size, Path(directory))
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    named = {"eos_token": traits.end} | ({"bos_token": traits.begin} if traits.begin else {})
-    tokenizer.add_special_tokens({**named, "additional_special_tokens": list(traits.special)})
-    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in traits.tags])
+    core = Tokenizer(models.BPE())
+    divide = pre_tokenizers.Split(Regex(LINE_BREAKS_TOGETHER), "isolated")
+    core.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
+        [divide, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    core.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    core.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False))
+    begin = [traits.begin] if traits.begin else []
+    special = [AddedToken(token, special=True, normalized=False) for token in (traits.end, *traits.special, *begin)]
+    core.add_special_tokens(special)
+    core.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in traits.tags])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=traits.end, bos_token=traits.begin,
+                                        clean_up_tokenization_spaces=False)
+    tokenizer.chat_template = traits.template
+    tokenizer.save_pretrained(directory)
+    return tokenizer
+
+
+def make_sentencepiece_like_tokenizer(directory: Path | str, kind: str, scheme: str) -> Any:
+    """A tokenizer that writes blanks as a part of words, with one put before texts: before each part between special
+    tokens ("always"), or before the beginning alone ("first")."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    traits = KINDS[kind]
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=True)  # type: ignore[assignment]
+    core.decoder = decoders.Metaspace(prepend_scheme=scheme, split=True)  # type: ignore[assignment]
+    core.train_from_iterator(CORPUS, trainers.BpeTrainer(
+        vocab_size=200, special_tokens=["<unk>"], initial_alphabet=[chr(i) for i in range(10, 127)],
+        show_progress=False))
+    begin = [traits.begin] if traits.begin else []
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False)
+                             for token in (traits.end, *traits.special, *begin)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token=traits.end,
+                                        bos_token=traits.begin)
     tokenizer.chat_template = traits.template
     tokenizer.save_pretrained(directory)
     return tokenizer

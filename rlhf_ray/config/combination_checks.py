@@ -22,6 +22,7 @@ from rlhf_ray.config.derived import (
     placements_of,
     reward_sections,
     shares_one_gpu,
+    training_sample,
 )
 from rlhf_ray.config.estimators import GDPOEstimator
 from rlhf_ray.config.fields import changed_fields, format_value
@@ -47,6 +48,9 @@ BYTES_PER_TOKEN, BYTES_PER_VALUE = 25, 4
 """Bytes of a token in `records.Experience`: id, response mask, version and four numbers; one number more with a
 reference, and one with a critic."""
 MIB = 2**20
+TAKEN_NAMES = {"cause": "episodes/cause/NAME", "reward": "eval/reward/NAME"}
+"""Names that no environment may have, with the metrics that would be taken for its own (`episodes/ENVIRONMENT/NAME`,
+`eval/ENVIRONMENT/NAME`)."""
 
 
 def check_combinations(config: StageConfig) -> None:
@@ -193,8 +197,12 @@ def check_critic_start(config: PPOConfig) -> None:
 
 
 def check_environments(config: PPOConfig) -> None:
-    """An episode has room after its prompt, and a reward of environments has one."""
+    """An episode has room after its prompt, names are those of metrics, and what is computed of an episode is
+    defined."""
     for name, environment in config.environments.items():
+        if name in TAKEN_NAMES:
+            raise ValueError(f"environments: {name!r} is also part of the names of other metrics "
+                             f"({TAKEN_NAMES[name]}); give the environment another name")
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ValueError(f"environments: {name!r} is not a valid name of an environment (it becomes part of metric "
                              "names); use letters, digits, _ and -")
@@ -206,10 +214,36 @@ def check_environments(config: PPOConfig) -> None:
     if of_environment and not config.environments:
         raise ValueError(f"rewards.{of_environment[0]} is of type environment, but there are no environments; add one "
                          "(environments: {NAME: {path: file.py:name}}), or use another reward")
+    if len(of_environment) > 1:
+        raise ValueError(f"rewards.{of_environment[0]} and rewards.{of_environment[1]} are both of type environment, "
+                         "which is one number; keep one, with the sum of their weights")
+    _check_longest_episodes(config)
+    _check_failures_trained_on(config)
     process = [name for name, reward in config.rewards.items() if isinstance(reward, ProcessReward)]
     if config.environments and process:
         raise ValueError(f"rewards.{process[0]} is of type process, which judges the steps of one response, and a "
                          "sample is an episode of several turns here; use another reward, or leave environments out")
+
+
+def _check_longest_episodes(config: PPOConfig) -> None:
+    """The length penalty is full at one length."""
+    lengths = {name: each.max_tokens for name, each in config.environments.items()}
+    if config.algorithm.overlong_buffer is not None and len(set(lengths.values())) > 1:
+        each = ", ".join(f"environments.{name}.max_tokens={length}" for name, length in lengths.items())
+        raise ValueError(f"algorithm.overlong_buffer={config.algorithm.overlong_buffer} counts from the longest "
+                         f"episode, and environments differ in it ({each}); give all the same max_tokens, or leave "
+                         "overlong_buffer out (null, with a preset that sets it)")
+
+
+def _check_failures_trained_on(config: PPOConfig) -> None:
+    """What is to be trained on is not left out of the losses."""
+    for name, environment in config.environments.items() if config.algorithm.overlong_filter else ():
+        policies = dict(environment.on_failure)
+        for cause in ("parse", "timeout", "environment"):
+            if policies[cause] in ("train", "zero"):
+                raise ValueError(f"environments.{name}.on_failure.{cause}={policies[cause]} trains on episodes that "
+                                 "algorithm.overlong_filter leaves out of the losses, since they did not complete; set "
+                                 "it to mask, or leave overlong_filter out")
 
 
 def check_groups(config: PPOConfig) -> None:
@@ -278,10 +312,13 @@ def check_ratio(config: PPOConfig) -> None:
 
 def check_overlong_buffer(config: PPOConfig) -> None:
     """The length penalty begins within a response."""
-    buffer, longest = config.algorithm.overlong_buffer, config.generator.sampling.max_tokens
+    buffer = config.algorithm.overlong_buffer
+    longest, field = config.generator.sampling.max_tokens, "generator.sampling.max_tokens"
+    if config.environments:
+        longest, field = training_sample(config)
     if buffer is not None and buffer > longest:
         raise ValueError(f"algorithm.overlong_buffer={buffer} is more than the maximum response length, "
-                         f"generator.sampling.max_tokens={longest}; lower it to a part of that")
+                         f"{field}={longest}; lower it to a part of that")
 
 
 def check_sampling(config: PPOConfig) -> None:
@@ -380,17 +417,16 @@ def check_chunks(config: PPOConfig) -> None:
 def check_buffer(config: PPOConfig) -> None:
     """The buffer holds the bytes of the largest possible batch."""
     buffer, samples = config.buffer, config.coordinator.samples_per_step
-    longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
-    masks = mask_bytes(config.generator.sampling, longest)
+    longest, fields = training_sample(config)
+    masks = mask_bytes(config.generator.sampling, longest, longest if config.environments else None)
     batch_mb = -(-samples * (longest * experience_bytes_per_token(config) + masks) // MIB)
     capacity_mb = buffer_capacity_mb(buffer, config.cluster)
     if capacity_mb is not None and capacity_mb < batch_mb:
         name = "buffer.capacity_mb" if buffer.capacity_mb else "half of cluster.object_store_mb"
         raise ValueError(
             f"{name}={capacity_mb} may not hold one batch: {samples} samples of up to {longest} tokens "
-            f"(prompts.max_tokens + generator.sampling.max_tokens) are {batch_mb} MiB of experience, and a "
-            "buffer smaller than a batch waits for ever; raise it, or lower coordinator.prompts_per_step or "
-            "max_tokens")
+            f"({fields}) are {batch_mb} MiB of experience, and a buffer smaller than a batch waits for ever; raise it, "
+            "or lower coordinator.prompts_per_step or max_tokens")
 
 
 def check_micro_batches(config: PPOConfig) -> None:
@@ -400,12 +436,10 @@ def check_micro_batches(config: PPOConfig) -> None:
     scorers = [*(["reference"] if derived.starts_reference else []), *(["reward"] if local else [])]
     for role in (*learners, *scorers):
         budget = getattr(config, role).micro_batch_tokens
-        longest = derived.longest_sample
-        field = re.sub(r"=\d+", "", derived.longest_sample_field)
-        held_out = role not in learners or (role == "policy" and derived.policy_is_reference)
-        if not (held_out or config.environments):
-            longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
-            field = "prompts.max_tokens + generator.sampling.max_tokens"
+        longest, field = training_sample(config)
+        if role not in learners or (role == "policy" and derived.policy_is_reference):  # held-out ones, too
+            longest = derived.longest_sample
+            field = re.sub(r"=\d+", "", derived.longest_sample_field)
         if budget < longest:
             raise ValueError(
                 f"{role}.micro_batch_tokens={budget} is less than the longest sample, {field} = {longest}; raise it to "
@@ -501,12 +535,16 @@ def experience_bytes_per_token(config: PPOConfig) -> int:
     return BYTES_PER_TOKEN + BYTES_PER_VALUE * (config.algorithm.has_critic + derive(config).uses_reference)
 
 
-def mask_bytes(sampling: SamplingConfig, longest: int) -> int:
+def mask_bytes(sampling: SamplingConfig, longest: int, sampled: int | None = None) -> int:
     """Bytes of the sampling masks of the longest sample (`records.SampleRows.mask_sizes` and `mask_tokens`), of
-    `longest` tokens, without tokens that are as likely as the k-th, and with one stop token."""
+    `longest` tokens, without tokens that are as likely as the k-th, and with one stop token.
+
+    Args:
+        sampled: tokens of it that the policy samples at most; those of one response if None.
+    """
     if sampling.top_k:
-        return 4 * (longest + sampling.max_tokens * sampling.top_k)
-    return 4 * (longest + sampling.min_tokens) if sampling.min_tokens else 0
+        return 4 * (longest + (sampled or sampling.max_tokens) * sampling.top_k)
+    return 4 * (longest + (sampled or sampling.min_tokens)) if sampling.min_tokens else 0
 
 
 def _learners(config: PPOConfig) -> dict[str, PPOLearnerConfig]:

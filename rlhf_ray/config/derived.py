@@ -80,6 +80,8 @@ class Derived:
     solved_at: dict[str, float]
     """Minimum score at which a component of the rewards counts as solved, by name; pass@k is reported for these
     only."""
+    solved_by: str | None
+    """The component that environments give; None without environments."""
 
     @property
     def policy_is_reference(self) -> bool:
@@ -93,6 +95,28 @@ class Derived:
             return "none: algorithm.kl.coef=0, and nothing else needs one"
         base = "the frozen base of the policy's adapters, " if self.policy_is_reference else ""
         return f"{base}{self.reference_model.path}"
+
+
+def training_sample(config: PPOConfig) -> tuple[int, str]:
+    """Tokens of the longest prompt and response, or episode, under training, and the fields that set it:
+    "prompts.max_tokens + generator.sampling.max_tokens"."""
+    prompts = config.prompts.max_tokens
+    sampling = config.generator.sampling.max_tokens
+    if not config.environments:
+        return prompts + sampling, "prompts.max_tokens + generator.sampling.max_tokens"
+    name = longest_environment(config)
+    return config.environments[name].max_tokens, f"environments.{name}.max_tokens"
+
+
+def longest_environment(config: PPOConfig) -> str:
+    """Name of the environment with the longest episodes."""
+    return max(config.environments, key=lambda name: config.environments[name].max_tokens)
+
+
+def open_episodes(config: PPOConfig) -> int:
+    """Episodes that are open at the same time at most: those in flight, as far as the runners have places for them."""
+    places = config.episode_runner.workers * sum(each.concurrency for each in config.environments.values())
+    return min(places, concurrency_of(config.coordinator, config.generator))
 
 
 def longest_row(config: StageConfig) -> int:
@@ -160,7 +184,8 @@ def derive(config: PPOConfig) -> Derived:
         responses["evaluation.sampling.max_tokens"] = held_out.max_tokens
     prompt = f"prompts.max_tokens={config.prompts.max_tokens} + "
     if config.environments:  # an episode's tokens include those of its prompt
-        responses = {f"environments.{name}.max_tokens": each.max_tokens for name, each in config.environments.items()}
+        name = longest_environment(config)
+        responses = {f"environments.{name}.max_tokens": config.environments[name].max_tokens}
         prompt = ""
     longest = max(responses, key=responses.__getitem__)
     return Derived(
@@ -178,6 +203,8 @@ def derive(config: PPOConfig) -> Derived:
         evaluation_prompts=_evaluation_prompts(config),
         evaluates_the_policy_itself=held_out is None or held_out.same_distribution(training),
         solved_at=_solved_at(config),
+        solved_by=next((name for name, reward in config.rewards.items() if isinstance(reward, EnvironmentReward)),
+                       None),
     )
 
 

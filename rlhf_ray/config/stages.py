@@ -263,7 +263,8 @@ class RewardScorerConfig(ScorerConfig):
 
     on_failure: Literal["fail", "quarantine"] = "fail"
     """If a sample cannot be scored: "fail" ends the run; "quarantine" replaces its prompt by another one and lists it
-    in quarantine.jsonl. A reward source that fails as a whole ends the run in both cases."""
+    in quarantine.jsonl. A reward source that fails as a whole ends the run in both cases. Episodes that failed follow
+    `environments.NAME.on_failure`."""
     quarantine_limit: float = Field(0.01, gt=0, le=1)
     """Maximum share of prompts in quarantine (at least one is allowed). If more than 1 in 100 cannot be scored, the
     reward is more likely to be broken than the prompts, and the remaining data is a biased selection."""
@@ -286,7 +287,8 @@ class PPOConfig(StageConfig):
     several, the rows' column `episode_runner.column` chooses one."""
     episode_runner: Annotated[EpisodeRunnerConfig, RoleFacts(
         worker="episode_runner", station="generation", phase="episodes", colour="episode_runner",
-        advice="faster environments, or more of their processes (environments.NAME.processes, episode_runner.workers)",
+        advice="faster environments, more of their processes (environments.NAME.processes), or more runners "
+               "(episode_runner.workers)",
     )] = Field(default_factory=EpisodeRunnerConfig)
     """Workers that run the episodes, on CPUs; started if there are `environments`."""
     reference: Annotated[ReferenceConfig, RoleFacts(
@@ -354,8 +356,13 @@ class PPOConfig(StageConfig):
         if preset is None:
             return given
         sampling = as_set((as_set(given.get("generator")) or {}).get("sampling")) or {}
+        environments = as_set(given.get("environments")) or {}
+        # The longest response is that of an episode, where there are environments.
+        section = EnvironmentConfig if environments else SamplingConfig
+        default = section.model_fields["max_tokens"].default
+        lengths = [(as_set(each) or {}).get("max_tokens", default) for each in environments.values() or [sampling]]
         try:
-            longest = int(sampling.get("max_tokens", SamplingConfig.model_fields["max_tokens"].default))
+            longest = max(map(int, lengths))
         except (TypeError, ValueError):  # reported with the other problems
             return given
         return fill(given, preset, wholes={"generator.sampling.max_tokens": longest})

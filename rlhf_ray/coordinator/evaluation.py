@@ -96,7 +96,8 @@ class Evaluator:
         measured, unscored = await self._measured(chunks)
         refs = (each.part.ref for each in measured)
         metrics, texts = await roles.dispatcher(roles.assembler).value(
-            Assembler.sum_up, self._derived.evaluates_the_policy_itself, self._derived.solved_at, *refs,
+            Assembler.sum_up, self._derived.evaluates_the_policy_itself, self._derived.solved_at,
+            self._derived.solved_by, *refs,
             phase="evaluate")
         if config.reward.on_failure == "quarantine":
             metrics["unscored"] = float(unscored)

@@ -181,6 +181,10 @@ class TurnTemplate:
         """
         return self._keeps(tuple(message["role"] for message in messages), bool(tools), options, system)
 
+    def opens_reasoning(self, tools: Tools | None = None, options: Mapping[str, Any] = NO_OPTIONS) -> bool:
+        """Whether prompts end within <think>, so that a sampled turn begins with reasoning."""
+        return bool(OPEN_THINK.search(self._render([_user(QUESTION)], tools, PLACE, ask=True, options=options)))
+
     # Token ids
 
     def open(self, messages: Messages, tools: Tools | None = None, *, options: Mapping[str, Any] = NO_OPTIONS,
@@ -288,8 +292,8 @@ class TurnTemplate:
             numbers = iter(range(len(results)))
             messages = [{"tool_call_id": f"{next(numbers):09d}", **m} if m["role"] == "tool" else m for m in messages]
             ids = [str(message["tool_call_id"]) for message in messages if message["role"] == "tool"]
-            counts = sorted({len(ids), 1}, reverse=True)  # some templates write one call a turn only
-            answers += [(_calls(ids[:count]), ARGUMENT) for count in counts]
+            if self._ends.closing[0] is not None:  # else nothing says where calls end
+                answers.append((_calls(ids), ARGUMENT))
         answers.append(({"role": ASSISTANT, "content": ANSWER}, ANSWER))
         refusal: ModelError | None = None
         taken = False
@@ -385,10 +389,9 @@ class TurnTemplate:
                options: Mapping[str, Any]) -> bool:
         reasons = answer != {"role": ASSISTANT, "content": ANSWER}
         ids = [f"{i:09d}" for i, role in enumerate(roles) if role == "tool"]
-        called = [{**answer, "tool_calls": _calls(ids[:count])["tool_calls"]}
-                  for count in sorted({len(ids), 1}, reverse=True) if ids]
+        called = [{**answer, "tool_calls": _calls(ids)["tool_calls"]}] if ids and self.knows_tool_role else []
         refusal: ModelError | None = None
-        for turn in [*called, answer] if self.knows_tool_role else [answer]:
+        for turn in [*called, answer]:  # some templates refuse several calls
             messages, before = list(base), prompt
             try:
                 for number in (1, 2):
@@ -509,9 +512,9 @@ def _key(options: Mapping[str, Any]) -> str:
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str] | None:
-    """Finds one of these texts, the longest where several begin at a place."""
-    longest_first = sorted((text for text in texts if len(text.strip()) > 1), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    """Finds one of these texts. One character cannot be divided, and is left as it is."""
+    several = sorted(text for text in texts if len(text.strip()) > 1)
+    return re.compile("|".join(map(re.escape, several))) if several else None
 
 
 def _with_breaks(value: Any, pattern: re.Pattern[str] | None, mark: str) -> Any:

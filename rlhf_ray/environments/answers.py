@@ -12,6 +12,8 @@ from typing import Any
 from rlhf_ray.environments.protocol import Start, Step
 from rlhf_ray.user_code.loading import brief
 
+ANSWER_BYTES = 1 << 24
+"""Longest valid answer."""
 STEP_TUPLE = ("messages", "reward", "done", "truncated", "info")
 """What a tuple of a step has, in this order, which is gymnasium's."""
 
@@ -73,6 +75,7 @@ def plain_messages(messages: Any, who: str) -> list[dict[str, Any]]:
     if not isinstance(messages, list | tuple):
         raise TypeError(f"{who} returned the messages {brief(messages)}, which must be a list of dicts with role and "
                         "content")
+    characters = 0
     for place, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
             raise TypeError(f"message {place} of {who} is {brief(message)}, which must be a dict with role and "
@@ -80,6 +83,9 @@ def plain_messages(messages: Any, who: str) -> list[dict[str, Any]]:
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise TypeError(f"the content of message {place} of {who} is {brief(message.get('content'))}, which must "
                             "be text")
+        characters += len(message.get("content") or "")
+        if characters > ANSWER_BYTES:
+            raise ValueError(f"the messages of {who} have {characters} characters, and may have {ANSWER_BYTES}")
         _json(message, f"message {place} of {who}")
     return list(messages)
 

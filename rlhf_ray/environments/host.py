@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import os
 import pickle
 import queue
 import resource
+import signal
 import socket
 import sys
 import threading
@@ -23,12 +25,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from rlhf_ray.environments.answers import ANSWER_BYTES
 from rlhf_ray.environments.shapes import Episode, Target, recognise
 from rlhf_ray.user_code.frames import is_child_of, print_by_lines, receive, send
 from rlhf_ray.user_code.loading import describe, load, users_line
 
-ANSWER_BYTES = 1 << 24
-"""Longest valid answer."""
 STACK_BYTES = 1 << 21
 """Stack of the thread of an episode; all stacks count as memory of the process."""
 END_S = 0.3
@@ -71,6 +72,7 @@ class Host:
     """The episodes of this process, by their numbers."""
 
     def __init__(self, channel: socket.socket, target: Target) -> None:
+        self.pid = os.getpid()
         self._channel, self._target = channel, target
         self._sending = threading.Lock()
         self._threads: dict[int, EpisodeThread] = {}
@@ -107,11 +109,6 @@ class Host:
         self._threads[number] = thread
         return True
 
-    def give_up(self) -> None:
-        """End the process: it cannot answer any more."""
-        with suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
-
     def send(self, message: dict[str, Any]) -> None:
         """Send an answer; one that is too long becomes an error."""
         body = json.dumps(message)
@@ -140,12 +137,16 @@ class EpisodeThread(threading.Thread):
             request = self.requests.get()
             call = request["call"]
             answer = {"episode": self._number, **self._answer(call, request.get("given"))}
+            if os.getpid() != self._host.pid:  # the user's code has forked, and this is the copy
+                os.kill(os.getpid(), signal.SIGKILL)
             with suppress(Exception):  # the user's code may have replaced or closed it
                 sys.stdout.flush()
             try:
                 self._host.send(answer)
-            except BaseException:  # the socket is closed, or there is no memory
-                self._host.give_up()
+            except ConnectionError:
+                pass  # the other side has closed the socket
+            except BaseException:  # the user's code has closed it, or there is no memory: nothing can be answered
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _answer(self, call: str, given: bytes | None) -> dict[str, Any]:
         try:
@@ -187,7 +188,9 @@ class EpisodeThread(threading.Thread):
         """The user's line at which the thread is, or at which its coroutine waits."""
         frame = sys._current_frames().get(self.ident or 0)
         stack = [(each.filename, each.lineno or 1) for each in traceback.extract_stack(frame)] if frame else []
-        return users_line([*stack, *_waits(self._awaited)])
+        if not getattr(self._awaited, "cr_running", True):
+            stack += _waits(self._awaited)
+        return users_line(stack)
 
 
 async def _awaited(result: Any) -> Any:

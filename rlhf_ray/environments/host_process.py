@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
-from rlhf_ray.environments.host import ANSWER_BYTES
+from rlhf_ray.environments.answers import ANSWER_BYTES
 from rlhf_ray.errors import EnvironmentFailed, with_lines
 from rlhf_ray.user_code.process import AnswerTooLong, PrintedLines, UserProcess
 
@@ -61,9 +61,9 @@ class HostProcess:
         """The facts, once the user's code is loaded; raises EnvironmentFailed."""
 
     async def _start(self) -> Answer:
-        await self._process.start("rlhf_ray.environments.host", EnvironmentFailed)
         loaded = False
         try:
+            await self._process.start("rlhf_ray.environments.host", EnvironmentFailed)
             if self.lost is not None:
                 raise EnvironmentFailed(f"{self._who} {self.lost.ending}")
             async with asyncio.timeout(IMPORT_S):

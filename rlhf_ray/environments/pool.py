@@ -159,9 +159,9 @@ class OpenEnvironment:
     async def close(self) -> None:
         """Close it. Does not raise; an environment that hangs there is killed. While a call is under way whose caller
         was cancelled, it returns at once, and the environment is closed when that call has ended."""
-        busy = self._session.busy
+        left_running = self._session.busy and self._session.call is None
         closing = self._begin_close()
-        if not busy:
+        if not left_running:
             await asyncio.wait([closing])
 
     async def _checked(self, call: Coroutine[Any, Any, Any]) -> Any:

@@ -103,6 +103,12 @@ def format_of(chat_template: str) -> str:
     return "json"
 
 
+def plain_turn(text: str, *, opened: bool = False) -> Parsed:
+    """A turn of an episode without tools, in which nothing is a call; as `ToolCallParser.parse`."""
+    reasoning, rest = _reasoning(text, opened)
+    return Parsed(rest.strip(), reasoning)
+
+
 def _reasoning(text: str, opened: bool) -> tuple[str, str]:
     """(reasoning at the beginning, what follows it)."""
     begun = text.lstrip()
@@ -230,6 +236,7 @@ AT_LINE = re.compile(r"^[ \t]*(?=\{)", re.MULTILINE)
 AT_LINE_OR_LIST = re.compile(r"^[ \t]*(?=[\[{])", re.MULTILINE)
 SEPARATOR = re.compile(r"\s*;\s*(?=\{)")
 NAMED = re.compile(r'[\[{\s]*"name"\s*:')
+OBJECTS = re.compile(r'\[?\s*\{\s*"')
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(\s*)$")
 
 
@@ -269,6 +276,10 @@ def _bare(text: str, places: re.Pattern[str], keys: tuple[str, ...], example: st
     at = 0
     while found := places.search(text, at):
         begin = found.end()
+        if not surely and not OBJECTS.match(text, begin):
+            content.append(text[at : begin + 1])
+            at = begin + 1
+            continue
         try:
             value, end = _value(text, begin)
         except _Malformed as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rlhf_ray.observability.sample_files import PER_TOKEN
@@ -23,8 +23,8 @@ def write_json_lines(rows: Iterable[Mapping[str, Any]], file: TextIO) -> int:
 
 
 def json_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved sample as one object. Numbers that are missing or not finite are null; `segments` has the columns per
-    token, cut where a new sequence begins. Those of an episode are null in a single response, but for its one turn."""
+    """A saved sample as one object. Numbers that are missing or not finite are null, as is what only an episode has in
+    a single response, which is one turn; `segments` has the columns per token, cut where a new sequence begins."""
     turns = _turns(row)
     episode = row.get("turns") is not None
     mask = row["response_mask"]
@@ -65,26 +65,32 @@ def _turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _messages(row: Mapping[str, Any], turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The whole conversation as OpenAI's chat completions have it. A call and the message that answers it get an id,
-    if the environment gave none; a prompt that is a text is a message of the user."""
+    """The whole conversation as OpenAI's chat completions have it: the content of a turn is all that was sampled, the
+    markup of its calls included. A prompt that is a text is a message of the user."""
     messages = json.loads(row["messages"]) if row["messages"] else [{"role": "user", "content": row["prompt"]}]
     for number, turn in enumerate(turns, start=1):
         calls = [call for call in turn["tool_calls"] if "name" in call]
-        ids = [call.get("id") or f"call_{number}_{i}" for i, call in enumerate(calls, start=1)]
+        answers = [dict(message) for message in turn["messages"]]
+        ids = _call_ids(calls, [answer for answer in answers if answer.get("role") == "tool"], number)
         said: dict[str, Any] = {"role": "assistant", "content": turn["text"]}
         if calls:
             said["tool_calls"] = [
                 {"id": name, "type": "function",
                  "function": {"name": call["name"], "arguments": _arguments(call.get("arguments"))}}
                 for name, call in zip(ids, calls, strict=True)]
-        messages.append(said)
-        open_ids = iter(ids)
-        for answer in turn["messages"]:
-            if answer.get("role") == "tool" and "tool_call_id" not in answer:
-                name = next(open_ids, None)
-                answer = answer if name is None else {**answer, "tool_call_id": name}
-            messages.append(answer)
+        messages += [said, *answers]
     return messages
+
+
+def _call_ids(calls: Sequence[Mapping[str, Any]], answers: Sequence[dict[str, Any]], turn: int) -> list[str]:
+    """Ids of a turn's calls, which are answered in their order: that of the call, of its answer, or a new one. An
+    answer without an id gets that of its call."""
+    ids = []
+    for i, call in enumerate(calls):
+        answer = answers[i] if i < len(answers) else {}
+        ids.append(call.get("id") or answer.get("tool_call_id") or f"call_{turn}_{i + 1}")
+        answer.setdefault("tool_call_id", ids[-1])
+    return ids
 
 
 def _arguments(arguments: Any) -> str:

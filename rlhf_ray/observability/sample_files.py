@@ -34,8 +34,6 @@ PER_TOKEN = ("behaviour_logprobs", "old_logprobs", "reference_logprobs", "advant
 """Columns with a float32 for each token."""
 SHOWN = ("step", "epoch", "row", "sample", "prompt", "messages", "response", "score", "kl", "gold")
 """Columns without lists that every file has."""
-OF_EPISODES = ("environment", "cause", "use", "error", "tools", "metrics", "events", "turns")
-"""Columns that only a file with episodes has."""
 TEXTS = {"prompt", "response", "messages", "error", "turns.text", "turns.tool_calls", "turns.messages"}
 """Columns that hardly repeat a value, so that a dictionary of their values does not pay."""
 _NAME = re.compile(r"steps?_(\d+)(?:-(\d+))?\.parquet")
@@ -123,7 +121,8 @@ def sample_table(
 
 
 def _columns_of(episodes: Sequence[Episode], texts: Sequence[Sequence[str]]) -> dict[str, pa.Array]:
-    """The columns `OF_EPISODES`. What has no fixed form is JSON: schemas of tools, tool calls and messages.
+    """The columns that only a file with episodes has. What has no fixed form is JSON: schemas of tools, tool calls and
+    messages.
 
     Args:
         texts: [S] of each turn.

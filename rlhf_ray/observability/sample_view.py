@@ -1,4 +1,4 @@
-"""Saved samples for people: which of a run's samples to show, in the terminal and as an HTML page.
+"""Saved samples for people: in the terminal, and as an HTML page.
 
 What a model wrote may contain anything: control characters are shown by their escapes, and in the page everything is
 escaped by the template.

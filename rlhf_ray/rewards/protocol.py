@@ -32,6 +32,8 @@ SHOWN = 200
 """Characters of a prompt or a response that an error message shows."""
 NAMED = 3
 """Samples that an error message names."""
+BETWEEN_TURNS = "\n"
+"""Stands in the text of a response where the policy read something in between."""
 SampledRows = Rollout | Experience
 
 
@@ -172,8 +174,7 @@ class ResponseTexts:
     def plain(self, rollout: SampledRows, rows: range) -> str:
         """The responses of a sample's rows as one text, without special tokens: what was sampled, and nothing that the
         policy read in between."""
-        between = "" if rollout.episodes is None else "\n"
-        return between.join(self._text(*part, skip=True) for i in rows for part in self._parts(rollout, i))
+        return BETWEEN_TURNS.join(self._text(*part, skip=True) for i in rows for part in self._parts(rollout, i))
 
     def marked(self, rollout: Rollout, rows: range) -> str | None:
         """The same with special tokens, but for the one that ended the sample; None if there are none."""
@@ -183,8 +184,7 @@ class ResponseTexts:
             parts[-1] = parts[-1][0], parts[-1][1][:-1]
         if not any(self._is_special(tail).any() for _, tail in parts):
             return None
-        between = "" if rollout.episodes is None else "\n"
-        return between.join(self._text(head, tail, skip=False) for head, tail in parts)
+        return BETWEEN_TURNS.join(self._text(head, tail, skip=False) for head, tail in parts)
 
     @staticmethod
     def _parts(rollout: SampledRows, row: int) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:

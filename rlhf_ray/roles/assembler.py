@@ -22,7 +22,6 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.estimators import GAEEstimator
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import EnvironmentReward
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.encoding import decode_after
 from rlhf_ray.errors import CheckpointError
@@ -57,16 +56,13 @@ class Assembler:
     depends on earlier ones."""
 
     def __init__(self, algorithm: AlgorithmConfig, model: ModelConfig, longest: int,
-                 disk_timeout_s: float = float("inf"), reward_weights: Mapping[str, float] | None = None,
-                 environment_reward: str | None = None) -> None:
+                 disk_timeout_s: float = float("inf"), reward_weights: Mapping[str, float] | None = None) -> None:
         """
         Args:
             longest: the maximum number of tokens of a response, at which the overlong penalty is full.
             reward_weights: of the components of the scores, by name; read by the estimator gdpo.
             disk_timeout_s: longest time without progress of writing samples.
-            environment_reward: the component of the scores that environments give, by name; None without environments.
         """
-        self._environment_reward = environment_reward
         self.algorithm = algorithm
         self._model = model
         self._longest = longest
@@ -84,8 +80,6 @@ class Assembler:
             "longest": derived.longest_response if config.environments else config.generator.sampling.max_tokens,
             "disk_timeout_s": config.cluster.disk_timeout_s,
             "reward_weights": {name: source.weight for name, source in config.rewards.items()},
-            "environment_reward": next((name for name, source in config.rewards.items()
-                                        if isinstance(source, EnvironmentReward)), None),
         }
 
     def start(self) -> None:
@@ -239,8 +233,10 @@ class Assembler:
             return decode_after(self._tokenizer, tokens[:turn.start], tokens[turn.start:turn.stop],
                                 skip_special_tokens=True)
 
+        if experience.episodes is None:
+            return []
         return [[text(rows[turn.row], turn) for turn in episode.turns]
-                for rows, episode in zip(experience.sample_rows, experience.episodes or (), strict=False)]
+                for rows, episode in zip(experience.sample_rows, experience.episodes, strict=True)]
 
     def select_samples(self, rollout: Rollout, numbers: Sequence[int]) -> Rollout:
         """The rollout of some of the samples, by their numbers in it."""
@@ -334,10 +330,10 @@ class Assembler:
         )
 
     def sum_up(
-        self, on_policy: bool, solved_at: Mapping[str, float], *parts: EvaluationPart
+        self, on_policy: bool, solved_at: Mapping[str, float], solved_by: str | None, *parts: EvaluationPart
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics over all chunks of an evaluation, and the kept texts; see `evaluation_metrics`."""
-        metrics = summarise(list(parts), on_policy) | pass_rates(list(parts), solved_at, self._environment_reward)
+        metrics = summarise(list(parts), on_policy) | pass_rates(list(parts), solved_at, solved_by)
         return metrics, [text for part in parts for text in part.texts]
 
     def _experience(self, rollout: Rollout, scores: Scores, terms: RewardTerms) -> Experience:

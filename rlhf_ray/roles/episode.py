@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.data.chat import TOOLS
 from rlhf_ray.data.turn_template import TurnTemplate, call_id
 from rlhf_ray.environments.pool import EnvironmentPool, OpenEnvironment
 from rlhf_ray.environments.protocol import Message, Reply, Start, Step
-from rlhf_ray.environments.tool_calls import Parsed, ToolCallParser
+from rlhf_ray.environments.tool_calls import Parsed, ToolCallParser, plain_turn
 from rlhf_ray.errors import EpisodeFailed
 from rlhf_ray.records import SampleKey, Turn
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
@@ -38,7 +39,8 @@ def environment_seed(run_seed: int, key: SampleKey) -> int:
     return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) >> 33
 
 
-class TextTools(NamedTuple):
+@dataclass(frozen=True)
+class TextTools:
     """What turns messages into tokens and sampled tokens into messages."""
 
     template: TurnTemplate
@@ -88,7 +90,7 @@ class Attempt:
         Args:
             seed: of the sample.
             activity: kept up to date.
-            options: of the chat template.
+            options: of the chat template, and the row's tools, for an environment that has none of its own.
         """
         self._key = key
         self._config = config
@@ -97,6 +99,7 @@ class Attempt:
         self._sample = sample
         self._seed = seed
         self._activity = activity
+        self._row_tools = options.pop(TOOLS, [])
         self._options = options
         self.events: Counter[str] = Counter()
         self.metrics: dict[str, float] = {}
@@ -106,6 +109,8 @@ class Attempt:
         self._conversation: list[Message] = []
         self._tokens = EpisodeTokens(())
         self._turns: list[Turn] = []
+        self._text = ""
+        """What the policy wrote in its last turn."""
 
     async def play(self, pool: EnvironmentPool, row: dict[str, Any], seed: int, prompt: list[Message]) -> Ended:
         """Play it to its end. Whatever goes wrong in it becomes its cause.
@@ -152,7 +157,7 @@ class Attempt:
     ) -> tuple[str, str]:
         """The turns; returns cause and error."""
         self.messages = prompt if start.messages is None else start.messages
-        self.tools = start.tools
+        self.tools = start.tools or self._row_tools
         self._conversation = list(self.messages)
         self._tokens = EpisodeTokens(self._opened(self.messages))
         while True:
@@ -203,8 +208,10 @@ class Attempt:
         tokens = completion.tokens.tolist()
         stopped = bool(tokens) and tokens[-1] in self._texts.stop_tokens
         text = self._texts.decode(tokens[:-1] if stopped else tokens)
-        parsed = self._texts.parser.parse(text) if self.tools else Parsed.plain(text)
+        opened = self._texts.template.opens_reasoning(self.tools, self._options)
+        parsed = (self._texts.parser.parse if self.tools else plain_turn)(text, opened=opened)
         turn = len(self._turns) - 1
+        self._text = text
         calls = [replace(call, id=call_id(turn, i)) for i, call in enumerate(parsed.calls)]
         parsed = replace(parsed, calls=calls)
         self._conversation.append(self._texts.template.assistant(
@@ -225,9 +232,8 @@ class Attempt:
         """The environment's answer to a turn."""
         names = ", ".join(f"`{call.name}`" for call in parsed.calls)
         self._activity.enter(f"tool {names}" if names else "the environment")
-        text = parsed.text
         step = await environment.step(Reply(
-            text, parsed.content, parsed.reasoning, list(parsed.calls), completion.finish_reason))
+            self._text, parsed.content, parsed.reasoning, list(parsed.calls), completion.finish_reason))
         self.events["tool_failures"] += step.tool_errors
         self.metrics.update({name: float(value) for name, value in step.info.items()
                              if isinstance(value, (bool, int, float))})
@@ -246,7 +252,8 @@ class Attempt:
         template = self._texts.template
         self._conversation += messages
         last = self._tokens.context[-1]
-        if template.continues(messages, self.tools, options=self._options):
+        system = any(message["role"] == "system" for message in self._conversation)
+        if template.continues(messages, self.tools, options=self._options, system=system):
             stopped_by = last if last in self._texts.stop_tokens else None
             self._tokens.read(template.delta(
                 messages, self.tools, stopped_by=stopped_by, options=self._options, place=self._place))

@@ -34,6 +34,18 @@ def episode_numbers(episodes: Sequence[Episode] | None) -> dict[str, NDArray[np.
     return columns
 
 
+def incomplete(columns: Mapping[str, NDArray[np.float32]]) -> list[str | None] | None:
+    """[S] why each episode of some `episode_numbers` did not complete: "error_timeout, masked"; None for one that
+    did, and for all if there are no episodes."""
+    if not columns:
+        return None
+    reasons: list[str | None] = []
+    for i, masked in enumerate(columns["masked"]):
+        cause = next(cause for cause in CAUSES if columns[f"cause/{cause}"][i])
+        reasons.append(None if cause == "completed" else f"{cause}, masked" if masked else cause)
+    return reasons
+
+
 def episode_metrics(parts: Sequence[Mapping[str, NDArray[np.float32]]]) -> dict[str, float]:
     """Means over all episodes of some `episode_numbers`, under "episodes/": those that have a number count. Causes are
     shares of the episodes; one that did not occur is left out."""

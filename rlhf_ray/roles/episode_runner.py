@@ -23,13 +23,13 @@ from rlhf_ray.data.chat import template_options
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.turn_template import TurnTemplate
 from rlhf_ray.environments.pool import EnvironmentPool
-from rlhf_ray.environments.tool_calls import ToolCallParser
 from rlhf_ray.errors import DataError, ReplayDiverged
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.records import Episode, Prompts, Rollout, SampleKey
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
+from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
 from rlhf_ray.roles.episode import Activity, Attempt, Ended, TextTools, environment_seed
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.rollout_rows import Segment, rollout_of
@@ -104,22 +104,25 @@ class EpisodeRunner:
 
         Raises:
             ModelError: the tokenizer has no chat template.
+            ConfigError: an environment's `tool_format` is none.
             EnvironmentFailed: an environment cannot be loaded.
         """
         tokenizer = load_tokenizer(self._model)
-        template = TurnTemplate(tokenizer)
-        stops = stop_tokens(tokenizer, named_stop_tokens(tokenizer, self._model))
-        self._vocabulary = pretrained_config(self._model).vocab_size
+        named = named_stop_tokens(tokenizer, self._model)
+        template = TurnTemplate(tokenizer, named)
+        stops = stop_tokens(tokenizer, named)
+        vocabulary = pretrained_config(self._model).vocab_size
 
         def decode(tokens: Any) -> str:
             return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+        facts = dict(zip(self._pools, await asyncio.gather(*(pool.start() for pool in self._pools.values())),
+                         strict=True))
         self._texts = {
-            name: TextTools(template, ToolCallParser.of(config.tool_format, tokenizer), decode, stops,
-                            self._vocabulary)
+            name: TextTools(template, tool_call_parser(config.tool_format, tokenizer, facts[name].tools), decode, stops,
+                            vocabulary)
             for name, config in self._environments.items()}
-        started = await asyncio.gather(*(pool.start() for pool in self._pools.values()))
-        return dict(zip(self._pools, started, strict=True))
+        return facts
 
     async def play(
         self, prompts: Prompts, keys: list[SampleKey], run_seed: int, sampling: SamplingConfig | None = None,
@@ -202,7 +205,7 @@ class EpisodeRunner:
         chosen = sampling or self._sampling
         texts = self._texts[name]
         if not chosen.same_distribution(self._sampling):
-            texts = texts._replace(vocabulary=0)
+            texts = replace(texts, vocabulary=0)
         seed = sample_seed(run_seed, key)
         events: Counter[str] = Counter()
         async with self._slots[name]:

@@ -118,7 +118,7 @@ def _is_taken(name: str, path: Path) -> bool:
 def brief(value: Any) -> str:
     """A value's type and the beginning of its text."""
     try:
-        shown = repr(value)
+        shown = repr(value[:BRIEF_LENGTH] if isinstance(value, str | bytes) else value)
     except Exception:  # its class is the user's
         shown = "(its text cannot be read)"
     return f"{type(value).__name__} {shown if len(shown) <= BRIEF_LENGTH else shown[: BRIEF_LENGTH - 3] + '...'}"

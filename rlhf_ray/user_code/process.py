@@ -15,8 +15,10 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any
 
 import psutil
@@ -28,6 +30,10 @@ SHUTDOWN_GRACE_S = 0.5
 """Time for an idle process to end before it is killed."""
 OUTPUT_BYTES = 1 << 20
 """What may be printed in each call; the rest is dropped, because the worker's log has no limit."""
+LAST_ANSWER_S = 0.2
+"""Time to read what a process answered before it ended."""
+MARK = "RLHF_RAY_USER_PROCESS"
+"""Variable of the environment by which what a process has started is found when it has ended."""
 GONE_S = 5.0
 """Longest wait for a killed process to disappear."""
 
@@ -50,6 +56,7 @@ class UserProcess:
         """
         self._who, self._printed = who, printed
         self._popen: subprocess.Popen[bytes] | None = None
+        self._mark = f"{MARK}={uuid.uuid4().hex}"
 
     @property
     def pid(self) -> int:
@@ -70,13 +77,28 @@ class UserProcess:
                 self._popen = subprocess.Popen(
                     [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT, start_new_session=True, env=_environment(),
+                    stderr=subprocess.STDOUT, start_new_session=True, env=_environment(self._mark),
                 )
             except OSError as error:
                 self._writer.close()
                 raise failure(f"{self._who}: no process can be started for it: {error}. Free memory or raise the "
                               "limit of processes (ulimit -u)") from error
         self._output = BoundedOutput(self._popen.stdout, self._printed)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Close the connection when the process ends: what it has started may keep the other end open."""
+        assert self._popen is not None
+        loop = asyncio.get_running_loop()
+
+        def ended() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            loop.call_later(LAST_ANSWER_S, self._writer.close)
+
+        with suppress(OSError):  # it has ended
+            descriptor = os.pidfd_open(self._popen.pid)
+            loop.add_reader(descriptor, ended)
 
     def send(self, message: Any) -> None:
         """Send a request, which the process unpickles. It may print again as much as a call may."""
@@ -124,6 +146,8 @@ class UserProcess:
             await asyncio.sleep(0.01)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._popen.pid, signal.SIGKILL)  # its session outlives it, if it has ended
+        if self._popen.poll() is not None:  # so may what it started in sessions of their own
+            _kill_all(_marked(self._mark))
         self._writer.close()
         await self._gone(GONE_S)
 
@@ -139,10 +163,11 @@ class UserProcess:
             await asyncio.sleep(0.01)
 
 
-def _environment() -> dict[str, str]:
-    """The worker's, without the variable by which a program `python FILE` that the function starts would not find the
-    modules beside it."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+def _environment(mark: str) -> dict[str, str]:
+    """The worker's and a mark, without the variable by which a program `python FILE` that the user's code starts would
+    not find the modules beside it."""
+    name, _, value = mark.partition("=")
+    return {**{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}, name: value}
 
 
 class PrintedLines:
@@ -225,6 +250,16 @@ def _started_by(pid: int) -> list[psutil.Process]:
         return [each for each in psutil.Process(pid).children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
     except psutil.NoSuchProcess:
         return []
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """The processes that have inherited a variable of the environment."""
+    found: list[psutil.Process] = []
+    for pid in psutil.pids():
+        with suppress(OSError, psutil.Error):
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(psutil.Process(pid))
+    return found
 
 
 def _kill_all(processes: Sequence[psutil.Process]) -> None:

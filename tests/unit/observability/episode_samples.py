@@ -8,7 +8,8 @@ from rlhf_ray.records import Episode, Experience, SampleKey, Turn, offsets_of
 QUESTION = [{"role": "system", "content": "Use the tools."}, {"role": "user", "content": "What do 3 teas cost?"}]
 TOOLS = [{"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
          for name in ("look_up", "calculate")]
-TOKENS = dict(enumerate(["<user>", "teas", "?", "look", "_up", "<tool>", " 4", "3", "*4", "=12", " 12"]))
+TOKENS = dict(enumerate(["<user>", "teas", "?", "Let me look. ", "look_up", "<tool>", " 4", "3", "*4", "=12",
+                         "They cost 12."]))
 ROWS = [[0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 5, 9, 10], [0, 1, 2, 3, 4, 5]]
 """Token ids of each segment."""
 SAMPLED = [[0, 0, 0, 1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 0, 1], [0, 0, 0, 1, 1, 0]]
@@ -27,8 +28,8 @@ EPISODES = [
         Turn(0, 3, 5, 21, "length", [{"name": "look_up", "arguments": {"item": "tea"}}], []),
     ], events={"interrupted": 1}, error="the tool look_up did not answer within 60 s\x1b[0m"),
 ]
-TEXTS = SampleTexts(["<user>teas?"] * 2, [None, None], ["look_up 43*4 12", "look_up"], TOKENS,
-                    [["Let me look. look_up", "3*4", "They cost 12."], ["look_up"]])
+TURNS = [["Let me look. look_up", "3*4", "They cost 12."], ["Let me look. look_up"]]
+TEXTS = SampleTexts(["<user>teas?"] * 2, [None, None], ["\n".join(texts) for texts in TURNS], TOKENS, TURNS)
 
 
 def experience_of_episodes():

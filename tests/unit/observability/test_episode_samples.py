@@ -15,7 +15,7 @@ from rlhf_ray.observability.conversation import call_in_words, response_of, turn
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.sample_choice import Choice, NumberRange, rows_of
 from rlhf_ray.observability.sample_export import json_of, write_json_lines
-from rlhf_ray.observability.sample_files import OF_EPISODES, SampleWriter, read_samples, steps_with_samples
+from rlhf_ray.observability.sample_files import SampleWriter, read_samples, steps_with_samples
 from rlhf_ray.observability.sample_view import extremes, print_samples, sample_page, samples_of
 from tests.unit.observability.episode_samples import EPISODES, LOGPROBS, ROWS, SAMPLED, TEXTS, save_episodes
 from tests.unit.observability.test_sample_view import Page, save
@@ -42,7 +42,7 @@ versions 3 to 4
 """
 MASKED = """\
 turn 1 · 2 tokens · length · reward 0
-assistant: look_up
+assistant: Let me look. look_up
 call: look_up(item="tea")
 shop: error_timeout (masked) · interrupted 1
 the tool look_up did not answer within 60 s\\x1b[0m
@@ -51,15 +51,15 @@ reward – · advantage 0 · gap 0.125 · 1 turn · 2 tokens sampled, 1 observed
 TOKEN_LINES = """\
 segment 1, after 3 tokens of context:
   place  token      log-prob        gap  advantage  version
-      3  sampled        -0.5      0.125        0.5        3  "look"
-      4  sampled       -0.25      0.125        0.5        3  "_up"
+      3  sampled        -0.5      0.125        0.5        3  "Let me look. "
+      4  sampled       -0.25      0.125        0.5        3  "look_up"
       5  observed                                            "<tool>"
       6  observed                                            " 4"
       7  sampled        -1.5      0.125        0.5        3  "3"
       8  sampled          -2      0.125        0.5        3  "*4"
 segment 2, after 5 tokens of context:
   place  token      log-prob        gap  advantage  version
-      5  sampled      -0.125      0.125       0.75        4  " 12"
+      5  sampled      -0.125      0.125       0.75        4  "They cost 12."
 """
 
 
@@ -88,8 +88,12 @@ def test_the_file_has_the_turns_of_each_episode_beside_its_tokens(tmp_path):
 
 
 def test_a_file_of_single_responses_has_no_columns_of_episodes(tmp_path):
-    save(tmp_path, 1, [0.0, 1.0])
-    assert not set(OF_EPISODES) & set(pq.read_schema(tmp_path / FILE).names)
+    save(tmp_path / "single", 1, [0.0, 1.0])
+    save_episodes(tmp_path)
+    single, episodes = (set(pq.read_schema(place / FILE).names) for place in (tmp_path / "single", tmp_path))
+    assert episodes - single == {"environment", "cause", "use", "error", "tools", "metrics", "events", "turns",
+                                 "reward/environment"}
+    assert single - episodes == {"reward/right"}
 
 
 def test_texts_of_turns_are_stored_without_a_dictionary_and_other_columns_with_one(tmp_path):
@@ -142,7 +146,7 @@ def test_long_texts_and_segments_are_shown_whole_if_asked(tmp_path, monkeypatch)
     samples = samples_of(tmp_path)[:1]
     short = printed(samples, tokens=True)
     assert "assistant: Let m … 10 characters … ok_up\n" in short
-    assert '"_up"\n        … 2 tokens …\n      7  sampled' in short and "observed   " not in short
+    assert '"look_up"\n        … 2 tokens …\n      7  sampled' in short and "observed   " not in short
     whole = printed(samples, full=True, tokens=True)
     assert CONVERSATION + TOKEN_LINES in whole
 
@@ -276,14 +280,28 @@ def test_the_exported_conversation_has_openais_form(tmp_path):
     assert second["messages"][-1]["tool_calls"][0]["function"]["name"] == "look_up"
 
 
-def test_ids_that_an_environment_gave_its_calls_are_kept(tmp_path):
+@pytest.mark.parametrize("of_call, of_answer", [({"id": "c1"}, {"tool_call_id": "c1"}), ({}, {"tool_call_id": "c1"}),
+                                                ({"id": "c1"}, {})])
+def test_a_call_and_its_answer_have_the_id_that_one_of_them_has(tmp_path, of_call, of_answer):
     save_episodes(tmp_path)
     row = read_samples(tmp_path / "samples", 1)[1]
-    row["turns"][0]["tool_calls"] = json.dumps([{"id": "own", "name": "f", "arguments": "{}"}])
-    row["turns"][0]["messages"] = json.dumps([{"role": "tool", "content": "", "tool_call_id": "own"}])
+    row["turns"][0]["tool_calls"] = json.dumps([{"name": "f", "arguments": "{}", **of_call}, {"name": "g"}])
+    row["turns"][0]["messages"] = json.dumps([{"role": "tool", "content": "", **of_answer}])
     *_, said, answer = json_of(row)["messages"]
-    assert said["tool_calls"] == [{"id": "own", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    assert answer["tool_call_id"] == "own"
+    assert said["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+        {"id": "call_1_2", "type": "function", "function": {"name": "g", "arguments": "{}"}}]
+    assert answer == {"role": "tool", "content": "", "tool_call_id": "c1"}
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path):
+    save_episodes(tmp_path)
+    row = read_samples(tmp_path / "samples", 1)[0]
+    row["turns"][1]["reward"] = math.nan
+    file = io.StringIO()
+    write_json_lines([{**row, "metrics": [("items", math.inf)], "kl": math.nan}], file)
+    line = json.loads(file.getvalue())
+    assert (line["kl"], line["metrics"], line["turns"][1]["reward"]) == (None, {"items": None}, None)
 
 
 def test_a_single_response_is_exported_as_one_turn(tmp_path):
