@@ -60,7 +60,7 @@ _EXAMPLES = {
     "ppo": "rlhf-ray ppo configs/quickstart/ppo.yaml --run.steps=20 --algorithm.kl.coef=0.1",
     "grpo": "rlhf-ray grpo configs/examples/arithmetic/grpo.yaml --run.steps=20 --algorithm.kl.coef=0",
     "rloo": "rlhf-ray rloo configs/examples/arithmetic/rloo.yaml --run.steps=20 --coordinator.samples_per_prompt=2",
-    "evaluate": "rlhf-ray evaluate runs/arithmetic/grpo configs/examples/arithmetic/grpo.yaml "
+    "evaluate": "rlhf-ray evaluate configs/examples/arithmetic/grpo.yaml --model.path=runs/arithmetic/grpo/model "
                 "--evaluation.sampling.temperature=0",
     "reinforce": "rlhf-ray reinforce configs/examples/arithmetic/rloo.yaml --algorithm.estimator=reinforce "
                  "--coordinator.samples_per_prompt=1",

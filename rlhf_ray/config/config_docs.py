@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlhf_ray.config.fields import FieldDescription, describe_fields
 from rlhf_ray.config.load import COMMANDS, STAGES, module_of
-from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.config.stages import TRAINING, EvaluateConfig, StageConfig
 
 _OPENING = """\
 # Configuration
@@ -48,6 +48,11 @@ def reference() -> str:
     parts = [_OPENING]
     seen: dict[tuple[object, ...], str] = {}
     for command, cls in COMMANDS.items():
+        if issubclass(cls, EvaluateConfig):
+            unused = ", ".join(f"`{section}`" for section in TRAINING)
+            parts.append(f"## `rlhf-ray {command}`\n\n{_sentence(cls)} The fields are those of "
+                         f"[`rlhf-ray ppo`](#rlhf-ray-ppo) without the sections of training: {unused}.\n")
+            continue
         if (stage := module_of(command)) in STAGES and command != stage:
             others = sorted(set(describe_fields(cls)) - set(describe_fields(STAGES[stage])), key=lambda f: f.path)
             parts.append(f"## `rlhf-ray {command}`\n\n{_sentence(cls)} All else is as in "

@@ -383,8 +383,9 @@ TRAINING = ("policy", "critic", "ptx", "algorithm", "coordinator", "buffer", "we
 
 
 class EvaluateConfig(PPOConfig):
-    """`rlhf-ray evaluate`: a model on its held-out prompts, in environments or by rewards alone, without training. The
-    sections `TRAINING` have no effect, and no reference is started unless `reference.path` names one."""
+    """`rlhf-ray evaluate`: a model on its held-out prompts, in environments or by rewards alone, without training. Of a
+    file for training, what concerns training is left out; a reference is started only if `reference.path` names
+    one."""
 
     algorithm: GRPOAlgorithm = Field(default_factory=GRPOAlgorithm)
     """Not used."""

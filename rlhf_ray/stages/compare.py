@@ -91,9 +91,9 @@ def run(options: CompareOptions) -> Comparison:
 
 def _refuse_contradictions(options: CompareOptions) -> None:
     if (options.scorer is None) == (options.environment is None):
-        given = "both" if options.scorer else "neither"
+        given = "both are" if options.scorer else "neither is"
         raise ConfigError("models are compared by --scorer, which judges responses, or by --environment, whose rewards "
-                          f"judge episodes, and {given} is given; give one of them")
+                          f"judge episodes, and {given} given; give one of them")
     if options.environment is None and options.max_turns is not None:
         raise ConfigError(f"--max-turns {options.max_turns} is of episodes, and there is no --environment; leave it "
                           "away")

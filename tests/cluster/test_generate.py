@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from rlhf_ray.stages.compare import CompareOptions
 from rlhf_ray.stages.compare import run as compare
 from rlhf_ray.stages.generate import GenerateOptions
 from rlhf_ray.stages.generate import run as generate
-from tests.models import make_counting_reward_model
+from tests.chat_templates import make_chat_tokenizer
+from tests.models import make_counting_reward_model, make_tiny_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 PROMPTS = ("w5 w6 w7", "w9 w10", "w20 w21 w22 w23")
@@ -140,3 +142,27 @@ def test_a_model_ties_with_itself(files, tmp_path, capsys):
     assert (found.rate.wins, found.rate.ties, found.rate.losses, found.rate.rate) == (0, 6, 0, 0.5)
     assert all(pair.responses[0] == pair.responses[1] for pair in found.pairs), "the same seeds, the same answers"
     assert "neither is shown to be better" in capsys.readouterr().out
+
+
+def test_episodes_are_played_without_ray_and_written_turn_by_turn(tmp_path, capsys):
+    model = make_tiny_llama(tmp_path / "model", 448, positions=512)
+    make_chat_tokenizer(model, "qwen2.5")
+    rows = [{"prompt": f"q{i}", "number": i, "role": "user", "turns": 2} for i in range(3)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampling = SamplingConfig(max_tokens=64, stop_token_ids=list(range(30, 110)))
+    options = {"model": str(model), "sampling": sampling, "file": str(tmp_path / "p.jsonl"), "seed": 3,
+               "environment": f"{Path(__file__).parent / 'episode_world.py'}:Talk"}
+    shown = generate(GenerateOptions(**options), None)
+    printed = capsys.readouterr().out
+    assert [episode["cause"] for episode in shown] == ["completed"] * 3
+    for number, episode in enumerate(shown):
+        first, said, answer, *_ = episode["messages"]
+        assert first["content"].startswith(f"say {number} ") and said["role"] == "assistant"
+        assert answer["content"].startswith(f"1: {len(said['content'])} ")
+        # `Talk` gives 1/4 for the first turn and 2/4 for the second.
+        assert [turn["reward"] for turn in episode["turns"]] == [0.25, 0.5] and episode["score"] == 0.75
+        assert f"episode {number + 1} of 3" in printed and f"user: {first['content']}" in printed
+    assert "Talk: completed" in printed and "reward 0.75" in printed
+    generate(GenerateOptions(**options, output=tmp_path / "e.jsonl"), None)
+    assert [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()] == shown
+    assert capsys.readouterr().out == "", "the same episodes, written to a file"

@@ -1,12 +1,12 @@
 """Win rates by hand, and Wilson's interval by its definition."""
 
-from math import sqrt
+from math import nan, sqrt
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlhf_ray.algorithms.win_rate import Z95, outcome, wilson_interval, win_rate
+from rlhf_ray.algorithms.win_rate import Z95, outcome, outcome_or_failed, wilson_interval, win_rate
 
 
 @pytest.mark.parametrize(("first", "second", "tie", "expected"), [
@@ -20,6 +20,12 @@ def test_outcomes(first, second, tie, expected):
 def test_a_score_that_is_no_number_decides_nothing():
     with pytest.raises(ValueError, match="cannot be compared"):
         outcome(float("nan"), 1.0)
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), [
+    (nan, -5.0, "win"), (-5.0, nan, "loss"), (nan, nan, "tie"), (1.0, 2.0, "win"), (1.0, 1.05, "tie")])
+def test_an_episode_that_failed_loses_against_any_score(first, second, expected):
+    assert outcome_or_failed(first, second, tie=0.1) == expected
 
 
 def test_ties_are_half_a_win_and_every_prompt_counts_once():

@@ -135,7 +135,7 @@ def test_an_unknown_command_suggests_one(command_line):
 @pytest.mark.parametrize(("command", "answer"), [
     ("train", "each stage has its own command: sft, reward-model"), ("eval", "`rlhf-ray compare` compares two models"),
     ("dpo", "train a reward model with `rlhf-ray reward-model`"), ("reward_model_", "Did you mean 'reward-model'"),
-    ("reinforce++", "--algorithm.preset=reinforce_pp"), ("Evaluate", "`rlhf-ray compare`")])
+    ("reinforce++", "--algorithm.preset=reinforce_pp"), ("Evaluation", "`rlhf-ray evaluate MODEL FILE`")])
 def test_the_name_of_another_systems_command_gets_an_answer(command, answer, command_line):
     outcome = command_line(command, "x.yaml")
     assert outcome.code == 2

@@ -11,7 +11,12 @@ import pytest
 from rlhf_ray.cli import generate_commands
 from rlhf_ray.cli.generate_commands import prepare_engine
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
+from rlhf_ray.errors import ConfigError
 from rlhf_ray.roles.engines.vllm_adapter import generator_environment
+from rlhf_ray.stages.compare import CompareOptions
+from rlhf_ray.stages.compare import run as compare
+from rlhf_ray.stages.generate import GenerateOptions
+from rlhf_ray.stages.generate import run as generate
 
 
 @pytest.fixture
@@ -32,7 +37,9 @@ def test_every_option_of_generate_is_handed_on(command_line, asked):
         "generate", "m", "--prompt", "one", "--prompt", "two", "--max-tokens=9", "--temperature=0.5", "--top-p=0.9",
         "--top-k=3", "--min-p=0.1", "--repetition-penalty=1.2", "--min-tokens=4", "--stop=\n\n", "--stop=END",
         "--stop-token-id=5", "--n=2", "--seed=7", "--no-chat", "--reward=vader", "--output=o.jsonl").code == 0
-    (options,) = asked
+    assert command_line("generate", "m", "--environment=e.py:E", "--max-turns=3").code == 0
+    options, episodes = asked
+    assert (episodes.environment, episodes.max_turns) == ("e.py:E", 3)
     assert options.sampling == SamplingConfig(
         max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, repetition_penalty=1.2, min_tokens=4,
         stop=["\n\n", "END"], stop_token_ids=[5])
@@ -45,7 +52,9 @@ def test_every_option_of_compare_is_handed_on(command_line, asked):
     assert command_line(
         "compare", "a", "b", "--prompts=p.jsonl", "--scorer=vader", "--column=q", "--limit=5", "--n=3", "--tie=0.1",
         "--seed=2", "--temperature=0", "--stop=END", "--output=c.html").code == 0
-    (options,) = asked
+    assert command_line("compare", "a", "b", "--prompts=p.jsonl", "--environment=e.py:E", "--max-turns=2").code == 0
+    options, episodes = asked
+    assert (episodes.scorer, episodes.environment, episodes.max_turns) == (None, "e.py:E", 2)
     assert (options.first, options.second, options.prompts, options.scorer) == ("a", "b", "p.jsonl", "vader")
     assert (options.column, options.limit, options.n, options.tie, options.seed) == ("q", 5, 3, 0.1, 2)
     assert options.sampling == SamplingConfig(temperature=0, stop=["END"])
@@ -62,10 +71,28 @@ def test_sampling_that_cannot_be_is_refused_in_one_line(command_line, asked, opt
     assert result.code == 2 and words in " ".join(result.err.split()) and asked == []
 
 
-@pytest.mark.parametrize("arguments", [("compare", "a", "b", "--prompts=p"), ("compare", "a", "--scorer=vader"),
+@pytest.mark.parametrize("arguments", [("compare", "a", "b", "--scorer=vader"), ("compare", "a", "--scorer=vader"),
                                        ("generate",), ("generate", "m", "--top-p=2"), ("generate", "m", "--n=0")])
 def test_what_is_missing_or_out_of_bounds_is_refused(command_line, asked, arguments):
     assert command_line(*arguments).code == 2 and asked == []
+
+
+def test_options_that_exclude_each_other_are_refused(tmp_path):
+    def said(run, options):
+        with pytest.raises(ConfigError) as caught:
+            run(options) if isinstance(options, CompareOptions) else run(options, None)
+        return str(caught.value)
+
+    of_one = {"model": "m", "sampling": SamplingConfig(), "prompts": ["a"]}
+    assert "--max-turns 3 is of episodes" in said(generate, GenerateOptions(**of_one, max_turns=3))
+    assert "--reward vader scores responses" in said(
+        generate, GenerateOptions(**of_one, environment="e.py:E", reward="vader"))
+    assert "--no-chat" in said(generate, GenerateOptions(**of_one, environment="e.py:E", chat=False))
+    of_two = {"first": "a", "second": "b", "prompts": "p.jsonl", "output": tmp_path / "c.html",
+              "sampling": SamplingConfig()}
+    assert "neither is given" in said(compare, CompareOptions(**of_two, scorer=None))
+    assert "both are given" in said(compare, CompareOptions(**of_two, scorer="vader", environment="e.py:E"))
+    assert "--max-turns 3 is of episodes" in said(compare, CompareOptions(**of_two, scorer="vader", max_turns=3))
 
 
 def test_the_engines_environment_is_set_but_not_over_the_users(monkeypatch):

@@ -7,8 +7,14 @@ import pytest
 from rlhf_ray.cli.config_help import COMMON
 from rlhf_ray.config.fields import describe_fields
 from rlhf_ray.config.load import COMMANDS, load
+from rlhf_ray.config.stages import TRAINING
 
 CHECKOUT = Path(__file__).parents[3]
+
+
+def used(command: str, section: str) -> bool:
+    """Whether a command has the section: an evaluation makes no updates."""
+    return command != "evaluate" or section not in TRAINING
 
 
 def words(text: str) -> str:
@@ -18,7 +24,7 @@ def words(text: str) -> str:
 def test_every_command_is_listed(command_line):
     shown = command_line("--help").out
     for command in ("quickstart", "example", "sft", "reward-model", "process-reward", "preferences", "ppo", "grpo",
-                    "rloo", "reinforce", "report", "doctor"):
+                    "rloo", "reinforce", "evaluate", "report", "doctor"):
         assert f"│ {command} " in shown
 
 
@@ -27,7 +33,7 @@ def test_a_stages_help_shows_sections_fields_and_an_example(command, command_lin
     outcome = command_line(command, "--help")
     assert outcome.code == 0
     for section in COMMANDS[command].model_fields:
-        assert f"  {section} " in outcome.out
+        assert (f"\n  {section} " in outcome.out) == used(command, section)
     fields = {f.path: f for f in describe_fields(COMMANDS[command])}
     for path in COMMON[command]:
         assert f"--{path}  {'required' if fields[path].required else fields[path].default}" in outcome.out
@@ -40,7 +46,7 @@ def test_help_all_lists_every_field(command, command_line):
     outcome = command_line(command, "--help-all")
     assert outcome.code == 0
     for f in describe_fields(COMMANDS[command]):
-        assert f"--{f.path}  " in outcome.out
+        assert (f"--{f.path}  " in outcome.out) == used(command, f.section)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -79,7 +79,7 @@ class EvaluationHarness:
 
     def __init__(self, config, rows, bad=(), warn=lambda _: None):
         self.asked, self.scored, self._bad = [], [], bad
-        roles = role_groups_of(generators=self.generate, reward=self.score, assembler=self.measure)
+        self.roles = roles = role_groups_of(generators=self.generate, reward=self.score, assembler=self.measure)
         prompts = StandInPrompts("held out", rows=rows)
         self.evaluator = Evaluator(config, derive(config), roles, calls_of(config, roles), prompts, warn)
 
@@ -114,6 +114,23 @@ def test_every_held_out_prompt_is_asked_once_with_the_same_seed(ppo_config):
     assert asked == [(keys, 99, "held out", None) for keys in chunks * 2]
     assert one == two and one.metrics["reward"] == 4.5
     assert [text["prompt"] for text in one.texts] == [str(i) for i in range(min(TEXTS, 4))]
+
+
+def test_chunks_are_kept_on_request_and_every_sample_that_was_measured_is_counted(ppo_config):
+    config = ppo_config(chunk=4, evaluation={"prompts": "e"})
+
+    async def run(**more):
+        harness = EvaluationHarness(config, rows=10)
+        harness.evaluator = Evaluator(config, derive(config), harness.roles, calls_of(config, harness.roles),
+                                      StandInPrompts("held out", rows=10), **more)
+        return await harness.evaluator.measure()
+
+    counted = []
+    kept = asyncio.run(run(keeps_chunks=True, advanced=counted.append))
+    assert [[key.row for key in each.chunk.keys] for each in kept.chunks] == [
+        [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert sorted(counted) == [2, 4, 4]
+    assert asyncio.run(run()).chunks == ()
 
 
 def test_measured_chunks_that_are_lost_with_a_node_are_measured_again(ppo_config):

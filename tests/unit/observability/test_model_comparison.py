@@ -3,7 +3,8 @@
 import io
 import json
 import re
-from math import sqrt
+from dataclasses import replace
+from math import nan, sqrt
 
 import pytest
 
@@ -42,6 +43,20 @@ def test_the_summary_is_json_with_every_pair():
     assert [pair["outcome"] for pair in summary["pairs"]] == ["win", "tie", "loss"]
     assert summary["pairs"][0] == {"prompt": "prompt 0", "a": "one", "b": "two", "scores": [1.0, 2.0],
                                    "tokens": [4, 5], "outcome": "win"}
+
+
+def test_an_episode_that_failed_is_in_no_mean_and_further_numbers_are_shown():
+    made = compared([(1.0, 2.0), (1.0, 4.0)])
+    failed = Pair("prompt 2", ("one", "two"), (3.0, nan), (4, 5), "loss")
+    found = replace(made, pairs=[*made.pairs, failed], numbers={"solved": (0.5, 0.25)})
+    assert found.means("scores") == (5 / 3, 3.0) and found.means("tokens") == (4, 5)
+    assert found.margin()[0] == 2.0, "margins 1 and 3"
+    assert found.summary()["solved"] == {"a": 0.5, "b": 0.25}
+    stream = io.StringIO()
+    print_comparison(found, stream)
+    assert "solved 0.5 0.25 -0.25 worse" in " ".join(stream.getvalue().split())
+    page = comparison_page(found)
+    assert "0.5 → 0.25" in page and page.count('class="text card"') == 3
 
 
 def test_a_person_reads_names_means_and_the_verdict():

@@ -14,10 +14,13 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.environments.protocol import Start, Step
 from rlhf_ray.environments.tool_calls import ToolCallParser
 from rlhf_ray.errors import DataError, EpisodeFailed
-from rlhf_ray.records import Prompts, SampleKey
+from rlhf_ray.records import EvaluationPart, Prompts, RewardScores, SampleKey
 from rlhf_ray.roles.engines.interface import Completion
 from rlhf_ray.roles.episode import TextTools
+from rlhf_ray.roles.episode_numbers import episode_numbers
 from rlhf_ray.roles.episode_runner import EpisodeRunner
+from rlhf_ray.roles.evaluation_metrics import pass_rates, summarise
+from rlhf_ray.roles.reward_scorer import of_episodes
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 CALL = '{"name": "look", "arguments": {}}'
@@ -171,6 +174,31 @@ def test_a_failed_episode_begins_again_so_often_and_is_quarantined_then(retries)
 
 def test_an_evaluation_has_no_quarantine():
     assert episode(World(BUG), CALL, held_out=True, on_failure={"environment": "quarantine"}).use == "mask"
+
+
+class Sometimes(World):
+    """Fails in the rows that say so, in the others each episode has their reward."""
+
+    async def open(self, row, seed):
+        step = BUG if row["fails"] else Step(done=True, reward=row["reward"])
+        return World(step)
+
+
+def test_a_failed_episode_counts_in_an_evaluations_denominator_and_not_in_its_reward():
+    rows = [{"fails": False, "reward": 1.0}, {"fails": True}, {"fails": False, "reward": 0.5}, {"fails": True}]
+    fields = {"on_failure": {"environment": "quarantine"}}
+    rollout = play({"world": Sometimes()}, Writer(CALL), rows, held_out=True, fields=fields)
+    kept = [i for i, each in enumerate(rollout.episodes) if each.use == "train"]
+    given = np.array([rollout.episodes[i].turns[0].reward for i in kept], np.float32)
+    scores = of_episodes(RewardScores(given, {"environment": given}), kept, rollout)
+    part = EvaluationPart(
+        rows=np.arange(4), scores=scores.scores, components=scores.components, gold=None, kl=None,
+        reference_logprobs=None, lengths=np.ones(4, np.int64), finished=np.ones(4, bool), digests=np.arange(4),
+        bigrams=np.arange(4), texts=[], episodes=episode_numbers(rollout.episodes))
+    found = summarise([part]) | pass_rates([part], {"environment": 1.0}, "environment")
+    # Of 4 episodes 1 is solved, and the mean of the 2 rewards is (1 + 0.5) / 2.
+    assert (found["solved"], found["pass@1/environment"], found["failed"]) == (0.25, 0.25, 2.0)
+    assert (found["reward"], found["responses"], found["cause/error_environment"]) == (0.75, 4.0, 0.5)
 
 
 def test_a_column_names_the_environment_where_there_are_several():
