@@ -25,13 +25,16 @@ from rlhf_ray.config.derived import (
     training_sample,
 )
 from rlhf_ray.config.estimators import GDPOEstimator
+from rlhf_ray.config.fields import changed_fields, format_value
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, PPOLearnerConfig
 from rlhf_ray.config.losses import CISPOLoss
 from rlhf_ray.config.rewards import EnvironmentReward, ModelReward, ProcessReward
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.settled import value_at
+from rlhf_ray.config.settled import is_set, value_at
 from rlhf_ray.config.stages import (
+    TRAINING,
+    EvaluateConfig,
     PPOConfig,
     PreferencesStageConfig,
     ProcessRewardConfig,
@@ -59,7 +62,8 @@ def check_combinations(config: StageConfig) -> None:
     try:
         for stage, checks in CHECKS.items():
             for check in checks if isinstance(config, stage) else ():
-                check(config)
+                if not (check in OF_TRAINING and isinstance(config, EvaluateConfig)):
+                    check(config)
     except ValueError as problem:
         raise ConfigError(f"the configuration cannot run:\n  {problem}") from None
 
@@ -118,6 +122,18 @@ def check_derived(config: StageConfig) -> None:
         except LookupError:
             raise ValueError(f"cluster.derived names {path!r}, which is no field of this configuration; the run itself "
                              "writes the list, so leave cluster.derived out") from None
+
+
+def check_no_training(config: EvaluateConfig) -> None:
+    """An evaluation makes no updates, and writes no metrics of steps."""
+    unused = (*TRAINING, "run.steps", "run.epochs", "run.auto_resume", "evaluation.every", "prompts.shuffle",
+              "generator.sleep_level", "cluster.max_learner_restarts",
+              *(f"logging.{name}" for name in ("tensorboard", "ray_metrics", "wandb_project", "mlflow_experiment",
+                                               "profile_step")))
+    for path, _, value in changed_fields(config):
+        if is_set(config, path) and any(path == name or path.startswith(f"{name}.") for name in unused):
+            raise ValueError(f"{path}={format_value(value)} has no effect: an evaluation makes no updates; leave it "
+                             "out")
 
 
 def check_all_prompts(config: PreferencesStageConfig) -> None:
@@ -497,6 +513,7 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     RewardModelConfig: (check_best_metric,),
     ProcessRewardConfig: (check_best_metric,),
     PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
+    EvaluateConfig: (check_no_training,),
     PPOConfig: (
         check_backbone, check_target_kl, check_environments, check_reward_components, check_critic_start,
         check_dynamic_sampling, check_groups, check_decoupled_rewards, check_held_out, check_ratio,
@@ -505,6 +522,12 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     ),
 }
 """The checks of a configuration and of those derived from it, in the order in which they are made."""
+OF_TRAINING = frozenset({
+    check_backbone, check_target_kl, check_critic_start, check_dynamic_sampling, check_groups, check_decoupled_rewards,
+    check_ratio, check_overlong_buffer, check_best_metric, check_mini_batches, check_chunks, check_buffer,
+    check_transport, check_phases, check_schedules,
+})
+"""Those of a PPO run that an evaluation alone does not need."""
 
 
 def experience_bytes_per_token(config: PPOConfig) -> int:
@@ -526,4 +549,6 @@ def mask_bytes(sampling: SamplingConfig, longest: int, sampled: int | None = Non
 
 def _learners(config: PPOConfig) -> dict[str, PPOLearnerConfig]:
     """Sections of the learners that are started."""
+    if isinstance(config, EvaluateConfig):
+        return {}
     return {"policy": config.policy, **({"critic": config.critic} if derive(config).starts_critic else {})}

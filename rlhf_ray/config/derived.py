@@ -28,6 +28,7 @@ from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.settled import is_set
 from rlhf_ray.config.stages import (
     CriticConfig,
+    EvaluateConfig,
     PPOConfig,
     PreferencesStageConfig,
     ProcessRewardConfig,
@@ -249,12 +250,12 @@ def update_gives_old_logprobs(config: PPOConfig) -> bool:
 
 def placements_of(config: StageConfig) -> dict[str, PlacementConfig]:
     """Placements of the roles that a stage starts, by section: of PPO the critic only if it is a separate model, the
-    reference only if it is needed and not the policy's frozen base."""
+    reference only if it is needed and not the policy's frozen base; of an evaluation no learner."""
     sections = {name: getattr(config, name) for name in type(config).model_fields}
     if isinstance(config, PPOConfig):
         derived = derive(config)
         starts = {"critic": derived.starts_critic, "reference": derived.starts_reference,
-                  "episode_runner": bool(config.environments)}
+                  "episode_runner": bool(config.environments), "policy": not isinstance(config, EvaluateConfig)}
         sections = {name: section for name, section in sections.items() if starts.get(name, True)}
     return {name: section for name, section in sections.items() if isinstance(section, PlacementConfig)}
 

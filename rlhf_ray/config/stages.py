@@ -378,6 +378,44 @@ class GRPOConfig(PPOConfig):
     """Batch size, staleness and concurrency."""
 
 
+TRAINING = ("policy", "critic", "ptx", "algorithm", "coordinator", "buffer", "weights", "checkpoint", "early_stop")
+"""Sections of a PPO run that an evaluation alone does not use."""
+
+
+class EvaluateConfig(PPOConfig):
+    """`rlhf-ray evaluate`: a model on its held-out prompts, in environments or by rewards alone, without training. The
+    sections `TRAINING` have no effect, and no reference is started unless `reference.path` names one."""
+
+    algorithm: GRPOAlgorithm = Field(default_factory=GRPOAlgorithm)
+    """Not used."""
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """Held-out prompts, and how responses are sampled; without `prompts.held_out` and data of its own, all prompts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_prompts(cls, given: Any) -> Any:
+        """Without held-out rows, and without data of its own, the evaluation takes those of `prompts`."""
+        prompts = as_set(given.get("prompts")) if isinstance(given, dict) else None
+        evaluation = as_set((given.get("evaluation") or {}) if isinstance(given, dict) else None)
+        if prompts is None or evaluation is None or prompts.get("held_out"):
+            return given
+        if evaluation.get("prompts") is not None or evaluation.get("mix"):
+            return given
+        taken: dict[str, Any] = {name: prompts[name] for name in ("subset", "revision", "split", "column") if name in prompts}
+        if prompts.get("path") is not None:
+            taken["prompts"] = prompts["path"]
+        if isinstance(mix := prompts.get("mix"), list):
+            parts = [as_set(part) for part in mix]
+            if None in parts:  # reported with the other problems
+                return given
+            taken["mix"] = [{name: value for name, value in (part or {}).items() if name != "weight"}
+                            for part in parts]
+        limits = (prompts.get("limit"), evaluation.get("limit", EvaluationConfig.model_fields["limit"].default))
+        if known := [limit for limit in limits if isinstance(limit, int)]:
+            taken["limit"] = min(known)
+        return {**given, "evaluation": {**evaluation, **taken}}
+
+
 class RLOOConfig(PPOConfig):
     """`rlhf-ray rloo`: the stage `ppo` with the defaults of RLOO, which compares several samples of each prompt and
     needs no critic."""

@@ -29,6 +29,7 @@ def json_of(row: Mapping[str, Any]) -> dict[str, Any]:
     episode = row.get("turns") is not None
     mask = row["response_mask"]
     sampled = [i for i, is_sampled in enumerate(mask) if is_sampled]
+    advantages = row["advantages"]
     return _finite({
         "step": row["step"],
         "key": {name: row[name] for name in ("epoch", "row", "sample")},
@@ -42,7 +43,7 @@ def json_of(row: Mapping[str, Any]) -> dict[str, Any]:
         "rewards": {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")},
         "kl": row["kl"],
         "gold": row["gold"],
-        "advantage": sum(row["advantages"][i] for i in sampled) / len(sampled) if sampled else None,
+        "advantage": sum(advantages[i] for i in sampled) / len(sampled) if sampled and advantages is not None else None,
         "length": len(sampled),
         "finish_reason": row["finish_reason"],
         "metrics": dict(row["metrics"]) if episode else None,

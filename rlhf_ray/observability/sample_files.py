@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,7 +63,8 @@ class SampleTexts(NamedTuple):
 
 
 def sample_table(
-    step: int, experience: Experience, texts: SampleTexts, numbers: Mapping[str, np.ndarray | None], old_known: bool
+    step: int, experience: Experience, texts: SampleTexts, numbers: Mapping[str, np.ndarray | None],
+    unknown: Collection[str] = (),
 ) -> pa.Table:
     """The table of a step's samples.
 
@@ -71,7 +72,8 @@ def sample_table(
         experience: of all samples, from a rollout; a sample's rows are adjacent.
         numbers: [S] float32 by column: score, its components (reward/NAME), kl, gold; None is null, as is NaN, the
             reward of an episode that has none.
-        old_known: whether a learner computed `old_logprobs`; otherwise they are null.
+        unknown: columns of `PER_TOKEN` that are null: `old_logprobs` if no learner computed them, `advantages` if
+            nothing was learned.
     """
     import pyarrow as pa
 
@@ -85,7 +87,7 @@ def sample_table(
 
     def numbers_of_tokens(name: str) -> Any:
         values = getattr(experience, name)
-        if values is None or (name == "old_logprobs" and not old_known):
+        if values is None or name in unknown:
             return pa.nulls(len(rows), pa.list_(pa.float32()))
         return lists(pa.array(values, pa.float32()))
 

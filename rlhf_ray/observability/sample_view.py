@@ -131,7 +131,7 @@ def sample_of(row: Mapping[str, Any]) -> Sample:
         parts={name.removeprefix("reward/"): value for name, value in row.items()
                if name.startswith("reward/") and _known(value) is not None},
         kl=_known(row["kl"]), gold=_known(row["gold"]),
-        advantage=fmean(advantages[i] for i in sampled) if sampled else None,
+        advantage=fmean(advantages[i] for i in sampled) if sampled and advantages is not None else None,
         versions=(min(versions), max(versions)), length=len(sampled), gap=fmean(known) if known else None,
         tokens=tokens, segments=len(row["row_lengths"]), observed=sum(not token.sampled for token in tokens),
         exchanges=exchanges_of(row), cause=row.get("cause") or "", use=row.get("use") or "",
@@ -144,7 +144,7 @@ def _known(value: float | None) -> float | None:
 
 
 def _tokens(row: Mapping[str, Any]) -> Iterator[Token]:
-    old, behaviour = row["old_logprobs"], row["behaviour_logprobs"]
+    old, behaviour, advantages = row["old_logprobs"], row["behaviour_logprobs"], row["advantages"]
     start = 0
     for segment, length in enumerate(row["row_lengths"]):
         mask = row["response_mask"][start:start + length]
@@ -153,7 +153,7 @@ def _tokens(row: Mapping[str, Any]) -> Iterator[Token]:
             text = escaped(row["token_texts"][i])
             if mask[place]:
                 yield Token(segment, place, True, text, behaviour[i], None if old is None else behaviour[i] - old[i],
-                            row["advantages"][i], row["versions"][i])
+                            None if advantages is None else advantages[i], row["versions"][i])
             else:
                 yield Token(segment, place, False, text, None, None, None, None)
         start += length
@@ -271,7 +271,9 @@ def numbers_of(sample: Sample) -> str:
     """A sample's numbers in a line."""
     parts = ", ".join(f"{name} {number(value)}" for name, value in sample.parts.items())
     oldest, newest = sample.versions
-    words = [f"reward {number(sample.score)}{f' ({parts})' if parts else ''}", f"advantage {number(sample.advantage)}"]
+    words = [f"reward {number(sample.score)}{f' ({parts})' if parts else ''}"]
+    if sample.advantage is not None:
+        words.append(f"advantage {number(sample.advantage)}")
     if sample.kl is not None:
         words.append(f"KL {number(sample.kl)}")
     if sample.gold is not None:

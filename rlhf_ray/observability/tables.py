@@ -76,6 +76,16 @@ def print_before_after(
     _print(table, stream)
 
 
+def print_numbers(numbers: Mapping[str, float | None], stream: TextIO | None = None) -> None:
+    """Print metrics, a line each."""
+    stream = stream or sys.stdout
+    table = _table(not is_terminal(stream), "metric")
+    table.add_column("value", justify="right")
+    for name, value in numbers.items():
+        table.add_row(Text(name), number(value))
+    _print(table, stream)
+
+
 def print_texts(texts: Sequence[Mapping[str, Any]], stream: TextIO | None = None) -> None:
     """Print texts with keys prompt (and messages, of a conversation), before, after side by side."""
     stream = stream or sys.stdout

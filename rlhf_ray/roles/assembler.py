@@ -147,14 +147,64 @@ class Assembler:
         self, directory: Path, term: Term | None, step: int, prompts_saved: int | None, old_known: bool,
         summaries: Sequence[ExperienceSummary], prompts: Prompts, experiences: Sequence[Experience],
     ) -> tuple[int, float]:
+        numbers = _numbers_of(summaries)
+        return self._write_samples(directory, term, step, prompts_saved, () if old_known else ("old_logprobs",),
+                                   Experience.concat(experiences), numbers, prompts)
+
+    async def save_evaluated(
+        self, directory: str, term: Term | None, prompts_saved: int | None, on_policy: bool, prompts: Prompts,
+        rollouts: Sequence[Rollout], rewards: Sequence[Sequence[RewardScores]],
+        references: Sequence[TokenScores | None],
+    ) -> tuple[int, float]:
+        """Write the samples of an evaluation, as step 0; they have no advantages. The rest is as in `save_samples`.
+
+        Args:
+            on_policy: as of `evaluation_metrics.summarise`: only then their KL is known.
+            rollouts: of each chunk.
+            rewards: of each chunk, as `RewardScorer.score_each` returns them.
+            references: of each chunk; None without a reference.
+        """
+        return await self._thread.run(self._save_evaluated, Path(directory), term, prompts_saved, on_policy, prompts,
+                                      rollouts, [scores for (scores,) in rewards], references)
+
+    def _save_evaluated(
+        self, directory: Path, term: Term | None, prompts_saved: int | None, on_policy: bool, prompts: Prompts,
+        rollouts: Sequence[Rollout], rewards: Sequence[RewardScores], references: Sequence[TokenScores | None],
+    ) -> tuple[int, float]:
+        def joined(columns: Sequence[np.ndarray | None]) -> np.ndarray | None:
+            known = [column for column in columns if column is not None]
+            return np.concatenate(known) if known else None
+
+        whole = Rollout.concat(rollouts)
+        reference = joined([None if each is None else each.values for each in references])
+        none = np.full(len(whole.tokens), np.nan, np.float32)
+        experience = Experience(
+            offsets=whole.offsets, samples=whole.samples, tokens=whole.tokens, response_mask=whole.response_mask,
+            behaviour_logprobs=whole.logprobs, old_logprobs=none, reference_logprobs=reference, values=None,
+            advantages=none, returns=none, finish_reasons=whole.finish_reasons, keys=whole.keys,
+            versions=whole.versions, episodes=whole.episodes)
+        kl = None
+        if reference is not None and on_policy:
+            gaps = np.where(whole.response_mask, whole.logprobs - reference, 0)
+            kl = np.add.reduceat(gaps, whole.sample_starts)
+        numbers = {"score": joined([each.scores for each in rewards]),
+                   **{f"reward/{name}": joined([each.components[name] for each in rewards])
+                      for name in rewards[0].components},
+                   "kl": kl, "gold": joined([each.gold for each in rewards])}
+        return self._write_samples(directory, term, 0, prompts_saved, ("old_logprobs", "advantages"), experience,
+                                   numbers, prompts)
+
+    def _write_samples(
+        self, directory: Path, term: Term | None, step: int, prompts_saved: int | None, unknown: Sequence[str],
+        experience: Experience, numbers_of_all: Mapping[str, np.ndarray | None], prompts: Prompts,
+    ) -> tuple[int, float]:
         began = time.perf_counter()
-        experience = Experience.concat(experiences)
         groups = prompt_groups(experience.keys).numpy()
         kept = np.flatnonzero(groups < (groups.max() + 1 if prompts_saved is None else prompts_saved))
         experience = experience.select(experience.rows_of(kept))
         texts = self._sample_texts(experience, prompts)
-        numbers = {name: None if values is None else values[kept] for name, values in _numbers_of(summaries).items()}
-        table = sample_table(step, experience, texts, numbers, old_known)
+        numbers = {name: None if values is None else values[kept] for name, values in numbers_of_all.items()}
+        table = sample_table(step, experience, texts, numbers, unknown)
         try:
             size = SampleWriter(directory, term).write(step, table)
         except OSError as error:

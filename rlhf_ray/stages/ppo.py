@@ -113,7 +113,7 @@ async def _run(
         roles = spawn_roles(config, derived, runtime, health)
         if len(roles.generators) != configured:
             progress.note(f"{len(roles.generators)} generators, as set by `rlhf-ray scale` (configured: {configured})")
-        prompts, held_out = await start_roles(config, derived, runtime, roles, progress)
+        prompts, held_out = await start_roles(config, derived, runtime, roles, progress.note)
         await write_left_out(directory, [*prompts.left_out, *(held_out.left_out if held_out else [])])
         for warning in [*_repeats(config, sum(prompts.sizes)), *trained_on_other_ends(config),
                         *scored_elsewhere(config)]:
@@ -137,8 +137,8 @@ async def _run(
             roles.keep_alive(weights.catch_up, peers.introduce)
             detectors.append(peers)
         learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
-                                         partial(restart_learners, config, runtime, roles, progress), progress.warn,
-                                         stop, files)
+                                         partial(restart_learners, config, runtime, roles, progress.note),
+                                         progress.warn, stop, files)
         episodes = None if roles.runners is None else EpisodeWatch(roles.runners)
         builder = CoordinatorBuilder(config, derived, roles, weights, prompts, held_out, directory, store, geometry,
                                      progress, stop, most_prompts, episodes)

@@ -1,6 +1,7 @@
 """What is checked of a PPO run before anything is started."""
 
 import re
+from collections.abc import Set
 
 from rlhf_ray.config.derived import Derived, derive
 from rlhf_ray.config.model import ModelConfig
@@ -26,8 +27,11 @@ from rlhf_ray.stages.preflight import (
 from rlhf_ray.stages.reward_preflight import check_rewards
 
 
-def preflight(config: PPOConfig) -> None:
+def preflight(config: PPOConfig, uses: Set[Use] = POLICY) -> None:
     """Refuse what cannot work before anything is started.
+
+    Args:
+        uses: of `model`.
 
     Raises:
         ConfigError, ModelError, DataError: naming the field, the value and the fix.
@@ -43,7 +47,7 @@ def preflight(config: PPOConfig) -> None:
     check_pretraining_text(config)
     check_model(config.model, "model")
     rows = derived.longest_sample, re.sub(r"=\d+", "", derived.longest_sample_field)
-    check_family(config.model, "model", POLICY, rows)
+    check_family(config.model, "model", uses, rows)
     check_rewards(config, derived)
     check_environments(config)
     check_adapters(config.policy, config.model, "policy", scalar=False)

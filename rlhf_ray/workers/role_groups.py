@@ -88,8 +88,8 @@ class RoleGroups:
         return list(self.by_section.values())
 
     def learners(self) -> list[WorkerGroup[Learner]]:
-        """The groups with a model under training."""
-        return [self.policy] if self.critic is None else [self.policy, self.critic]
+        """The groups with a model under training; an evaluation alone has none."""
+        return [self.by_section[name] for name in ("policy", "critic") if name in self.by_section]
 
     def trains(self, role: str | None) -> bool:
         """Whether the workers of a role are learners."""

@@ -52,4 +52,4 @@ def save_episodes(run, step=1, scores=(1.0, np.nan)):
     """The file of a step."""
     numbers = {"score": np.array(scores, np.float32), "reward/environment": np.array(scores, np.float32), "kl": None,
                "gold": None}
-    SampleWriter(run / "samples").write(step, sample_table(step, experience_of_episodes(), TEXTS, numbers, True))
+    SampleWriter(run / "samples").write(step, sample_table(step, experience_of_episodes(), TEXTS, numbers))

@@ -46,7 +46,7 @@ def save(run, step, scores, responses=None, chat=False, first_row=0):
                         {2: "q", 3: " a", 4: EVIL, 5: "\x1b[0m", 6: "�"})
     numbers = {"score": np.array(scores, np.float32), "reward/right": np.array(scores, np.float32) / 2,
                "kl": None, "gold": None}
-    SampleWriter(run / "samples").write(step, sample_table(step, experience_of(keys), texts, numbers, True))
+    SampleWriter(run / "samples").write(step, sample_table(step, experience_of(keys), texts, numbers))
 
 
 def printed(samples, shown):
