@@ -41,6 +41,14 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def with_lines(text: str, lines: str, advice: str) -> str:
+    """A message with lines below its first sentence, and the advice below them."""
+    advice = advice[:1].upper() + advice[1:]
+    if not lines and "\n" not in text:
+        return f"{text}. {advice}"
+    return "\n".join(filter(None, (text, lines, advice)))
+
+
 def _rebuild(cls: type[RLHFError], message: str) -> RLHFError:
     error = cls.__new__(cls)
     Exception.__init__(error, message)
@@ -86,6 +94,29 @@ class UnscoredSamples(RewardError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (str(self), self.samples)
+
+
+class EnvironmentFailed(RLHFError):
+    """The code of an environment cannot be loaded, or has none of the known shapes; names `environments.NAME.path`."""
+
+    exit_code = 2
+
+
+class EpisodeFailed(RLHFError):
+    """The environment of one episode failed; others are unharmed."""
+
+    def __init__(self, cause: Literal["error_timeout", "error_environment"], message: str) -> None:
+        super().__init__(message)
+        self.cause: Literal["error_timeout", "error_environment"] = cause
+        """A deadline passed; or it raised an error, answered nonsense or lost its process."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.cause, str(self))
+
+
+class ReplayDiverged(RLHFError):
+    """The process of an episode's environment was lost through no fault of the episode, and cannot be brought back to
+    where it was: its answers differ, or it is not replayable. The episode must begin again."""
 
 
 class WeightsError(RLHFError):

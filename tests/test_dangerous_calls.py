@@ -18,8 +18,9 @@ BANNED = {
 ALLOWED = {
     ("checkpoint/state_files.py", "torch.load"): "with weights_only=True",
     ("checkpoint/state_files.py", "np.load"): "with allow_pickle=False",
-    ("rewards/function_subprocess.py", "pickle.loads"): "of requests, from the process that started it",
-    ("rewards/function_subprocess.py", "importlib.import_module"): "of the user's reward function, in its own process",
+    ("environments/host.py", "pickle.loads"): "of rows and replies, from the process that started it",
+    ("user_code/frames.py", "pickle.loads"): "of requests, from the process that started it",
+    ("user_code/loading.py", "importlib.import_module"): "of the user's code, in its own process",
     ("__init__.py", "importlib.import_module"): "of one of our own public names",
     ("config/__init__.py", "importlib.import_module"): "of one of our own sections",
     ("config/given_objects.py", "compile"): "of a function's source, to read the names in it; it is not run there",

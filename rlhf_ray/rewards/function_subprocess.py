@@ -8,68 +8,44 @@ process that started it. It imports the standard library alone; the function imp
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import importlib
-import importlib.machinery
-import importlib.util
 import inspect
-import json
-import linecache
-import os
-import pickle
-import signal
 import socket
-import struct
 import sys
-import sysconfig
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-HEADER = struct.Struct("!Q")
-"""Length of the frame that follows, in bytes."""
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-ERROR_LENGTH = 2000
-"""Longest text of an error, in characters."""
-CODE_LENGTH = 200
-"""Longest line of code that an error shows, in characters."""
+from rlhf_ray.user_code.frames import is_child_of, print_by_lines, receive, send
+from rlhf_ray.user_code.loading import brief, definition, describe, load
+
 SEARCH_S = 1.0
 """How long the row that made a call fail is searched for."""
 COMPLETIONS = ("prompts", "completions", "completion_ids")
 """What a function gets that is written for TRL, beside the columns of the rows."""
 OF_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")
 """Further arguments that TRL's trainer passes, which only it has."""
-LIBRARIES = ("<", *{sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""How file names begin whose code is not the user's."""
-PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 def main(descriptor: int, parent: int) -> None:
     """Serve the socket of that number until it closes, or until the process `parent` dies."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the function starts stays below this process, and is killed with it
-    if os.getppid() != parent:  # the parent died before the line above
-        return
-    serve(socket.socket(fileno=descriptor))
+    if is_child_of(parent):
+        serve(socket.socket(fileno=descriptor))
 
 
 def serve(socket_to_caller: socket.socket) -> None:
     """Load the function that the first frame names, and call it for each later frame, until the socket closes."""
-    for stream in (sys.stdout, sys.stderr):  # a pipe: what is printed would wait for more
-        with suppress(AttributeError, ValueError):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    print_by_lines()
     with socket_to_caller as channel, asyncio.Runner() as runner:
         setup = receive(channel)
         if setup is None:
             return
         try:
             function = load(setup["function"])
+            if not callable(function):
+                name = setup["function"].rpartition(":")[2]
+                raise TypeError(f"{name} is {brief(function)}, which cannot be called")
             send(channel, {**accepted(function, setup["offers"], setup["columns"]), "place": definition(function)})
         except BaseException as error:
             send(channel, {"error": describe(error)})
@@ -127,7 +103,7 @@ def plain(result: Any, rows: int) -> list[float]:
         TypeError: it is none of these, or contains something else.
     """
     if isinstance(result, (str, bytes, dict)) or not hasattr(result, "__iter__"):
-        raise TypeError(f"it returned {_brief(result)}, and must return a list with one number per response")
+        raise TypeError(f"it returned {brief(result)}, and must return a list with one number per response")
     scores = []
     for place, item in enumerate(result if hasattr(result, "__len__") else islice(result, rows + 1)):
         try:
@@ -135,27 +111,8 @@ def plain(result: Any, rows: int) -> list[float]:
                 raise TypeError
             scores.append(float(item))
         except (TypeError, ValueError):
-            raise TypeError(f"score {place} of its list is {_brief(item)}, and must be a number") from None
+            raise TypeError(f"score {place} of its list is {brief(item)}, and must be a number") from None
     return scores
-
-
-def load(target: str) -> Callable[..., Any]:
-    """The function that `module:name` or `file.py:name` names. Modules are searched in the working directory, and for a
-    file beside it too, after the standard library and installed packages.
-
-    Raises:
-        ValueError, TypeError, and whatever the import raises.
-    """
-    where, colon, name = target.rpartition(":")
-    if not (where and colon and name):
-        raise ValueError(f"{target!r} is not of the form module:name or file.py:name")
-    sys.path.append(os.getcwd())
-    target_object: Any = _file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    for part in name.split("."):
-        target_object = getattr(target_object, part)
-    if not callable(target_object):
-        raise TypeError(f"{name} is {_brief(target_object)}, which cannot be called")
-    return target_object
 
 
 def accepted(function: Callable[..., Any], offers: Sequence[str], columns: bool = False) -> dict[str, Any]:
@@ -192,88 +149,8 @@ def accepted(function: Callable[..., Any], offers: Sequence[str], columns: bool 
     return {"columns": False, "named": named, "required": required, "all": takes_all}
 
 
-def definition(function: Callable[..., Any]) -> str:
-    """File, line and code of a function's first line, as in `describe`; "" for one without."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return _line(code.co_filename, code.co_firstlineno) if code else ""
-
-
-def describe(error: BaseException) -> str:
-    """An exception, and below it file, line and code of the user's line that raised it."""
-    text = f"{type(error).__name__}: {str(error)[:ERROR_LENGTH]}".removesuffix(": ")
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{type(error).__name__}: {error.msg}\n  {_line(error.filename, error.lineno or 1)}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(PACKAGE)
-              and "importlib" not in f.filename]
-    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
-    if not frames:
-        return text
-    frame = (own or frames)[-1]
-    return f"{text}\n  {_line(frame.filename, frame.lineno or 1)}"
-
-
-def _line(file: str, number: int) -> str:
-    """A line of code with its place; the path is relative if it is below the working directory."""
-    code = linecache.getline(file, number).strip()
-    shown = code if len(code) <= CODE_LENGTH else f"{code[:CODE_LENGTH]} ..."
-    with suppress(ValueError, OSError):
-        file = str(Path(file).resolve().relative_to(Path.cwd()))
-    return f"{file}:{number}: {shown}" if shown else f"{file}:{number}"
-
-
-def receive(channel: socket.socket) -> Any:
-    """The next request; None when the socket is closed."""
-    header = _exactly(channel, HEADER.size)
-    body = _exactly(channel, HEADER.unpack(header)[0]) if header else None
-    return pickle.loads(body) if body else None  # noqa: S301 - from the process that started this one
-
-
-def send(channel: socket.socket, message: dict[str, Any]) -> None:
-    """Send an answer; NaN and infinity are written as Python's JSON does."""
-    body = json.dumps(message).encode()
-    channel.sendall(HEADER.pack(len(body)) + body)
-
-
-def _exactly(channel: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = channel.recv(min(size - len(parts), 1 << 20))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
-
-
-def _file(path: Path) -> Any:
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file: {path} (relative paths start at {Path.cwd()})")
-    sys.path.append(str(path.resolve().parent))
-    name = path.stem
-    while _is_taken(name, path):
-        name = f"user_{name}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def _is_taken(name: str, path: Path) -> bool:
-    """Whether `import NAME` is to find another module than the file."""
-    if name in sys.modules or name in sys.stdlib_module_names:
-        return True
-    found = importlib.machinery.PathFinder.find_spec(name)
-    return found is not None and found.origin != str(path.resolve())
-
-
 async def _awaited(result: Any) -> Any:
     return await result
-
-
-def _brief(value: Any) -> str:
-    shown = repr(value)
-    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
 if __name__ == "__main__":

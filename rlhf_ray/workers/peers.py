@@ -150,8 +150,8 @@ class PeerGroup(Generic[Role]):
         Args:
             method: of the peers' class.
             work: added to the peer's load during the call.
-            sticky: calls with the same key go to the same process while it is available, whatever its load: its prefix
-                cache has the key's earlier tokens.
+            sticky: calls with the same key go to the same process, whose prefix cache has the key's earlier tokens,
+                while it is available and not much busier than others (`scheduler.PREFERRED_LOAD`).
             deadline: how long one peer may take to answer, and how long to wait until one is available; the group's if
                 None. A peer that exceeds it is lost.
 

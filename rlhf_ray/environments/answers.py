@@ -1,0 +1,157 @@
+"""What user code may answer, checked, as plain values that JSON holds. Standard library alone: it runs beside user
+code."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from rlhf_ray.environments.protocol import Start, Step
+from rlhf_ray.user_code.loading import brief
+
+ANSWER_BYTES = 1 << 24
+"""Longest valid answer."""
+STEP_TUPLE = ("messages", "reward", "done", "truncated", "info")
+"""What a tuple of a step has, in this order, which is gymnasium's."""
+
+
+def plain_start(answer: Any) -> dict[str, Any]:
+    """The fields of what `reset` returned: a `Start`, or a dict with its keys.
+
+    Raises:
+        TypeError, ValueError: it is something else; shows the value.
+    """
+    given = _fields_of(answer, Start, "reset", ())
+    messages = given.get("messages")
+    if messages is not None:
+        messages = plain_messages(messages, "reset")
+        if not messages:
+            raise ValueError("reset returned no messages; give at least one, or None for the prompt of the row")
+    return {"messages": messages, "tools": _plain_tools(given.get("tools", []))}
+
+
+def plain_step(answer: Any) -> dict[str, Any]:
+    """The fields of what `step` returned: a `Step`, a dict with its keys, or a tuple as of `STEP_TUPLE`.
+
+    Raises:
+        TypeError, ValueError: it is something else; shows the value.
+    """
+    given = _fields_of(answer, Step, "step", STEP_TUPLE)
+    done, truncated = (_flag(given.get(name, False), name) for name in ("done", "truncated"))
+    messages = plain_messages(given.get("messages", []), "step")
+    if not (messages or done or truncated):
+        raise ValueError("step returned no messages, although the episode is not done; the policy needs something to "
+                         "read")
+    errors = given.get("tool_errors", 0)
+    if type(errors) is not int or errors < 0:
+        raise TypeError(f"step returned tool_errors={brief(errors)}, which must be a number of tool calls")
+    return {"messages": messages, "reward": plain_reward(given.get("reward", 0.0), "step"), "done": done,
+            "truncated": truncated, "info": _numbers(given.get("info", {})), "tool_errors": errors}
+
+
+def plain_reward(value: Any, who: str) -> float:
+    """A finite number: a Python number, or a scalar of an array or tensor.
+
+    Raises:
+        TypeError, ValueError: it is something else; shows the value.
+    """
+    number = _number(value)
+    if number is None:
+        raise TypeError(f"{who} returned the reward {brief(value)}, which must be a number")
+    if not math.isfinite(number):
+        raise ValueError(f"{who} returned the reward {number}, which must be finite")
+    return number
+
+
+def plain_messages(messages: Any, who: str) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: a list of dicts with role and content.
+
+    Raises:
+        TypeError: they are something else; shows the value.
+    """
+    if not isinstance(messages, list | tuple):
+        raise TypeError(f"{who} returned the messages {brief(messages)}, which must be a list of dicts with role and "
+                        "content")
+    characters = 0
+    for place, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"]:
+            raise TypeError(f"message {place} of {who} is {brief(message)}, which must be a dict with role and "
+                            "content")
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise TypeError(f"the content of message {place} of {who} is {brief(message.get('content'))}, which must "
+                            "be text")
+        characters += len(message.get("content") or "")
+        if characters > ANSWER_BYTES:
+            raise ValueError(f"the messages of {who} have {characters} characters, and may have {ANSWER_BYTES}")
+        _json(message, f"message {place} of {who}")
+    return list(messages)
+
+
+def tool_content(result: Any, tool: str) -> str:
+    """What a tool returned, as the policy reads it: text as it is, anything else as JSON.
+
+    Raises:
+        TypeError, ValueError: it is neither; shows the value.
+    """
+    return result if isinstance(result, str) else _json(result, f"the result of the tool `{tool}`")
+
+
+def _fields_of(answer: Any, kind: type, who: str, order: tuple[str, ...]) -> Mapping[str, Any]:
+    names = [each.name for each in fields(kind)]
+    if isinstance(answer, kind):
+        return {name: getattr(answer, name) for name in names}
+    if isinstance(answer, tuple) and order and len(answer) == len(order):
+        return dict(zip(order, answer, strict=True))
+    if not isinstance(answer, Mapping):
+        tuples = f", or a tuple of {', '.join(order)}" if order else ""
+        raise TypeError(f"{who} returned {brief(answer)}; it must return a {kind.__name__}, a dict with its keys "
+                        f"({', '.join(names)}){tuples}")
+    if other := [key for key in answer if key not in names]:
+        raise TypeError(f"{who} returned a dict with the key {brief(other[0])}; the keys of a {kind.__name__} are "
+                        f"{', '.join(names)}")
+    return answer
+
+
+def _plain_tools(tools: Any) -> list[dict[str, Any]]:
+    if not isinstance(tools, list | tuple):
+        raise TypeError(f"reset returned the tools {brief(tools)}, which must be a list of JSON schemas")
+    for place, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise TypeError(f"tool {place} of reset is {brief(tool)}, which must be a JSON schema with function.name "
+                            "(transformers.utils.get_json_schema)")
+        _json(tool, f"tool {place} of reset")
+    return list(tools)
+
+
+def _flag(value: Any, name: str) -> bool:
+    if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):  # numpy's, without importing it
+        return bool(value)
+    raise TypeError(f"step returned {name}={brief(value)}, which must be True or False")
+
+
+def _numbers(info: Any) -> dict[str, float]:
+    """The numbers of `info`; what else is in it does not leave the process."""
+    if not isinstance(info, Mapping):
+        raise TypeError(f"step returned info={brief(info)}, which must be a dict")
+    numbers = {str(name): _number(value) for name, value in info.items()}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _number(value: Any) -> float | None:
+    if value is None or isinstance(value, str | bytes | list | tuple | dict | set):
+        return None
+    try:
+        return float(value)
+    except Exception:  # its class is the user's
+        return None
+
+
+def _json(value: Any, who: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{who} is {brief(value)}, which JSON cannot hold: {error}") from None

@@ -1,0 +1,224 @@
+"""An open episode of an environment, whichever process it is in.
+
+An episode that hangs is ended by killing its process; its neighbours there are opened again elsewhere, and what the
+policy did is repeated. Where several calls were under way when a process died, each is repeated alone, so that the one
+to blame is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from typing import Any
+
+from rlhf_ray.environments.host_process import Answer, Call, HostLost, HostProcess
+from rlhf_ray.environments.hosts import Hosts
+from rlhf_ray.environments.protocol import Reply
+from rlhf_ray.errors import EnvironmentFailed, EpisodeFailed, ReplayDiverged, with_lines
+
+INTERRUPTED_ALONE = 3
+"""After so many interruptions an episode is opened again in a process of its own."""
+COMPARED = ("messages", "tools", "observation", "reward", "done", "truncated", "tool_errors")
+"""What a replay must answer as before; the numbers of `info` may be times."""
+SHOWN = 200
+"""Characters of an answer that an error shows."""
+
+
+class Session:
+    """An open episode. One call at a time; `close` ends it in any state."""
+
+    def __init__(self, hosts: Hosts, number: int) -> None:
+        self.call: Call | None = None
+        """The call of user code that is under way."""
+        self.since = 0.0
+        """When it began, in the event loop's time."""
+        self.interrupted = 0
+        """How often it was opened again because its process was lost through no fault of its own."""
+        self._hosts, self._number = hosts, number
+        self._suspect = False
+        """Its call may be to blame for the loss of a process."""
+        self._process: HostProcess | None = None
+        self._begin = b""
+        self._start: Answer | None = None
+        self._history: list[tuple[bytes, Answer]] = []
+        """The replies, pickled, and what was answered."""
+
+    @property
+    def tool(self) -> str:
+        """The tool that runs now; "" if none does."""
+        return self._process.tools.get(self._number, "") if self._process else ""
+
+    @property
+    def busy(self) -> bool:
+        """User code runs for it, although perhaps nobody waits for it any more."""
+        return self._process is not None and self._process.under_way(self._number) is not None
+
+    async def open(self, row: dict[str, Any], seed: int) -> Answer:
+        """The answer of reset. Raises EpisodeFailed."""
+        self._begin = self._pickled({"row": row, "seed": seed})
+        await self._reopen()
+        assert self._start is not None
+        return self._start
+
+    async def step(self, reply: Reply) -> Answer:
+        """The answer of step. Raises EpisodeFailed, ReplayDiverged."""
+        given = self._pickled({"reply": reply})
+        answer = await self._perform("step", given)
+        self._history.append((given, answer))
+        return answer
+
+    async def reward(self) -> float:
+        """The answer of get_reward. Raises as `step`."""
+        return float((await self._perform("reward", b""))["reward"])
+
+    async def close(self) -> None:
+        """Close it; does not raise. A call whose caller was cancelled may end before."""
+        process = self._process
+        try:
+            if process is None or process.lost is not None or not process.ready.done():
+                return
+            if (future := process.under_way(self._number)) is not None:
+                call: Call = "reset" if self._start is None else "step"
+                left = self.since + self._limit_s(call) - asyncio.get_running_loop().time()
+                await asyncio.wait([future], timeout=max(0.0, left))
+                if not future.done():
+                    await self._overdue(process, call, future)
+            await self._ask("close", b"")
+        except HostLost:
+            pass  # it is gone
+        except EpisodeFailed as error:
+            self._hosts.printed.add(str(error))
+        finally:
+            self._leave()
+
+    async def _perform(self, call: Call, given: bytes) -> Answer:
+        while True:
+            await self._reopen()
+            try:
+                answer = await self._ask(call, given)
+            except HostLost as lost:
+                self._after(lost, call)
+                continue
+            if self._suspect and self._process is not None:
+                self._suspect = False
+                self._process.alone = self._hosts.config.isolated
+            return answer
+
+    async def _reopen(self) -> None:
+        """Open it where it is not open, and repeat what the policy did."""
+        if self._process is not None and self._process.lost is not None:
+            self._leave()
+        while self._process is None:
+            hosts = self._hosts
+            if hosts.stopped:
+                raise EpisodeFailed("error_environment", f"{hosts.who} was stopped")
+            if self._start is not None and not (hosts.facts and hosts.facts.replayable):
+                raise ReplayDiverged(f"{hosts.who} lost its process because of another episode, and is not replayable; "
+                                     "the episode must begin again")
+            alone = self._suspect or self.interrupted >= INTERRUPTED_ALONE
+            self._process = hosts.enter(self._number, alone)
+            try:
+                await asyncio.shield(self._process.ready)
+                start = await self._ask("reset", self._begin)
+                if self._start is None:
+                    self._start = start
+                    return
+                self._compare("reset", self._start, start)
+                for turn, (given, answer) in enumerate(self._history):
+                    self._compare(f"step {turn}", answer, await self._ask("step", given))
+                self.interrupted += 1
+            except HostLost as lost:
+                self._after(lost, "reset")
+            except EnvironmentFailed as error:  # another process could not be started
+                raise EpisodeFailed("error_environment", str(error)) from None
+
+    def _compare(self, what: str, before: Answer, now: Answer) -> None:
+        for name in COMPARED:
+            if (old := json.dumps(before.get(name))) != (new := json.dumps(now.get(name))):
+                raise ReplayDiverged(
+                    f"{self._hosts.who} lost its process because of another episode, and answered {what} differently "
+                    f"when it was repeated: {name} was {old[:SHOWN]} and is {new[:SHOWN]}. Make it depend on the row "
+                    "and the seed alone, or set replayable = False")
+
+    async def _ask(self, call: Call, given: bytes) -> Answer:
+        """The answer of user code.
+
+        Raises:
+            HostLost: the process is gone.
+            EpisodeFailed: the user's code raised, answered nonsense, or took too long.
+        """
+        process = self._process
+        assert process is not None and not self.busy
+        self.call, self.since = call, asyncio.get_running_loop().time()
+        try:
+            future = process.ask(self._number, call, given)
+            answered, _ = await asyncio.wait([future], timeout=self._limit_s(call))
+            message = future.result() if answered else await self._overdue(process, call, future)
+        finally:
+            self.call = None
+        if message.get("memory"):
+            self._out_of_memory(process, message["error"])
+        if "error" in message:
+            raise EpisodeFailed("error_environment", with_lines(
+                f"{self._hosts.who} failed in {call}: {message['error']}", "", "Fix the environment"))
+        return dict(message["answer"])
+
+    def _limit_s(self, call: Call) -> float:
+        limits = self._hosts.config.timeout_s
+        return limits.reset if call == "reset" else limits.step
+
+    async def _overdue(self, process: HostProcess, call: Call, future: asyncio.Future[Answer]) -> Answer:
+        """A call has taken too long: kill its process, unless it answers just now."""
+        tool = f" (tool `{self.tool}`)" if self.tool else ""
+        line = await process.line(self._number)
+        if future.done():
+            return future.result()
+        if line is None and process.calls > 1:  # C code holds the interpreter's lock; it may be a neighbour's
+            process.give_up(HostLost("unclear", "did not answer"))
+            return future.result()
+        gone = process.give_up(HostLost("neighbour", "was killed because of another episode"))
+        if gone is not None:
+            await asyncio.shield(gone)
+        place = "  (C code holds the interpreter's lock)" if line is None else f"  {line}" if line else ""
+        raise EpisodeFailed("error_timeout", with_lines(
+            f"{self._hosts.who} gave no answer to {call}{tool} within {self._limit_s(call):g} s; its process was "
+            "killed", place, "Make it faster, or raise "
+            f"environments.{self._hosts.name}.timeout_s.{'reset' if call == 'reset' else 'step'}"))
+
+    def _out_of_memory(self, process: HostProcess, error: str) -> None:
+        """The process has no memory left, perhaps because of a neighbour.
+
+        Raises:
+            HostLost: it had neighbours.
+            EpisodeFailed: it was alone.
+        """
+        hosts, lost = self._hosts, HostLost("unclear", "ran out of memory")
+        company = len(process.episodes) > 1
+        process.give_up(lost)
+        if company:
+            raise lost
+        raise EpisodeFailed("error_environment", with_lines(
+            f"{hosts.who} ran out of memory: {error}", "",
+            f"Let it use less, or raise environments.{hosts.name}.memory_mib={hosts.config.memory_mib}"))
+
+    def _after(self, lost: HostLost, call: Call) -> None:
+        """Go on without the process, or raise EpisodeFailed."""
+        self._leave()
+        hosts = self._hosts
+        if lost.kind == "died":
+            raise EpisodeFailed("error_environment", f"{hosts.who} {lost.ending} in {call}. Fix the environment, or "
+                                f"raise environments.{hosts.name}.memory_mib={hosts.config.memory_mib}") from None
+        self._suspect = lost.kind == "unclear"
+
+    def _leave(self) -> None:
+        if self._process is not None:
+            self._hosts.leave(self._process, self._number)
+            self._process = None
+
+    def _pickled(self, given: dict[str, Any]) -> bytes:
+        try:
+            return pickle.dumps(given)
+        except Exception as error:
+            raise EpisodeFailed("error_environment", f"{self._hosts.who}: {', '.join(given)} cannot be sent to its "
+                                f"process: {error}") from None

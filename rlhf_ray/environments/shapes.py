@@ -1,0 +1,255 @@
+"""Recognises what a user brings by its shape, and runs one episode of it: tools, a class with tools, or an environment
+in messages. Runs in the process of the user's code; transformers is imported only where schemas are made."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhf_ray.environments.answers import plain_reward, plain_start, plain_step, tool_content
+from rlhf_ray.environments.protocol import Reply, ToolCall
+from rlhf_ray.user_code.loading import brief, definition, error_text
+
+Shape = Literal["tools", "class", "environment"]
+Schemas = list[dict[str, Any]]
+Run = Callable[..., Any]
+"""run(function, *args, **kwargs): calls a function, and runs a coroutine that it returns to its end."""
+
+NOT_TOOLS = ("reset", "get_reward", "close")
+"""Public methods of a class with tools that are no tools."""
+FORMS = ("a function or a list of functions with type hints and docstrings, a class with reset(**row) and typed "
+         "methods, or a class with reset(row, seed) and step(reply)")
+JSON_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
+    "object": (dict,), "null": (type(None),),
+}
+
+
+@dataclass
+class Target:
+    """What a user brings."""
+
+    shape: Shape
+    made: Any
+    """The class; or a function for each tool by name."""
+    schemas: Schemas
+    """Of the tools, as far as they are known before `reset`."""
+    replayable: bool
+    place: str
+    columns: list[str] = field(default_factory=list)
+    """Columns of the row that `reset` of a class with tools requires."""
+
+    def facts(self) -> dict[str, Any]:
+        """What the process that started this one needs to know."""
+        return {"shape": self.shape, "tools": self.schemas, "replayable": self.replayable, "place": self.place,
+                "columns": self.columns}
+
+
+def recognise(brought: Any, schemas: Schemas | None = None) -> Target:
+    """The shape of an object.
+
+    Args:
+        schemas: of its tools, if they are known; they are made if not.
+
+    Raises:
+        TypeError: it has none of the shapes; says what is missing.
+    """
+    if inspect.isclass(brought):
+        return _class(brought, schemas)
+    functions = brought if isinstance(brought, list | tuple) else [brought]
+    if not functions or not all(inspect.isroutine(each) for each in functions):
+        wrong = next((each for each in functions if not inspect.isroutine(each)), brought)
+        raise TypeError(f"it is {brief(wrong)}, and must be {FORMS}")
+    tools = {each.__name__: each for each in functions}
+    if len(tools) < len(functions):
+        raise TypeError(f"two of its tools have the same name; their names are {[f.__name__ for f in functions]}")
+    return Target("tools", tools, schemas if schemas is not None else [_schema(each) for each in functions],
+                  all(getattr(each, "replayable", True) for each in functions), definition(functions[0]))
+
+
+def _class(brought: type, schemas: Schemas | None) -> Target:
+    name, reset = brought.__name__, getattr(brought, "reset", None)
+    if not callable(reset):
+        raise TypeError(f"the class {name} has no reset; it must be {FORMS}")
+    if required := _required(inspect.getattr_static(brought, "__init__"), bound=False):
+        raise TypeError(f"{name}.__init__ requires {', '.join(required)}; it is called without arguments")
+    replayable, place = bool(getattr(brought, "replayable", True)), definition(brought)
+    if {"row", "seed"} <= set(inspect.signature(reset).parameters):
+        step = getattr(brought, "step", None)
+        if not callable(step):
+            raise TypeError(f"the class {name} has reset(row, seed), but no step(reply)")
+        if wrong := _uncalled(step, 1):
+            raise TypeError(f"{name}.step is called with one argument, the reply, but {wrong}")
+        return Target("environment", brought, [], replayable, place)
+    names = dict.fromkeys(each for base in reversed(brought.__mro__[:-1]) for each in vars(base))
+    tools = [each for each in names if not each.startswith("_") and each not in NOT_TOOLS
+             and inspect.isroutine(getattr(brought, each, None))]
+    if not tools:
+        raise TypeError(f"the class {name} has reset, but no public method that could be a tool, and no reset(row, "
+                        f"seed) with step(reply); it must be {FORMS}")
+    if schemas is None:
+        schemas = [_schema(_bound(brought, each), f"; an environment has reset(row, seed), and not reset"
+                           f"{inspect.signature(reset)}" if each == "step" else "") for each in tools]
+    columns = [each for each in _required(reset, bound=False) if each != "seed"]
+    return Target("class", brought, schemas, replayable, place, columns)
+
+
+def _bound(brought: type, name: str) -> Any:
+    """A method as it is of an instance, without making one."""
+    method = inspect.getattr_static(brought, name)
+    return types.MethodType(method, object()) if inspect.isfunction(method) else getattr(brought, name)
+
+
+def _schema(function: Any, hint: str = "") -> dict[str, Any]:
+    from transformers.utils import get_json_schema
+
+    try:
+        return dict(get_json_schema(function))
+    except Exception as error:
+        raise TypeError(f"the tool `{function.__name__}` has no schema: {type(error).__name__}: {error}{hint}. A tool "
+                        "needs type hints, and a docstring that describes it and, below Args:, each argument\n"
+                        f"  {definition(getattr(function, '__func__', function))}") from None
+
+
+def _required(function: Any, *, bound: bool) -> list[str]:
+    """Names of the parameters without a default; of a method without the first."""
+    if function is object.__init__:
+        return []
+    parameters = list(inspect.signature(function).parameters.values())[0 if bound else 1:]
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+def _uncalled(method: Any, count: int) -> str:
+    """Why a method cannot be called with `count` arguments; "" if it can."""
+    try:
+        inspect.signature(method).bind(*[None] * (count + 1))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+class Episode:
+    """One episode of a target: an instance of the class, or a use of the tools."""
+
+    def __init__(self, target: Target, run: Run, began_tool: Callable[[str], None]) -> None:
+        """
+        Args:
+            run: runs the user's functions and coroutines.
+            began_tool: is told which tool is called, and "" when it has returned.
+        """
+        self._target, self._run, self._began_tool = target, run, began_tool
+        self._instance: Any = None
+        self._tools: dict[str, Any] = {}
+
+    def start(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
+        """The fields of `Start`, with those of a class with tools: "observation", the text that its reset returned.
+
+        Raises whatever the user's code raises, and TypeError or ValueError for an answer that is none.
+        """
+        target = self._target
+        if target.shape == "tools":
+            self._tools = target.made
+            return {"messages": None, "tools": target.schemas, "observation": ""}
+        self._instance = target.made()
+        if target.shape == "environment":
+            return {**plain_start(self._run(self._instance.reset, row=row, seed=seed)), "observation": ""}
+        self._tools = {name: getattr(self._instance, name) for name in map(_name, target.schemas)}
+        observation = self._run(self._instance.reset, **self._columns(row, seed))
+        if not isinstance(observation, str | None):
+            raise TypeError(f"reset returned {brief(observation)}; of a class with tools it must return text or None")
+        return {"messages": None, "tools": target.schemas, "observation": observation or ""}
+
+    def _columns(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
+        parameters = inspect.signature(self._instance.reset).parameters.values()
+        takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        given = {"seed": seed, **row} if any(p.name == "seed" for p in parameters) else row
+        if missing := [name for name in _required(self._instance.reset, bound=True) if name not in given]:
+            raise TypeError(f"reset requires {', '.join(missing)}, which the row lacks; its columns are "
+                            f"{', '.join(row) or 'none'}")
+        return dict(given) if takes_all else {p.name: given[p.name] for p in parameters if p.name in given}
+
+    def step(self, reply: Reply) -> dict[str, Any]:
+        """The fields of `Step`. Raises as `start`; a tool's error is part of the answer."""
+        if self._target.shape == "environment":
+            return plain_step(self._run(self._instance.step, reply))
+        results = [self._call(call) for call in reply.tool_calls]
+        return {
+            "messages": [{"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
+                         for call, (content, _) in zip(reply.tool_calls, results, strict=True)],
+            "reward": 0.0, "done": not results, "truncated": False, "info": {},
+            "tool_errors": sum(failed for _, failed in results),
+        }
+
+    def _call(self, call: ToolCall) -> tuple[str, bool]:
+        """What the policy reads, and whether it is an error."""
+        if call.name not in self._tools:
+            return f"Error: there is no tool {call.name!r}; the tools are {', '.join(self._tools)}", True
+        schema = next(each for each in self._target.schemas if _name(each) == call.name)
+        if problem := arguments_problem(schema["function"].get("parameters", {}), call.arguments):
+            return f"Error: {call.name}: {problem}", True
+        self._began_tool(call.name)
+        try:
+            result = self._run(self._tools[call.name], **call.arguments)
+        except MemoryError:
+            raise
+        except BaseException as error:  # also SystemExit: the policy reads it
+            return f"Error: {error_text(error)}", True
+        finally:
+            self._began_tool("")
+        return tool_content(result, call.name), False
+
+    def reward(self) -> float:
+        """`get_reward()` of a class with tools that has it; otherwise 0. Raises as `start`."""
+        method = getattr(self._instance, "get_reward", None)
+        if self._target.shape != "class" or method is None:
+            return 0.0
+        return plain_reward(self._run(method), "get_reward")
+
+    def close(self) -> None:
+        """The user's `close`, if there is one; raises what it raises."""
+        method = getattr(self._instance, "close", None)
+        if callable(method):
+            self._run(method)
+
+
+def _name(schema: dict[str, Any]) -> str:
+    return str(schema["function"]["name"])
+
+
+def arguments_problem(parameters: Mapping[str, Any], arguments: Any) -> str:
+    """What is wrong with the arguments of a tool call, by the tool's JSON schema; "" if nothing."""
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(arguments, dict):
+        return f"the arguments are {brief(arguments)}, and must be an object"
+    if missing := [name for name in required if name not in arguments]:
+        return f"the argument {missing[0]!r} is missing"
+    for name, value in arguments.items():
+        if name not in properties:
+            return f"there is no argument {name!r}; the arguments are {', '.join(properties) or 'none'}"
+        if not _fits(properties[name], value):
+            wanted = {key: part for key, part in properties[name].items() if key != "description"}
+            return f"the argument {name!r} is {brief(value)}, and must be {wanted}"
+    return ""
+
+
+def _fits(schema: Mapping[str, Any], value: Any) -> bool:
+    if value is None and schema.get("nullable"):
+        return True
+    if "anyOf" in schema:
+        return any(_fits(each, value) for each in schema["anyOf"])
+    if "enum" in schema and value not in schema["enum"]:
+        return False
+    kinds = schema.get("type", [])
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if kinds and not any(_is(value, kind) for kind in kinds):
+        return False
+    return not isinstance(value, list) or all(_fits(schema.get("items", {}), each) for each in value)
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, JSON_TYPES.get(kind, (object,)))

@@ -1,0 +1,89 @@
+"""Which answers of user code are taken, and what is said of the others."""
+
+import math
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from rlhf_ray.environments.answers import plain_reward, plain_start, plain_step, tool_content
+from rlhf_ray.environments.protocol import Start, Step
+
+SAYS = {"role": "user", "content": "go on"}
+NOTHING = {"messages": [], "reward": 0.0, "done": True, "truncated": False, "info": {}, "tool_errors": 0}
+
+
+@pytest.mark.parametrize("answer, expected", [
+    (Step(done=True), NOTHING), ({"done": True}, NOTHING), (([], 0, True, False, {}), NOTHING),
+    (Step([SAYS], 1), {**NOTHING, "messages": [SAYS], "reward": 1.0, "done": False}),
+    ({"truncated": np.bool_(True), "reward": np.float32(0.5)}, {**NOTHING, "reward": 0.5, "done": False,
+                                                               "truncated": True}),
+    (([SAYS], Decimal("0.5"), False, False, {"a": np.int64(3), "b": True, "c": "text", "d": [1], "e": None}),
+     {**NOTHING, "messages": [SAYS], "reward": 0.5, "done": False, "info": {"a": 3.0, "b": 1.0}}),
+    (Step([SAYS], tool_errors=2), {**NOTHING, "messages": [SAYS], "done": False, "tool_errors": 2}),
+])
+def test_a_step_may_be_a_step_a_dict_or_a_tuple(answer, expected):
+    assert plain_step(answer) == expected
+
+
+@pytest.mark.parametrize("answer, said", [
+    (None, "step returned NoneType None; it must return a Step, a dict with its keys"),
+    ("text", "step returned str 'text'"), (([SAYS], 1.0), "step returned tuple"),
+    (Start([SAYS]), "step returned Start"),
+    ({"observation": "x"}, "a dict with the key str 'observation'; the keys of a Step are messages, reward, done"),
+    ({"done": 1}, "done=int 1, which must be True or False"), ({"done": None}, "done=NoneType None"),
+    ({"messages": "x"}, "the messages str 'x', which must be a list"),
+    ({"messages": ["x"]}, "message 0 of step is str 'x', which must be a dict with role and content"),
+    ({"messages": [SAYS, {"content": "x"}]}, "message 1 of step is dict"),
+    ({"messages": [{"role": "user"}]}, "the content of message 0 of step is NoneType None, which must be text"),
+    ({"messages": [{**SAYS, "x": {1}}]}, "message 0 of step is dict .*, which JSON cannot hold"),
+    ({"messages": []}, "step returned no messages, although the episode is not done"), ({}, "no messages"),
+    ({"done": True, "reward": None}, "the reward NoneType None, which must be a number"),
+    ({"done": True, "reward": "1"}, "the reward str '1', which must be a number"),
+    ({"done": True, "reward": math.nan}, "the reward nan, which must be finite"),
+    ({"done": True, "reward": -math.inf}, "the reward -inf, which must be finite"),
+    ({"done": True, "reward": np.ones(2)}, "the reward ndarray"),
+    ({"done": True, "info": 3}, "info=int 3, which must be a dict"),
+    ({"done": True, "tool_errors": -1}, "tool_errors=int -1"),
+])
+def test_another_step_is_refused_with_its_value(answer, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        plain_step(answer)
+
+
+@pytest.mark.parametrize("answer, messages", [
+    (Start(), None), (Start([SAYS]), [SAYS]), ({}, None), ({"messages": (SAYS,)}, [SAYS]),
+    (Start([{"role": "assistant", "tool_calls": [{}]}]), [{"role": "assistant", "tool_calls": [{}]}]),
+])
+def test_a_start_may_be_a_start_or_a_dict(answer, messages):
+    assert plain_start(answer) == {"messages": messages, "tools": []}
+
+
+@pytest.mark.parametrize("answer, said", [
+    (None, "reset returned NoneType None; it must return a Start"), ([SAYS], "reset returned list"),
+    (({}, {}), "reset returned tuple"), (Start([]), "reset returned no messages"), (Start("x"), "the messages str 'x'"),
+    (Start(tools="x"), "the tools str 'x'"), (Start(tools=[{"name": "f"}]), "tool 0 of reset is dict"),
+    (Start(tools=[{"function": {"name": "f", "x": {1}}}]), "tool 0 of reset is dict .*, which JSON cannot hold"),
+])
+def test_another_start_is_refused_with_its_value(answer, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        plain_start(answer)
+
+
+def test_a_value_whose_class_raises_is_refused_like_any_other():
+    class Worst:
+        def __repr__(self):
+            raise RuntimeError
+
+        def __float__(self):
+            raise KeyError
+
+    with pytest.raises(TypeError, match=r"the reward Worst \(its text cannot be read\)"):
+        plain_reward(Worst(), "get_reward")
+    with pytest.raises(TypeError, match="step returned Worst"):
+        plain_step(Worst())
+
+
+def test_the_result_of_a_tool_is_text_as_it_is_or_json():
+    assert [tool_content(value, "f") for value in ("a\nb", 3, None, {"ü": [1.5]}, True)] == [
+        "a\nb", "3", "null", '{"ü": [1.5]}', "true"]

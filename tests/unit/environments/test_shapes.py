@@ -1,0 +1,240 @@
+"""What a user brings is recognised by its shape, and its tools are called as the policy wrote them. In this process."""
+
+import asyncio
+import inspect
+
+import pytest
+
+from rlhf_ray.environments.protocol import Reply, Start, Step, ToolCall
+from rlhf_ray.environments.shapes import Episode, arguments_problem, recognise
+
+
+def run(function, *args, **kwargs):
+    """As a host's thread does."""
+    result = function(*args, **kwargs)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def begin(brought, row=None, seed=0):
+    """(episode, answer of its start)."""
+    episode = Episode(recognise(brought), run, lambda name: None)
+    return episode, episode.start(row or {}, seed)
+
+
+def add(a: int, b: int = 1) -> int:
+    """Adds.
+
+    Args:
+        a: first
+        b: second
+    """
+    return a + b
+
+
+async def search(query: str, limits: list[int] | None = None) -> dict:
+    """Searches.
+
+    Args:
+        query: what for
+        limits: how much
+    """
+    if query == "nothing":
+        raise LookupError("found\nnothing")
+    if query == "exit":
+        raise SystemExit(3)
+    return {"found": query, "ü": limits}
+
+
+class Table:
+    """A class with tools, as TRL takes it."""
+
+    def reset(self, question, seed, level="easy"):
+        self.asked, self.seed, self.level, self.score = question, seed, level, 0
+        return f" Level {level}, seed {seed}."
+
+    def look_up(self, key: str) -> str:
+        """Looks up.
+
+        Args:
+            key: which
+        """
+        self.score += 1
+        return f"{self.asked}/{key}"
+
+    def get_reward(self):
+        return self.score / 2
+
+    def _hidden(self):
+        raise AssertionError
+
+
+class Board:
+    """An environment."""
+
+    replayable = False
+
+    async def reset(self, row, seed):
+        return Start([{"role": "user", "content": f"{row['a']} {seed}"}])
+
+    def step(self, reply):
+        return Step([{"role": "user", "content": reply.text}], 1.5, done=reply.text == "end")
+
+
+def test_functions_are_tools():
+    for brought, names in ((add, ["add"]), ([add, search], ["add", "search"]), ((search,), ["search"])):
+        target = recognise(brought)
+        assert target.shape == "tools" and [s["function"]["name"] for s in target.schemas] == names
+        assert target.replayable and "test_shapes.py" in target.place and f"def {names[0]}" in target.place
+    assert target.schemas[0]["function"]["parameters"]["required"] == ["query"]
+
+
+def test_a_class_with_reset_and_typed_methods_is_a_class_with_tools():
+    target = recognise(Table)
+    assert target.shape == "class" and [s["function"]["name"] for s in target.schemas] == ["look_up"]
+    assert target.columns == ["question"] and "class Table" in target.place
+    episode, start = begin(Table, {"question": "q", "answer": 5}, seed=3)
+    assert start == {"messages": None, "tools": target.schemas, "observation": " Level easy, seed 3."}
+    step = episode.step(Reply("", tool_calls=[ToolCall("look_up", {"key": "k"}, "id")]))
+    assert step["messages"] == [{"role": "tool", "name": "look_up", "tool_call_id": "id", "content": "q/k"}]
+    assert (step["reward"], step["done"], step["tool_errors"], episode.reward()) == (0.0, False, 0, 0.5)
+    assert episode.step(Reply("the end"))["done"]
+
+
+def test_the_reset_of_a_class_with_tools_gets_what_it_takes():
+    class All(Table):
+        def reset(self, **row):
+            super().reset(str(row), None)
+
+    class Neither(Table):
+        def reset(self):
+            super().reset("q", None)
+
+    row = {"question": "q", "x": 1, "level": "hard"}
+    assert begin(Table, row, 7)[1]["observation"] == " Level hard, seed 7."
+    assert begin(All, row, 7)[0]._instance.asked == str(row)
+    assert begin(Neither, row, 7)[1]["observation"] == ""
+    with pytest.raises(TypeError, match="reset requires question, which the row lacks; its columns are x"):
+        begin(Table, {"x": 1})
+
+
+def test_a_class_with_reset_of_row_and_seed_and_step_is_an_environment():
+    target = recognise(Board)
+    assert target.shape == "environment" and not target.replayable and target.schemas == []
+    episode, start = begin(Board, {"a": 1}, 5)
+    assert start == {"messages": [{"role": "user", "content": "1 5"}], "tools": [], "observation": ""}
+    assert episode.step(Reply("end")) == {"messages": [{"role": "user", "content": "end"}], "reward": 1.5, "done": True,
+                                          "truncated": False, "info": {}, "tool_errors": 0}
+    assert episode.reward() == 0.0
+
+
+def untyped(a):
+    """Adds.
+
+    Args:
+        a: first
+    """
+
+
+def undescribed(a: int):
+    """Adds."""
+
+
+def undocumented(a: int): ...
+
+
+class NoReset:
+    def step(self, reply): ...
+
+
+class NoStep:
+    def reset(self, row, seed): ...
+
+
+class WrongStep:
+    def reset(self, row, seed): ...
+    def step(self, reply, more): ...
+
+
+class NoTools:
+    def reset(self, **row): ...
+    def get_reward(self): ...
+
+
+class StepIsATool:
+    def reset(self, **row): ...
+    def step(self, reply): ...
+
+
+class NeedsArguments:
+    def __init__(self, url): ...
+    def reset(self, row, seed): ...
+
+
+@pytest.mark.parametrize("brought, said", [
+    (5, "it is int 5, and must be a function or a list of functions"), ([], "it is list \\[\\]"),
+    ([add, 5], "it is int 5"), ([add, add], r"two of its tools have the same name.*\['add', 'add'\]"),
+    (Table(), "it is Table <.*, and must be"),
+    (untyped, "the tool `untyped` has no schema: TypeHintParsingException: .*type hint(.|\n)*needs type hints.*\n"
+              "  .*def untyped"),
+    (undescribed, "`undescribed` has no schema: DocstringParsingException: .*no description for the argument 'a'"),
+    (undocumented, "`undocumented` has no schema: DocstringParsingException: .*no docstring"),
+    (NoReset, "the class NoReset has no reset"), (NoStep, r"NoStep has reset\(row, seed\), but no step\(reply\)"),
+    (WrongStep, "WrongStep.step is called with one argument, the reply, but missing a required argument: 'more'"),
+    (NoTools, "NoTools has reset, but no public method that could be a tool"),
+    (StepIsATool, r"`step` has no schema.*an environment has reset\(row, seed\), and not reset\(self, \*\*row\)"),
+    (NeedsArguments, "NeedsArguments.__init__ requires url; it is called without arguments"),
+])
+def test_what_has_no_shape_is_refused_with_the_reason(brought, said):
+    with pytest.raises(TypeError, match=said):
+        recognise(brought)
+
+
+@pytest.mark.parametrize("call, content, failed", [
+    (ToolCall("add", {"a": 2}), "3", False), (ToolCall("add", {"a": 2, "b": 3.0}), None, True),
+    (ToolCall("search", {"query": "x", "limits": [1]}), '{"found": "x", "ü": [1]}', False),
+    (ToolCall("search", {"query": "x", "limits": None}), '{"found": "x", "ü": null}', False),
+    (ToolCall("search", {"query": "nothing"}), "Error: LookupError: found\nnothing", True),
+    (ToolCall("search", {"query": "exit"}), "Error: SystemExit: 3", True),
+    (ToolCall("sub", {"a": 2}), "Error: there is no tool 'sub'; the tools are add, search", True),
+    (ToolCall("add", {}), "Error: add: the argument 'a' is missing", True),
+    (ToolCall("add", {"a": 1, "c": 2}), "Error: add: there is no argument 'c'; the arguments are a, b", True),
+    (ToolCall("add", {"a": "1"}), "Error: add: the argument 'a' is str '1', and must be {'type': 'integer'}", True),
+    (ToolCall("add", {"a": True}), "Error: add: the argument 'a' is bool True, and must be {'type': 'integer'}", True),
+    (ToolCall("add", ["a"]), "Error: add: the arguments are list ['a'], and must be an object", True),
+    (ToolCall("search", {"query": "x", "limits": ["1"]}), None, True),
+])
+def test_a_tool_call_gives_its_result_or_an_error_that_the_policy_reads(call, content, failed):
+    episode, _ = begin([add, search])
+    step = episode.step(Reply("", tool_calls=[call, ToolCall("add", {"a": 1}, "2")]))
+    first, second = step["messages"]
+    assert step["tool_errors"] == int(failed) and not step["done"]
+    assert first["content"] == content if content else first["content"].startswith("Error: ")
+    assert second == {"role": "tool", "name": "add", "tool_call_id": "2", "content": "2"}
+
+
+def test_a_turn_without_a_tool_call_ends_the_episode():
+    episode, start = begin(add)
+    assert start["messages"] is None
+    assert episode.step(Reply("the answer is 3"))["done"]
+
+
+def test_a_tool_that_returns_neither_text_nor_json_is_an_error_of_the_environment():
+    def strange() -> object:
+        """Returns something."""
+        return {1, 2}
+
+    episode, _ = begin(strange)
+    with pytest.raises(TypeError, match=r"the result of the tool `strange` is set \{1, 2\}, which JSON cannot hold"):
+        episode.step(Reply("", tool_calls=[ToolCall("strange", {})]))
+
+
+@pytest.mark.parametrize("schema, right, wrong", [
+    ({"type": "number"}, [1, 1.5], ["1", True, None]), ({"type": "string", "enum": ["a"]}, ["a"], ["b", 1]),
+    ({"type": ["integer", "string"]}, [1, "1"], [1.5]), ({"type": "integer", "nullable": True}, [None, 1], ["1"]),
+    ({"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}, [1, [1]], ["1", ["1"]]),
+    ({"type": "object"}, [{}], [[]]), ({}, [1, "1", None], []),
+])
+def test_arguments_are_checked_by_their_schema(schema, right, wrong):
+    parameters = {"properties": {"x": schema}}
+    assert not any(arguments_problem(parameters, {"x": value}) for value in right)
+    assert all(arguments_problem(parameters, {"x": value}) for value in wrong)
