@@ -123,7 +123,7 @@ def guess(player: Player, task: Task, rng: random.Random) -> list[dict[str, Any]
 
 
 def write_tool_tasks(directory: Path, seed: int, environment: Callable[[], Any], tools: list[dict[str, Any]], *,
-                     sft: int = 12_000, prompts: int = 8_000, eval_prompts: int = 512) -> ToolTaskFiles:
+                     sft: int = 4_000, prompts: int = 8_000, eval_prompts: int = 512) -> ToolTaskFiles:
     """Write the example's data into `directory` (created if missing); counts are lines per file.
 
     Args:
