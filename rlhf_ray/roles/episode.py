@@ -109,6 +109,8 @@ class Attempt:
         self._conversation: list[Message] = []
         self._tokens = EpisodeTokens(())
         self._turns: list[Turn] = []
+        self._reasoning_opened = False
+        """Whether prompts end within <think>."""
         self._text = ""
         """What the policy wrote in its last turn."""
 
@@ -160,6 +162,7 @@ class Attempt:
         self.tools = start.tools or self._row_tools
         self._conversation = list(self.messages)
         self._tokens = EpisodeTokens(self._opened(self.messages))
+        self._reasoning_opened = self._texts.template.opens_reasoning(self.tools, self._options)
         while True:
             # The policy's turn.
             turn = len(self._turns)
@@ -208,8 +211,9 @@ class Attempt:
         tokens = completion.tokens.tolist()
         stopped = bool(tokens) and tokens[-1] in self._texts.stop_tokens
         text = self._texts.decode(tokens[:-1] if stopped else tokens)
-        opened = self._texts.template.opens_reasoning(self.tools, self._options)
-        parsed = (self._texts.parser.parse if self.tools else plain_turn)(text, opened=opened)
+        parsed = plain_turn(text, opened=self._reasoning_opened)
+        if self.tools:
+            parsed = self._texts.parser.parse(text, opened=self._reasoning_opened, tools=self.tools)
         turn = len(self._turns) - 1
         self._text = text
         calls = [replace(call, id=call_id(turn, i)) for i, call in enumerate(parsed.calls)]

@@ -119,8 +119,7 @@ class EpisodeRunner:
         facts = dict(zip(self._pools, await asyncio.gather(*(pool.start() for pool in self._pools.values())),
                          strict=True))
         self._texts = {
-            name: TextTools(template, tool_call_parser(config.tool_format, tokenizer, facts[name].tools), decode, stops,
-                            vocabulary)
+            name: TextTools(template, tool_call_parser(config.tool_format, tokenizer), decode, stops, vocabulary)
             for name, config in self._environments.items()}
         return facts
 

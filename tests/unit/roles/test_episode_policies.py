@@ -39,6 +39,9 @@ class Template:
     def assistant(self, text, **_):
         return {"role": "assistant", "content": text}
 
+    def opens_reasoning(self, tools=None, options=None):
+        return False
+
 
 class Writer:
     """Generators that write given turns, one after the other, and the last one again and again."""
