@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from rlhf_ray.data.turn_template import TurnTemplate, call_id
 from rlhf_ray.environments.pool import EnvironmentPool, OpenEnvironment
 from rlhf_ray.environments.protocol import Message, Reply, Start, Step
 from rlhf_ray.environments.tool_calls import Parsed, ToolCallParser, plain_turn
-from rlhf_ray.errors import EpisodeFailed
+from rlhf_ray.errors import DataError, EpisodeFailed, ModelError, first_line, with_lines
 from rlhf_ray.records import SampleKey, Turn
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 from rlhf_ray.roles.episode_tokens import EpisodeTokens
@@ -37,6 +38,16 @@ def environment_seed(run_seed: int, key: SampleKey) -> int:
     """The seed of an environment, in [0, 2**31): all samples of a prompt meet one world."""
     named = f"environment/{run_seed}/{key.epoch}/{key.row}".encode()
     return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) >> 33
+
+
+def observed(prompt: list[Message], observation: str) -> list[Message]:
+    """The prompt's messages with what the reset of a class with tools returned at the end of the user's last one, as it
+    is, or in a message of its own after another role's."""
+    if not observation:
+        return prompt
+    if prompt and prompt[-1]["role"] == "user":
+        return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+    return [*prompt, {"role": "user", "content": observation}]
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,8 @@ class Attempt:
             async with asyncio.timeout(self._config.timeout_s.episode) as limit:
                 self._activity.enter("reset")
                 environment = await pool.open(row, seed)
-                cause, error = await self._turn_by_turn(environment, environment.start, prompt)
+                begins = observed(prompt, environment.observation)
+                cause, error = await self._turn_by_turn(environment, environment.start, begins)
                 if self._turns and cause != "error_parse":
                     self._activity.enter("its reward")
                     reward = self._turns[-1].reward + await environment.reward()
@@ -152,6 +164,10 @@ class Attempt:
                 self._activity.enter("close")
                 await asyncio.shield(environment.close())
                 self.events["interrupted"] += environment.interrupted
+        return self.ended(cause, error)
+
+    def ended(self, cause: str, error: str) -> Ended:
+        """What was played, with the reason why it ended."""
         return Ended(cause, error, self._tokens, self._turns)
 
     async def _turn_by_turn(
@@ -161,7 +177,8 @@ class Attempt:
         self.messages = prompt if start.messages is None else start.messages
         self.tools = start.tools or self._row_tools
         self._conversation = list(self.messages)
-        self._tokens = EpisodeTokens(self._opened(self.messages))
+        with self._blaming_environment("reset", start.messages is not None or bool(start.tools)):
+            self._tokens = EpisodeTokens(self._opened(self.messages))
         self._reasoning_opened = self._texts.template.opens_reasoning(self.tools, self._options)
         while True:
             # The policy's turn.
@@ -170,8 +187,11 @@ class Attempt:
             room = self._config.max_tokens - len(self._tokens.context)
             if room < 1:
                 at = "its first turn" if not turn else f"turn {turn + 1}"
+                tokens = len(self._tokens.context)
+                if not turn:  # other roles take no longer rows
+                    self._tokens = EpisodeTokens(self._tokens.context[:self._config.max_tokens])
                 return "truncated_episode", (
-                    f"no token is left for {at}: the {len(self._tokens.context)} tokens before it fill "
+                    f"no token is left for {at}: the {tokens} tokens before it fill "
                     f"environments.{self._activity.environment}.max_tokens={self._config.max_tokens}")
             completion = await self._sampled(turn, room)
             parsed = self._parsed(completion)
@@ -190,7 +210,21 @@ class Attempt:
             over = self._how_it_ended(step)
             if over is not None:
                 return over, ""
-            self._read(step.messages)
+            with self._blaming_environment("step", not parsed.errors):
+                self._read(step.messages)
+
+    @contextmanager
+    def _blaming_environment(self, call: str, answered: bool) -> Iterator[None]:
+        """The chat template or the tokenizer refuses messages: if the environment gave them in `call`, its episode has
+        failed, and not the run."""
+        try:
+            yield
+        except (ModelError, DataError, ValueError, TypeError) as error:
+            if not answered:
+                raise
+            raise EpisodeFailed("error_environment", with_lines(
+                f"environments.{self._activity.environment}: {call} answered with messages that cannot be read: "
+                f"{first_line(error)}", "", "Answer with other messages")) from error
 
     async def _sampled(self, turn: int, room: int) -> Completion:
         """What the policy samples in a turn, recorded."""
