@@ -125,13 +125,16 @@ class Attempt:
         self._text = ""
         """What the policy wrote in its last turn."""
 
-    async def play(self, pool: EnvironmentPool, row: dict[str, Any], seed: int, prompt: list[Message]) -> Ended:
+    async def play(
+        self, pool: EnvironmentPool, row: dict[str, Any], seed: int, prompt: list[Message], deadline: float
+    ) -> Ended:
         """Play it to its end. Whatever goes wrong in it becomes its cause.
 
         Args:
             row: the columns of the prompt's row.
             seed: of the environment.
             prompt: what the policy reads first, if the environment does not say.
+            deadline: of the episode, in the event loop's time.
 
         Raises:
             ReplayDiverged: it has to begin again: its environment was lost because of another episode.
@@ -140,7 +143,8 @@ class Attempt:
         environment: OpenEnvironment | None = None
         cause, error = "error_environment", ""
         try:
-            async with asyncio.timeout(self._config.timeout_s.episode) as limit:
+            async with asyncio.timeout_at(deadline) as limit:
+                self._activity.turn = 0
                 self._activity.enter("reset")
                 environment = await pool.open(row, seed)
                 begins = observed(prompt, environment.observation)
@@ -164,10 +168,18 @@ class Attempt:
                 self._activity.enter("close")
                 await asyncio.shield(environment.close())
                 self.events["interrupted"] += environment.interrupted
-        return self.ended(cause, error)
+        return self.ended(cause, error, prompt)
 
-    def ended(self, cause: str, error: str) -> Ended:
-        """What was played, with the reason why it ended."""
+    def ended(self, cause: str, error: str, prompt: list[Message]) -> Ended:
+        """What was played, with the reason why it ended. One that did not begin has the tokens of the row's prompt:
+        sums over the tokens of samples need at least one of each.
+
+        Args:
+            prompt: of the row.
+        """
+        if not self._tokens.context:
+            self.messages = self.messages or prompt
+            self._tokens = EpisodeTokens(self._opened(prompt)[: self._config.max_tokens])
         return Ended(cause, error, self._tokens, self._turns)
 
     async def _turn_by_turn(
