@@ -401,8 +401,8 @@ class EvaluateConfig(PPOConfig):
             return given
         if evaluation.get("prompts") is not None or evaluation.get("mix"):
             return given
-        shared = ("subset", "revision", "split", "column")
-        taken: dict[str, Any] = {name: prompts[name] for name in shared if name in prompts}
+        names = ("subset", "revision", "split", "column")
+        taken: dict[str, Any] = {name: prompts[name] for name in names if name in prompts}
         if prompts.get("path") is not None:
             taken["prompts"] = prompts["path"]
         if isinstance(mix := prompts.get("mix"), list):

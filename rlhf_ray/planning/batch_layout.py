@@ -6,6 +6,7 @@ from rlhf_ray.config.derived import concurrency_of, derive, open_episodes, train
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.config.stages import (
+    EvaluateConfig,
     PPOConfig,
     PreferencesStageConfig,
     ProcessRewardConfig,
@@ -18,6 +19,8 @@ from rlhf_ray.config.stages import (
 
 def batch_layout_of(config: StageConfig) -> dict[str, str]:
     """The layout of a stage's batch as text, by heading."""
+    if isinstance(config, EvaluateConfig):
+        return {"samples": f"{config.evaluation.samples_per_prompt} for each held-out prompt"}
     if isinstance(config, PPOConfig):
         return _ppo(config)
     if isinstance(config, PreferencesStageConfig):

@@ -11,7 +11,7 @@ from rlhf_ray.config.derived import derive, open_episodes
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.config.stages import PPOConfig, ScorerConfig, StageConfig, role_facts
+from rlhf_ray.config.stages import EvaluateConfig, PPOConfig, ScorerConfig, StageConfig, role_facts
 from rlhf_ray.planning.batch_layout import passes
 from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.learner_memory import stage_of, trained
@@ -62,6 +62,8 @@ def estimate_step_time(
     """
     devices = {role.name: _device(role, placement, nodes) for role in roles}
     named = {role.name: role for role in roles if role.models}
+    if isinstance(config, EvaluateConfig):
+        return None
     if isinstance(config, PPOConfig):
         return _ppo(config, named, devices, placement, nodes, work or workload_of(config))
     if "learner" in named:

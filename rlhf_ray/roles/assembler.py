@@ -50,6 +50,9 @@ from rlhf_ray.roles.episode_numbers import episode_numbers
 from rlhf_ray.roles.evaluation_metrics import bigram_codes, pass_rates, stable_hash, summarise
 from rlhf_ray.roles.micro_batch import split_scores
 
+OF_LEARNERS = ("old_logprobs", "advantages")
+"""Columns of samples/ that no sample of an evaluation has."""
+
 
 class Assembler:
     """The last stage before the replay buffer, and the writer of the samples that were trained on. No result of a call
@@ -167,32 +170,20 @@ class Assembler:
         return await self._thread.run(self._save_evaluated, Path(directory), term, prompts_saved, on_policy, prompts,
                                       rollouts, [scores for (scores,) in rewards], references)
 
+    def evaluated_samples(
+        self, prompts: Prompts, rollouts: Sequence[Rollout], rewards: Sequence[RewardScores]
+    ) -> list[dict[str, Any]]:
+        """What `save_evaluated` would write, as rows; without a reference."""
+        experience, numbers = _evaluated(rollouts, rewards, [None] * len(rollouts), False)
+        texts = self._sample_texts(experience, prompts)
+        return sample_table(0, experience, texts, numbers, OF_LEARNERS).to_pylist()
+
     def _save_evaluated(
         self, directory: Path, term: Term | None, prompts_saved: int | None, on_policy: bool, prompts: Prompts,
         rollouts: Sequence[Rollout], rewards: Sequence[RewardScores], references: Sequence[TokenScores | None],
     ) -> tuple[int, float]:
-        def joined(columns: Sequence[np.ndarray | None]) -> np.ndarray | None:
-            known = [column for column in columns if column is not None]
-            return np.concatenate(known) if known else None
-
-        whole = Rollout.concat(rollouts)
-        reference = joined([None if each is None else each.values for each in references])
-        none = np.full(len(whole.tokens), np.nan, np.float32)
-        experience = Experience(
-            offsets=whole.offsets, samples=whole.samples, tokens=whole.tokens, response_mask=whole.response_mask,
-            behaviour_logprobs=whole.logprobs, old_logprobs=none, reference_logprobs=reference, values=None,
-            advantages=none, returns=none, finish_reasons=whole.finish_reasons, keys=whole.keys,
-            versions=whole.versions, episodes=whole.episodes)
-        kl = None
-        if reference is not None and on_policy:
-            gaps = np.where(whole.response_mask, whole.logprobs - reference, 0)
-            kl = np.add.reduceat(gaps, whole.sample_starts)
-        numbers = {"score": joined([each.scores for each in rewards]),
-                   **{f"reward/{name}": joined([each.components[name] for each in rewards])
-                      for name in rewards[0].components},
-                   "kl": kl, "gold": joined([each.gold for each in rewards])}
-        return self._write_samples(directory, term, 0, prompts_saved, ("old_logprobs", "advantages"), experience,
-                                   numbers, prompts)
+        experience, numbers = _evaluated(rollouts, rewards, references, on_policy)
+        return self._write_samples(directory, term, 0, prompts_saved, OF_LEARNERS, experience, numbers, prompts)
 
     def _write_samples(
         self, directory: Path, term: Term | None, step: int, prompts_saved: int | None, unknown: Sequence[str],
@@ -428,6 +419,34 @@ class Assembler:
                 experience.behaviour_logprobs, experience.old_logprobs, mask))).numpy(),
             gold=scores.rewards.gold, episodes=episode_numbers(rollout.episodes),
         )
+
+
+def _evaluated(
+    rollouts: Sequence[Rollout], rewards: Sequence[RewardScores], references: Sequence[TokenScores | None],
+    on_policy: bool,
+) -> tuple[Experience, dict[str, np.ndarray | None]]:
+    """Samples of an evaluation in the form of those that were learned from, and their [S] numbers by column."""
+    def joined(columns: Sequence[np.ndarray | None]) -> np.ndarray | None:
+        known = [column for column in columns if column is not None]
+        return np.concatenate(known) if known else None
+
+    whole = Rollout.concat(rollouts)
+    reference = joined([None if each is None else each.values for each in references])
+    none = np.full(len(whole.tokens), np.nan, np.float32)
+    experience = Experience(
+        offsets=whole.offsets, samples=whole.samples, tokens=whole.tokens, response_mask=whole.response_mask,
+        behaviour_logprobs=whole.logprobs, old_logprobs=none, reference_logprobs=reference, values=None,
+        advantages=none, returns=none, finish_reasons=whole.finish_reasons, keys=whole.keys,
+        versions=whole.versions, episodes=whole.episodes)
+    kl = None
+    if reference is not None and on_policy:
+        gaps = np.where(whole.response_mask, whole.logprobs - reference, 0)
+        kl = np.add.reduceat(gaps, whole.sample_starts)
+    numbers = {"score": joined([each.scores for each in rewards]),
+               **{f"reward/{name}": joined([each.components[name] for each in rewards])
+                  for name in rewards[0].components},
+               "kl": kl, "gold": joined([each.gold for each in rewards])}
+    return experience, numbers
 
 
 def _numbers_of(summaries: Sequence[ExperienceSummary]) -> dict[str, np.ndarray | None]:
