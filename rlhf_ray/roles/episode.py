@@ -120,16 +120,21 @@ class Attempt:
         self._conversation: list[Message] = []
         self._tokens = EpisodeTokens(())
         self._turns: list[Turn] = []
+        self._reasoning_opened = False
+        """Whether prompts end within <think>."""
         self._text = ""
         """What the policy wrote in its last turn."""
 
-    async def play(self, pool: EnvironmentPool, row: dict[str, Any], seed: int, prompt: list[Message]) -> Ended:
+    async def play(
+        self, pool: EnvironmentPool, row: dict[str, Any], seed: int, prompt: list[Message], deadline: float
+    ) -> Ended:
         """Play it to its end. Whatever goes wrong in it becomes its cause.
 
         Args:
             row: the columns of the prompt's row.
             seed: of the environment.
             prompt: what the policy reads first, if the environment does not say.
+            deadline: of the episode, in the event loop's time.
 
         Raises:
             ReplayDiverged: it has to begin again: its environment was lost because of another episode.
@@ -138,7 +143,8 @@ class Attempt:
         environment: OpenEnvironment | None = None
         cause, error = "error_environment", ""
         try:
-            async with asyncio.timeout(self._config.timeout_s.episode) as limit:
+            async with asyncio.timeout_at(deadline) as limit:
+                self._activity.turn = 0
                 self._activity.enter("reset")
                 environment = await pool.open(row, seed)
                 begins = observed(prompt, environment.observation)
@@ -162,10 +168,18 @@ class Attempt:
                 self._activity.enter("close")
                 await asyncio.shield(environment.close())
                 self.events["interrupted"] += environment.interrupted
-        return self.ended(cause, error)
+        return self.ended(cause, error, prompt)
 
-    def ended(self, cause: str, error: str) -> Ended:
-        """What was played, with the reason why it ended."""
+    def ended(self, cause: str, error: str, prompt: list[Message]) -> Ended:
+        """What was played, with the reason why it ended. One that did not begin has the tokens of the row's prompt:
+        sums over the tokens of samples need at least one of each.
+
+        Args:
+            prompt: of the row.
+        """
+        if not self._tokens.context:
+            self.messages = self.messages or prompt
+            self._tokens = EpisodeTokens(self._opened(prompt)[: self._config.max_tokens])
         return Ended(cause, error, self._tokens, self._turns)
 
     async def _turn_by_turn(
@@ -175,8 +189,9 @@ class Attempt:
         self.messages = prompt if start.messages is None else start.messages
         self.tools = start.tools or self._row_tools
         self._conversation = list(self.messages)
-        with self._blaming_environment("reset", start.messages is not None):
+        with self._blaming_environment("reset", start.messages is not None or bool(start.tools)):
             self._tokens = EpisodeTokens(self._opened(self.messages))
+        self._reasoning_opened = self._texts.template.opens_reasoning(self.tools, self._options)
         while True:
             # The policy's turn.
             turn = len(self._turns)
@@ -242,8 +257,9 @@ class Attempt:
         tokens = completion.tokens.tolist()
         stopped = bool(tokens) and tokens[-1] in self._texts.stop_tokens
         text = self._texts.decode(tokens[:-1] if stopped else tokens)
-        opened = self._texts.template.opens_reasoning(self.tools, self._options)
-        parsed = (self._texts.parser.parse if self.tools else plain_turn)(text, opened=opened)
+        parsed = plain_turn(text, opened=self._reasoning_opened)
+        if self.tools:
+            parsed = self._texts.parser.parse(text, opened=self._reasoning_opened, tools=self.tools)
         turn = len(self._turns) - 1
         self._text = text
         calls = [replace(call, id=call_id(turn, i)) for i, call in enumerate(parsed.calls)]

@@ -43,7 +43,8 @@ POLICY_OF_CAUSE = {"error_parse": "parse", "error_timeout": "timeout", "error_en
                    **dict.fromkeys(OVERFLOWS, "overflow")}
 """Field of `on_failure` by cause."""
 MOST_DIVERGED = 5
-"""An episode is begun again so many times because its environment was lost with a neighbour and cannot be replayed."""
+"""An episode is begun again so many times because its environment was lost with a neighbour and cannot be replayed;
+then it has failed."""
 
 
 class Generators(Protocol):
@@ -120,8 +121,7 @@ class EpisodeRunner:
         facts = dict(zip(self._pools, await asyncio.gather(*(pool.start() for pool in self._pools.values())),
                          strict=True))
         self._texts = {
-            name: TextTools(template, tool_call_parser(config.tool_format, tokenizer, facts[name].tools), decode, stops,
-                            vocabulary)
+            name: TextTools(template, tool_call_parser(config.tool_format, tokenizer), decode, stops, vocabulary)
             for name, config in self._environments.items()}
         return facts
 
@@ -212,20 +212,26 @@ class EpisodeRunner:
         async with self._slots[name]:
             number = next(self._numbers)
             activity = self._open[number] = Activity(key, name, time.monotonic())
+            diverged = 0
+            deadline = asyncio.get_running_loop().time() + config.timeout_s.episode
             try:
                 while True:
                     attempt = Attempt(key, config, chosen, texts, self._sampler(key), seed, activity, dict(options))
                     try:
-                        ended = await attempt.play(self._pools[name], row, environment_seed(run_seed, key), prompt)
+                        ended = await attempt.play(
+                            self._pools[name], row, environment_seed(run_seed, key), prompt, deadline)
                     except ReplayDiverged as error:
-                        events["diverged"] += 1
-                        if events["diverged"] <= MOST_DIVERGED:
-                            continue
-                        ended = attempt.ended("error_environment", str(error))
+                        diverged += 1
+                        events["interrupted"] += 1
+                        if diverged <= MOST_DIVERGED:
+                            continue  # with the deadline that it has: a step waits no longer for it
+                        ended = attempt.ended("error_environment", str(error), prompt)
                     use = self._use(config, ended, events["retries"], held_out)
                     if use != "retry":
                         break
                     events["retries"] += 1
+                    events["interrupted"] += attempt.events["interrupted"]
+                    deadline = asyncio.get_running_loop().time() + config.timeout_s.episode
             finally:
                 del self._open[number]
         counted = {event: number for event, number in (attempt.events + events).items() if number}

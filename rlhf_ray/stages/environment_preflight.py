@@ -49,7 +49,7 @@ def check_environments(config: PPOConfig) -> None:
         if facts.tools:
             template.require(f"environments.{name}", facts.tools)
         try:
-            tool_call_parser(environment.tool_format, tokenizer, facts.tools)
+            tool_call_parser(environment.tool_format, tokenizer)
         except ConfigError as error:
             raise ConfigError(f"environments.{name}.{error}") from error
 

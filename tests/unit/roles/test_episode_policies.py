@@ -40,6 +40,9 @@ class Template:
     def assistant(self, text, **_):
         return {"role": "assistant", "content": text}
 
+    def opens_reasoning(self, tools=None, options=None):
+        return False
+
 
 class Writer:
     """Generators that write given turns, one after the other, and the last one again and again."""
@@ -63,9 +66,13 @@ class World:
     def __init__(self, *steps, tools=TOOLS):
         self.steps, self.start, self.opened, self.interrupted = list(steps), Start(None, tools), 0, 0
         self.observation = ""
+        self.resets = []
+        """What the first resets raise."""
 
     async def open(self, row, seed):
         self.opened += 1
+        if self.resets:
+            raise self.resets.pop(0)
         return self
 
     async def step(self, reply):
@@ -252,7 +259,7 @@ def test_an_environment_that_is_lost_with_neighbours_again_and_again_fails_and_t
 
     world = Lost(DONE)
     found = episode(world, "a", on_failure={"environment": "mask"})
-    assert (found.cause, found.use, found.events["diverged"], world.opened) == ("error_environment", "mask", 6, 6)
+    assert (found.cause, found.use, found.events["interrupted"], world.opened) == ("error_environment", "mask", 6, 6)
     assert found.error == "lost with another episode"
 
 
@@ -280,3 +287,39 @@ def test_no_two_processes_of_a_runner_give_a_turn_the_same_ticket():
     for _ in range(2):
         play({"world": World(MORE, DONE)}, Seen("a"))
     assert sorted(Seen.tickets.values()) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_an_episode_that_never_begins_has_the_row_s_prompt_and_no_sampled_token(held_out):
+    world = World(DONE)
+    world.resets = [BUG]
+    rollout = play({"world": world}, Writer(CALL), [{}, {}], held_out, {"on_failure": {"environment": "mask"}})
+    assert [each.use for each in rollout.episodes] == ["mask" if held_out else "quarantine", "train"]
+    assert rollout.lengths.tolist() == [2, 2 + len(CALL) + 1]
+    assert rollout.tokens[:2].tolist() == [ord("g"), ord("o")] and not rollout.response_mask[:2].any()
+
+
+def test_the_beginnings_of_an_episode_that_is_lost_with_its_neighbours_share_one_deadline():
+    class Slow(World):
+        async def open(self, row, seed):
+            self.opened += 1
+            await asyncio.sleep(0.06)
+            raise ReplayDiverged("lost")
+
+    world = Slow(DONE)
+    found = episode(world, CALL, timeout_s={"episode": 0.1})
+    assert (found.cause, world.opened) == ("error_timeout", 2)
+
+
+def test_an_attempt_counts_its_turns_from_the_first_in_what_it_says():
+    seen = []
+
+    class Watched(World):
+        async def open(self, row, seed):
+            seen.append(runner.activity()[0]["turn"])
+            return await super().open(row, seed)
+
+    runner = runner_of({"world": Watched(MORE, BUG, DONE)}, Writer(CALL), {"on_failure": {"environment": "retry"}})
+    prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1))
+    asyncio.run(runner.play(prompts, [SampleKey(0, 0, 0)], 0))
+    assert seen == [1, 1]
