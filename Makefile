@@ -31,8 +31,8 @@ install-test:
 quickstart: install ## Run the whole way, data to tuned policy, in a few minutes on two cores
 	@$(BIN)/rlhf-ray quickstart $(ARGS)
 
-example: install ## Teach sums by rewarding right answers, in a few minutes on two cores
-	@$(BIN)/rlhf-ray example arithmetic $(ARGS)
+example: install ## Teach sums by rewarding right answers, or calls of tools (ARGS=tools), in minutes on two cores
+	@$(BIN)/rlhf-ray example$(if $(filter-out -%,$(firstword $(ARGS))),, arithmetic) $(ARGS)
 
 test: install-test ## Run the default tests, in about ten minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)

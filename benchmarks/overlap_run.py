@@ -199,7 +199,7 @@ async def overlap_run(config: PPOConfig) -> AsyncIterator[OverlapRun]:
     async with open_runtime(config) as runtime:
         derived = derive(config)
         roles = spawn_roles(config, derived, runtime)
-        prompts, _ = await start_roles(config, derived, runtime, roles, cast(Any, _Silent()))
+        prompts, _ = await start_roles(config, derived, runtime, roles, lambda _: None)
         give_cores()
         yield OverlapRun(config, roles, prompts)
 

@@ -316,7 +316,7 @@ class TokenScores(Ragged):
 
 @dataclass(frozen=True)
 class RewardScores:
-    """One finite score per sample of a rollout, and its components."""
+    """One finite score per sample of a rollout, and its components. An episode that is masked has NaN for each."""
 
     scores: NDArray[np.float32]
     """[S] weighted sum of all components."""
@@ -414,6 +414,8 @@ class Batch(SampleRows):
     returns: NDArray[np.float32] = per_token()
     finish_reasons: list[str] | None = field(default=None, kw_only=True, metadata={"axis": "row"})
     """As in the rollout; None in experience without one."""
+    counted: NDArray[np.bool_] | None = field(default=None, kw_only=True, metadata={"axis": "row"})
+    """[N] False on rows of episodes that are masked, which are in no loss; None where samples are no episodes."""
 
 
 @dataclass(frozen=True)
@@ -423,11 +425,14 @@ class Experience(Batch):
     keys: list[SampleKey] = per_sample()
     versions: NDArray[np.int32] | None = field(default=None, kw_only=True, metadata={"axis": "token"})
     """Weight version that sampled the token, as in the rollout; None in experience without a rollout."""
+    episodes: list[Episode] | None = field(default=None, kw_only=True, metadata={"axis": "sample"})
+    """As in the rollout."""
 
 
 @dataclass(frozen=True)
 class ExperienceSummary:
-    """The small numbers about one experience that the coordinator keeps and logs. Arrays are per sample, [S]."""
+    """The small numbers about one experience that the coordinator keeps and logs. Arrays are per sample, [S]; scores,
+    components and KL are NaN for an episode that is masked."""
 
     scores: NDArray[np.float32]
     kl: NDArray[np.float32] | None
@@ -451,6 +456,9 @@ class ExperienceSummary:
     """Components of the scores by name, before their weights."""
     failures: dict[str, int] = field(default_factory=dict)
     """Number of failures by component; see `RewardScores`."""
+    episodes: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """[S] numbers about episodes by the name of their metric; NaN for a sample without one. Empty where samples are
+    single responses."""
 
 
 @dataclass(frozen=True)
@@ -476,6 +484,8 @@ class EvaluationPart:
     """A few rows: prompt, response, and the prompt's messages where it is a conversation."""
     components: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """Components of the scores by name, before their weights."""
+    episodes: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """As in `ExperienceSummary`."""
 
 
 @dataclass(frozen=True)

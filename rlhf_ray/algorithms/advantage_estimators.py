@@ -5,7 +5,7 @@ formulas are in `advantages`. No estimator whitens: that is a later step, over t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from torch import Tensor, where
 
@@ -69,6 +69,26 @@ def estimate(name: str, responses: ScoredResponses) -> Result:
     if name not in ESTIMATORS:
         raise ConfigError(f"estimator {name!r} is unknown; use one of {', '.join(ESTIMATORS)}")
     return ESTIMATORS[name](responses)
+
+
+def estimate_counted(name: str, responses: ScoredResponses, counted: Tensor) -> Result:
+    """As `estimate` of some responses: the others enter no baseline, and their advantages and returns are 0.
+
+    Args:
+        counted: `[B]` bool.
+    """
+    if counted.all():
+        return estimate(name, responses)
+    of_rows = {"scores", "penalties", "mask", "groups", "values", "step_rewards", "components"}
+    chosen = {field.name: value[counted] for field in fields(responses)
+              if field.name in of_rows and (value := getattr(responses, field.name)) is not None}
+    if isinstance(responses.lam, Tensor):
+        chosen["lam"] = responses.lam[counted]
+    found = estimate(name, replace(responses, **chosen)) if counted.any() else ()
+    columns = [wide(responses.penalties).new_zeros(responses.mask.shape) for _ in range(2)]
+    for column, its in zip(columns, found, strict=False):
+        column[counted] = its.to(column.dtype)
+    return columns[0], columns[1]
 
 
 def generalised(responses: ScoredResponses) -> Result:

@@ -9,7 +9,8 @@ def scores_differ(scores: Tensor, groups: Tensor) -> Tensor:
     Compared are the scores themselves. A standard deviation that is computed from equal numbers need not be 0.
 
     Args:
-        scores: `[S, K]`: K scores of each sample; a group counts if one of them differs in it.
+        scores: `[S, K]`: K scores of each sample; a group counts if one of them differs in it. A NaN is no score, and
+            is not compared.
         groups: `[S]` integers: samples with equal numbers form a group, in any order.
 
     Returns:
@@ -17,6 +18,7 @@ def scores_differ(scores: Tensor, groups: Tensor) -> Tensor:
     """
     labels, member = unique(groups, return_inverse=True)
     places = member[:, None].expand_as(scores)
-    lowest, highest = (scores.new_zeros(len(labels), scores.shape[1]).scatter_reduce(
-        0, places, scores, reduce, include_self=False) for reduce in ("amin", "amax"))
+    none = scores.new_full((len(labels), scores.shape[1]), float("inf"))
+    lowest = none.scatter_reduce(0, places, scores.nan_to_num(nan=float("inf")), "amin")
+    highest = (-none).scatter_reduce(0, places, scores.nan_to_num(nan=float("-inf")), "amax")
     return (lowest < highest).any(-1)[member]

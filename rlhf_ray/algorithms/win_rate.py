@@ -1,5 +1,6 @@
 """Win rate of one of two models over the other, from paired scores, with a confidence interval."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
@@ -34,6 +35,14 @@ def outcome(first: float, second: float, tie: float = 0.0) -> Outcome:
     if margin != margin:
         raise ValueError(f"scores {first} and {second} cannot be compared")
     return "tie" if abs(margin) <= tie else "win" if margin > 0 else "loss"
+
+
+def outcome_or_failed(first: float, second: float, tie: float = 0.0) -> Outcome:
+    """`outcome`, where NaN is the score of an episode that failed: it loses against any score, and two are a tie."""
+    if math.isnan(first) or math.isnan(second):
+        failed = math.isnan(first), math.isnan(second)
+        return "tie" if all(failed) else "win" if failed[0] else "loss"
+    return outcome(first, second, tie)
 
 
 def win_rate(outcomes: Sequence[Sequence[Outcome]]) -> WinRate:

@@ -11,7 +11,7 @@ import json
 import pickle
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -19,7 +19,7 @@ from zipfile import is_zipfile
 import numpy as np
 
 from rlhf_ray.errors import CheckpointError
-from rlhf_ray.records import Experience, SampleKey
+from rlhf_ray.records import Episode, Experience, SampleKey, Turn
 
 _ARRAY = "__array__"
 
@@ -73,6 +73,8 @@ def save_experience(path: Path, experience: Experience) -> None:
     """Write experience as an uncompressed .npz: the columns that it has, and its keys as [N, 3] int64."""
     columns = {f.name: column for f in fields(experience) if (column := getattr(experience, f.name)) is not None}
     columns["keys"] = np.array([key.numbers for key in experience.keys], dtype=np.int64).reshape(-1, 3)
+    if experience.episodes is not None:
+        columns["episodes"] = np.array(json.dumps([asdict(episode) for episode in experience.episodes]))
     with Path(path).open("wb") as file:  # NumPy appends .npz to a path without it
         np.savez(file, allow_pickle=False, **columns)
 
@@ -90,9 +92,15 @@ def load_experience(path: Path) -> Experience:
         columns["keys"] = [SampleKey(*map(int, key)) for key in columns["keys"]]
         if columns["finish_reasons"] is not None:
             columns["finish_reasons"] = columns["finish_reasons"].tolist()
+        if columns["episodes"] is not None:
+            columns["episodes"] = [_episode(each) for each in json.loads(str(columns["episodes"]))]
         return Experience(**columns)
     except Exception as error:  # on damaged files zipfile, zlib, struct and NumPy raise various errors
         raise CheckpointError(f"{path} cannot be read as saved experience: {error!r}") from error
+
+
+def _episode(columns: dict[str, Any]) -> Episode:
+    return Episode(**{**columns, "turns": [Turn(**turn) for turn in columns["turns"]]})
 
 
 def _to_json(value: Any, place: str) -> Any:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 COLOURS = {"works": "green", "warning": "yellow", "fails": "red", "refused": "red", "not checked": "yellow",
            "does not apply": "dim"}
-PartName = StrEnum("PartName", ["tokenizer", "stops", "chat", "passes", "scalar", "lora", "generation"])
+PartName = StrEnum("PartName", ["tokenizer", "stops", "chat", "turns", "passes", "scalar", "lora", "generation"])
 """Parts of the check, as `stages.check_model.PARTS` has them."""
 
 

@@ -1,6 +1,7 @@
 """Help about configuration fields, read from the models: the most used ones, or all of them."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -9,7 +10,7 @@ from rich.text import Text
 
 from rlhf_ray.config.fields import FieldDescription, describe_fields
 from rlhf_ray.config.load import COMMANDS
-from rlhf_ray.config.stages import StageConfig
+from rlhf_ray.config.stages import TRAINING, EvaluateConfig, StageConfig
 
 COMMON: dict[str, list[str]] = {
     "sft": [
@@ -43,6 +44,11 @@ COMMON: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 """Command -> the fields that its `--help` shows."""
+COMMON["evaluate"] = [
+    "prompts.path", "prompts.held_out", "environments.NAME.path", "environments.NAME.max_turns", "rewards.NAME.type",
+    "evaluation.prompts", "evaluation.limit", "evaluation.samples_per_prompt", "evaluation.sampling.temperature",
+    "evaluation.seed", "generator.workers", "generator.sampling.max_tokens", "reference.path", "logging.judge",
+]
 COMMON |= {command: [path for path in COMMON["ppo"] if not path.startswith("critic.") and path != "algorithm.estimator"]
            for command in ("grpo", "rloo", "reinforce")}
 
@@ -54,6 +60,8 @@ _EXAMPLES = {
     "ppo": "rlhf-ray ppo configs/quickstart/ppo.yaml --run.steps=20 --algorithm.kl.coef=0.1",
     "grpo": "rlhf-ray grpo configs/examples/arithmetic/grpo.yaml --run.steps=20 --algorithm.kl.coef=0",
     "rloo": "rlhf-ray rloo configs/examples/arithmetic/rloo.yaml --run.steps=20 --coordinator.samples_per_prompt=2",
+    "evaluate": "rlhf-ray evaluate runs/arithmetic/grpo configs/examples/arithmetic/grpo.yaml "
+                "--evaluation.sampling.temperature=0",
     "reinforce": "rlhf-ray reinforce configs/examples/arithmetic/rloo.yaml --algorithm.estimator=reinforce "
                  "--coordinator.samples_per_prompt=1",
 }
@@ -64,7 +72,7 @@ def print_common_fields(command: str) -> None:
     cls, console = COMMANDS[command], Console(highlight=False)
     console.print("[bold]Sections[/] of the configuration")
     sections = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    for name, info in cls.model_fields.items():
+    for name, info in _fields_used(cls).items():
         sections.add_row(f"[cyan]{name}[/]", " ".join((info.description or "").split()))
     console.print(sections)
     console.print("\n[bold]Most used fields[/] (every field: --help-all)")
@@ -78,10 +86,16 @@ def print_common_fields(command: str) -> None:
 def print_all_fields(command: str) -> None:
     """Every field of a stage, by section."""
     cls, console = COMMANDS[command], Console(highlight=False)
-    for section in cls.model_fields:
+    for section in _fields_used(cls):
         console.print(_heading(cls, section))
         _print_fields(console, (f for f in describe_fields(cls) if f.section == section))
         console.print()
+
+
+def _fields_used(cls: type[StageConfig]) -> dict[str, Any]:
+    """The sections that act in a stage."""
+    unused = TRAINING if issubclass(cls, EvaluateConfig) else ()
+    return {name: info for name, info in cls.model_fields.items() if name not in unused}
 
 
 def _heading(cls: type[StageConfig], section: str) -> str:

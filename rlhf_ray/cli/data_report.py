@@ -63,6 +63,10 @@ def _print_lengths(lengths: NDArray[np.int64], console: Console) -> None:
 def _print_example(title: str, example: Example, plain: bool, console: Console) -> None:
     name = f", {example.name}" if example.name else ""
     console.print(Text(f"{title}{name}: {example.tokens} tokens, {example.loss_tokens} with loss", style="bold"))
+    for turn in example.outline:
+        console.print(Text(f"  {escaped(turn)}"))
+    if example.outline:
+        console.print(Text("  as the model reads it:"))
     line = Text("  ")
     for text, loss in example.spans:
         shown = escaped(text).replace("\n", "\n  ")

@@ -65,7 +65,7 @@ def set_aside(directory: Path) -> Path | None:
 
 def example(
     ctx: typer.Context,
-    name: Annotated[Literal["arithmetic"], typer.Argument(help="The example.")],
+    name: Annotated[Literal["arithmetic", "tools"], typer.Argument(help="The example.")],
     estimator: Annotated[Literal["grpo", "rloo"], typer.Option("--estimator", help="Advantage estimator.")] = "grpo",
     directory: Annotated[
         Path | None, typer.Option("--dir", parser=local_path, metavar="PATH",
@@ -73,7 +73,8 @@ def example(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of data, models and sampling.")] = 0,
 ) -> None:
-    """Run an example: arithmetic teaches sums by rewarding correct answers. Finished stages are not repeated.
+    """Run an example: arithmetic teaches sums by rewarding correct answers, tools teaches calls of tools over several
+    turns. Finished stages are not repeated.
 
     Takes a few minutes on two cores. Change fields of its last stage with --section.key=value.
     """

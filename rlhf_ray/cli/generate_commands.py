@@ -25,6 +25,11 @@ StopTokenId = Annotated[list[int] | None, typer.Option("--stop-token-id", help="
                                                        "the model's own; may be repeated.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed; the same seed gives the same responses.")]
 Column = Annotated[str, typer.Option("--column", help="Column of the file that holds the prompt.")]
+Environment = Annotated[str | None, typer.Option("--environment", parser=path_or_name, metavar="TEXT",
+    help="Play episodes: file.py:name or module:name of tools, a class with tools or an environment, or a .yaml file "
+    "with a section `environments`. Rewards are the environment's.")]
+MaxTurns = Annotated[int | None, typer.Option("--max-turns", min=1, show_default=False,
+    help="Turns of an episode at most; if not given, 16, or as the .yaml file says.")]
 Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Use the tokenizer's chat template, if it has one.")]
 
 
@@ -93,9 +98,15 @@ def generate(
         help="Score responses with a reward model, or any "
                                                "scorer that `compare` accepts.")] = None,
     output: Annotated[Path | None, typer.Option("--output", parser=local_path, metavar="PATH",
-        help="Write responses to this file as JSON lines.")] = None,
+        help="Write responses or episodes to this file as JSON lines.")] = None,
+    environment: Environment = None,
+    max_turns: MaxTurns = None,
 ) -> None:
-    """Generate responses to prompts from the command line, a file, a pipe or the keyboard, without Ray."""
+    """Generate responses to prompts from the command line, a file, a pipe or the keyboard, without Ray.
+
+    With --environment, each prompt is the row of an episode, which is shown turn by turn with tool calls, answers,
+    rewards and the cause of its end.
+    """
     prepare_engine()
     from rlhf_ray.stages.generate import GenerateOptions, run
 
@@ -104,7 +115,7 @@ def generate(
         top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty)
     run(GenerateOptions(
         model=model, sampling=sampling, prompts=prompt or (), file=file, column=column, n=n, seed=seed, chat=chat,
-        output=output, reward=reward,
+        output=output, reward=reward, environment=environment, max_turns=max_turns,
     ), sys.stdin)
 
 
@@ -115,10 +126,12 @@ def compare(
     prompts: Annotated[str, typer.Option("--prompts", parser=path_or_name, metavar="TEXT",
         help="Prompts: .jsonl, .csv, .parquet, .txt (a line each), or a "
                                          "Hub data set.")],
-    scorer: Annotated[str, typer.Option(
+    scorer: Annotated[str | None, typer.Option(
         "--scorer", parser=path_or_name, metavar="TEXT",
         help="The judge: a reward model, vader, exact_match or number (against the column `answer`), "
-        "file.py:function, an http address, or a .yaml file with a `rewards` section.")],
+        "file.py:function, an http address, or a .yaml file with a `rewards` section.")] = None,
+    environment: Environment = None,
+    max_turns: MaxTurns = None,
     column: Column = "prompt",
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Use only the first prompts.")] = None,
     max_tokens: MaxTokens = 256,
@@ -138,7 +151,8 @@ def compare(
         help="Page to write; numbers go to a .json next to it.")] = Path(
         "compare.html"),
 ) -> None:
-    """Compare two models on the same prompts by a scorer: win rate with interval, and a page of texts."""
+    """Compare two models on the same prompts by a scorer, or by the rewards of their episodes in an environment: win
+    rate with interval, and a page of texts."""
     prepare_engine()
     from rlhf_ray.stages.compare import CompareOptions, run
 
@@ -147,5 +161,5 @@ def compare(
         top_k=top_k, min_p=min_p, repetition_penalty=repetition_penalty)
     run(CompareOptions(
         first=a, second=b, prompts=prompts, scorer=scorer, output=output, column=column, limit=limit, n=n, seed=seed,
-        sampling=sampling, tie=tie, chat=chat,
+        sampling=sampling, tie=tie, chat=chat, environment=environment, max_turns=max_turns,
     ))

@@ -31,6 +31,7 @@ from rlhf_ray.cli.samples import samples
 from rlhf_ray.cli.serve_reward import serve_reward
 from rlhf_ray.cli.stage import (
     StageCommand,
+    evaluate,
     grpo,
     ppo,
     preferences,
@@ -45,7 +46,7 @@ from rlhf_ray.errors import ConfigError, RLHFError, RunInterrupted, StoppedEarly
 
 TRAINING, CLUSTER, MODELS, AROUND = "Stages", "On a cluster", "With a model", "Around a run"
 RUNS = ("quickstart", "sft", "reward-model", "process-reward", "preferences", "ppo", "grpo", "rloo", "reinforce",
-        "serve-reward")
+        "evaluate", "serve-reward")
 """Commands that continue if their output cannot be written. A closed pipe ends the others."""
 MODEL_HERE = ("check-model", "generate", "compare", "serve-reward")
 """Commands that load a model in their own process."""
@@ -57,8 +58,8 @@ HELP = "GRPO and PPO on Ray: vLLM rollouts, DeepSpeed learners, verified weights
 STAGES_HERE = "sft, reward-model, process-reward, preferences, grpo, ppo, rloo, reinforce"
 NOT_HERE = {
     "train": f"each stage has its own command: {STAGES_HERE}. Reinforcement learning on rewards is grpo or ppo",
-    "eval": "a run evaluates its model itself, on the prompts of its section `evaluation`; `rlhf-ray compare` compares "
-            "two models on a file of prompts, and `rlhf-ray generate` writes responses",
+    "eval": "`rlhf-ray evaluate MODEL FILE` measures a model on the held-out prompts of a configuration; "
+            "`rlhf-ray compare` compares two models, and `rlhf-ray generate` writes responses",
     "dpo": "DPO is not among the stages. From preference pairs, train a reward model with `rlhf-ray reward-model`, and "
            "the policy on it with `rlhf-ray ppo` or `rlhf-ray grpo`",
     "dapo": "use `rlhf-ray ppo --algorithm.preset=dapo`; `rlhf-ray presets dapo` prints its values",
@@ -74,7 +75,7 @@ NOT_HERE = {
     "serve": "use `rlhf-ray serve-reward` for a reward model; a trained one is a Hugging Face model, which vLLM serves",
 }
 """What people look for by a name that other systems have, and what to use here."""
-SAME = {"evaluate": "eval", "kto": "dpo", "orpo": "dpo", "simpo": "dpo", "ipo": "dpo", "reward": "rm",
+SAME = {"evaluation": "eval", "kto": "dpo", "orpo": "dpo", "simpo": "dpo", "ipo": "dpo", "reward": "rm",
         "reinforce++": "reinforce-pp", "drgrpo": "dr-grpo", "rlhf": "train", "fit": "train", "finetune": "train"}
 """Other words for the keys of `NOT_HERE`."""
 
@@ -128,7 +129,7 @@ def before_command(
 
 for first_command in (quickstart, example):
     app.command(rich_help_panel="Start here", context_settings=STAGE_ARGUMENTS)(first_command)
-for stage in (sft, reward_model, process_reward, preferences, grpo, ppo, rloo, reinforce):
+for stage in (sft, reward_model, process_reward, preferences, grpo, ppo, rloo, reinforce, evaluate):
     app.command(cls=StageCommand, rich_help_panel=TRAINING, context_settings=STAGE_ARGUMENTS)(stage)
 app.command(rich_help_panel=CLUSTER, context_settings=STAGE_ARGUMENTS)(submit)
 for about_jobs in (jobs, logs, stop):

@@ -95,16 +95,17 @@ def load_any(path: Path | None, overrides: list[str], stage: str | None,
 
 def stage_of_file(values: object, path: Path | None) -> str:
     """Whose configuration a file is, by the sections that one stage alone has; else by its name; else sft. One with
-    rewards and with neither `algorithm.estimator` nor `algorithm.preset` is for the command in its name, such as grpo;
-    else for ppo."""
+    rewards or environments and with neither `algorithm.estimator` nor `algorithm.preset` is for the command in its
+    name, such as grpo; else for ppo."""
     sections = values if isinstance(values, dict) else {}
     algorithm = sections.get("algorithm") or {}
-    if "rewards" in sections and path and isinstance(algorithm, dict) and {"estimator", "preset"}.isdisjoint(algorithm):
+    rewarded = {"rewards", "environments"} & sections.keys()
+    if rewarded and path and isinstance(algorithm, dict) and {"estimator", "preset"}.isdisjoint(algorithm):
         named = {"grpo", "rloo", "reinforce"}.intersection(re.split(r"[^a-z0-9]+", path.stem.lower()))
         if len(named) == 1:
             return named.pop()
-    for section, stage in (("rewards", "ppo"), ("pairs", "preferences"), ("steps", "process-reward"),
-                           ("prompts", "preferences")):
+    for section, stage in (("rewards", "ppo"), ("environments", "ppo"), ("pairs", "preferences"),
+                           ("steps", "process-reward"), ("prompts", "preferences")):
         if section in sections:
             return stage
     data, training = sections.get("data") or {}, sections.get("training") or {}

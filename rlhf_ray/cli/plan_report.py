@@ -20,8 +20,8 @@ from rlhf_ray.planning.roles import Role
 
 STORE = "object store"
 COLOURS = dict(zip((*PARTS, STORE), ("blue", "cyan", "magenta", "green", "yellow", "bright_blue", "bright_black",
-                                     "bright_magenta", "white", "bright_yellow"), strict=True))
-MARKS = dict(zip((*PARTS, STORE), "WGOALKBCRS", strict=True))
+                                     "bright_magenta", "white", "bright_green", "bright_yellow"), strict=True))
+MARKS = dict(zip((*PARTS, STORE), "WGOALKBCRES", strict=True))
 """A letter for each part, so that bars are readable without colours."""
 BAR = 56
 """Maximum width of a full bar in characters."""

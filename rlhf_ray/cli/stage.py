@@ -1,9 +1,9 @@
-"""The commands that run one stage each: `sft`, `reward-model`, `process-reward`, `preferences`, and `ppo`, which is
-also called `grpo`, `rloo` and `reinforce` with the defaults of these."""
+"""The commands that run one stage each: `sft`, `reward-model`, `process-reward`, `preferences`, `evaluate`, and `ppo`,
+which is also called `grpo`, `rloo` and `reinforce` with the defaults of these."""
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,13 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG [--section.key=value ...]", help="A YAML file, and fields to change.", show_default=False
+    ),
+]
+ModelAndFile = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL] FILE [--section.key=value ...]", show_default=False,
+        help="A model's directory or Hub name, or a run's directory; a YAML file of ppo or grpo, and fields to change."
     ),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in run.dir.")]
@@ -82,12 +89,81 @@ def reinforce(arguments: Arguments = None, resume: Resume = False, help_all: Hel
     _run("reinforce", arguments, resume, help_all)
 
 
+def evaluate(
+    arguments: ModelAndFile = None,
+    directory: Annotated[Path | None, typer.Option("--dir", parser=local_path, metavar="PATH", show_default=False,
+        help="Directory to write; the first free one of runs/evaluate, runs/evaluate-2, ... if not given.")] = None,
+    help_all: HelpAll = False,
+) -> None:
+    """Measure a model on held-out prompts, in environments or by rewards alone, without training.
+
+    FILE is a configuration of ppo or grpo, such as the one that trained the model: its `prompts`, `environments`,
+    `rewards` and `evaluation` are used, what concerns training is left out. MODEL takes the place of its model.path;
+    leave it out to measure that one. The held-out prompts are those of the training: `evaluation.prompts`, or the rows
+    of `prompts.held_out`; with neither, all prompts, at most `evaluation.limit`. A reference, from which KL and
+    perplexity are measured, is started only if `reference.path` names one.
+    """
+    if help_all:
+        from rlhf_ray.cli.config_help import print_all_fields
+
+        print_all_fields("evaluate")
+        return
+    files, overrides = _files_and_overrides(arguments or [])
+    if not 1 <= len(files) <= 2:
+        raise ConfigError(f"evaluate takes a model and a configuration file, and got {' '.join(files) or 'neither'}: "
+                          "rlhf-ray evaluate MODEL FILE [--section.key=value ...] (what it may hold: --help)")
+    named = [key.partition("=")[0] for key in overrides]
+    if directory is not None and "--run.dir" in named:
+        raise ConfigError(f"--dir {directory} and --run.dir both name the directory; leave one of them out")
+    from rlhf_ray.config.load import COMMANDS, load
+    from rlhf_ray.observability.progress import FINISHED
+    from rlhf_ray.observability.run_directory import RunDirectory
+    from rlhf_ray.stages.run_stage import run_loaded
+
+    place = [f"--run.dir={directory or free_directory(Path('runs/evaluate'))}"]
+    config = load(COMMANDS["evaluate"], local_path(files[-1]), [*place, *_model_named(files[:-1]), *overrides],
+                  has_gpus=may_have_gpus)
+    run_loaded("evaluate", config, resume=False)
+    from rlhf_ray.stages.evaluate import print_evaluation
+
+    print_evaluation(RunDirectory(config.run.dir), typer.echo)
+    typer.echo(f"{FINISHED}{config.run.dir}")
+
+
+def free_directory(first: Path) -> Path:
+    """`first`, or with a number behind its name, the first of these that is not there."""
+    numbered = (first.with_name(f"{first.name}-{number}") for number in count(2))
+    return next(path for path in chain([first], numbered) if not path.exists())
+
+
+def _model_named(named: list[str]) -> list[str]:
+    """Overrides for the model on the command line, if there is one; the revision in the file is of another model."""
+    if not named:
+        return []
+    from rlhf_ray.cli.paths import path_or_name
+    from rlhf_ray.stages.resolve_model import model_at
+
+    model, notice = model_at(path_or_name(named[0]), "MODEL", dtype="float32")
+    if notice:
+        typer.echo(notice, err=True)
+    return [f"--model.path={model.path}", "--model.revision=null"]
+
+
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
     """The CONFIG among `arguments`, wherever it stands, and the overrides (`--a.b=c`, or `--a.b` and `c`).
 
     Raises:
         ConfigError: more than one configuration file.
     """
+    files, overrides = _files_and_overrides(arguments)
+    if len(files) > 1:
+        if fields := [file for file in files if "=" in file]:
+            raise ConfigError(f"unexpected argument {fields[0]!r}; a field is changed by --{fields[0].lstrip('-')}")
+        raise ConfigError(f"one configuration file at a time; got {' and '.join(files)}")
+    return (local_path(files[0]) if files else None), overrides
+
+
+def _files_and_overrides(arguments: list[str]) -> tuple[list[str], list[str]]:
     files: list[str] = []
     overrides: list[str] = []
     rest = list(arguments)
@@ -99,11 +175,7 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
         overrides.append(argument)
         if "=" not in argument and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
-    if len(files) > 1:
-        if fields := [file for file in files if "=" in file]:
-            raise ConfigError(f"unexpected argument {fields[0]!r}; a field is changed by --{fields[0].lstrip('-')}")
-        raise ConfigError(f"one configuration file at a time; got {' and '.join(files)}")
-    return (local_path(files[0]) if files else None), overrides
+    return files, overrides
 
 
 def _run(command: str, arguments: list[str] | None, resume: bool, help_all: bool) -> None:

@@ -29,6 +29,12 @@ if TYPE_CHECKING:
         PromptsSource,
         StepsConfig,
     )
+    from rlhf_ray.config.environments import (
+        EnvironmentConfig,
+        EpisodeRunnerConfig,
+        EpisodeTimeouts,
+        FailurePolicy,
+    )
     from rlhf_ray.config.estimators import (
         DrGRPOEstimator,
         GAEEstimator,
@@ -62,6 +68,7 @@ if TYPE_CHECKING:
         NewModelConfig,
     )
     from rlhf_ray.config.rewards import (
+        EnvironmentReward,
         ExactMatchReward,
         FunctionReward,
         HTTPReward,
@@ -104,14 +111,15 @@ SECTIONS = {
     "algorithm": ("AlgorithmConfig", "DynamicSamplingConfig", "KLConfig", "PtxConfig", "TextsSource"),
     "data": ("DemonstrationsConfig", "DemonstrationsSource", "PreferencesConfig", "PreferencesSource",
              "ProcessRowsConfig", "ProcessRowsSource", "PromptsConfig", "PromptsSource", "StepsConfig"),
+    "environments": ("EnvironmentConfig", "EpisodeRunnerConfig", "EpisodeTimeouts", "FailurePolicy"),
     "estimators": ("DrGRPOEstimator", "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "RLOOEstimator",
                    "ReinforceBaselineEstimator", "ReinforceEstimator", "ReinforcePPEstimator"),
     "generation": ("GenerationConfig", "SamplingConfig", "WeightsConfig"),
     "learner": ("LoRAConfig", "OptimizerConfig", "PolicyConfig", "RewardLearnerConfig", "SFTLearnerConfig"),
     "losses": ("CISPOLoss", "ClipLoss", "ImportanceConfig"),
     "model": ("ArchitectureConfig", "ModelConfig", "NewModelConfig"),
-    "rewards": ("ExactMatchReward", "FunctionReward", "HTTPReward", "JSONSchemaReward", "ModelReward", "NumberReward",
-                "ProcessReward", "RegexReward", "VaderReward"),
+    "rewards": ("EnvironmentReward", "ExactMatchReward", "FunctionReward", "HTTPReward", "JSONSchemaReward",
+                "ModelReward", "NumberReward", "ProcessReward", "RegexReward", "VaderReward"),
     "run": ("ClusterConfig", "PlacementConfig", "PoolConfig", "RunConfig"),
     "stages": ("CriticConfig", "PPOConfig", "PreferencesStageConfig", "ProcessRewardConfig", "ReferenceConfig",
                "RewardModelConfig", "RewardModelTrainingConfig", "RewardScorerConfig", "SFTConfig",
@@ -124,7 +132,8 @@ HOMES = {name: module for module, names in SECTIONS.items() for name in names}
 
 __all__ = ["AlgorithmConfig", "ArchitectureConfig", "BufferConfig", "CISPOLoss", "CheckpointConfig", "ClipLoss",
            "ClusterConfig", "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig", "DemonstrationsSource",
-           "DrGRPOEstimator", "DynamicSamplingConfig", "EarlyStopConfig", "EvaluationConfig", "ExactMatchReward",
+           "DrGRPOEstimator", "DynamicSamplingConfig", "EarlyStopConfig", "EnvironmentConfig", "EnvironmentReward",
+           "EpisodeRunnerConfig", "EpisodeTimeouts", "EvaluationConfig", "ExactMatchReward", "FailurePolicy",
            "FunctionReward", "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "GenerationConfig", "HTTPReward",
            "ImportanceConfig", "JSONSchemaReward", "KLConfig", "LoRAConfig", "LoggingConfig", "ModelConfig",
            "ModelReward", "NewModelConfig", "NumberReward", "OptimizerConfig", "PPOConfig", "PlacementConfig",

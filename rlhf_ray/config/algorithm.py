@@ -115,16 +115,17 @@ class AlgorithmConfig(Section):
     """Clip scores to ± this before they become token rewards (many use 5 or 10); off when empty."""
     missing_eos_penalty: float | None = Field(None, ge=0)
     """Subtracted from the score of a response that has not ended, with a stop token or a stop string (TRL: 1.0 in its
-    examples); off if empty."""
+    examples), or of an episode that did not complete; off if empty."""
     overlong_buffer: int | None = Field(None, ge=1)
     """Number of tokens before generator.sampling.max_tokens over which a length penalty grows linearly (DAPO, Yu et al.
-    2025, soft overlong punishment); off if empty."""
+    2025, soft overlong punishment); off if empty. Of an episode, the sampled tokens count, up to
+    environments.NAME.max_tokens."""
     overlong_penalty: float = Field(1.0, gt=0)
     """Subtracted from the score of a response of maximum length, with `overlong_buffer` (DAPO: 1)."""
     overlong_filter: bool = False
-    """Leave truncated responses out of the losses, with a mask of 0: neither the sum nor the mean's denominator has
-    their tokens (TRL's mask_truncated_completions, SkyRL, NeMo-RL; off in all of them). Their scores still count for
-    their prompt's other samples."""
+    """Leave truncated responses, and episodes that did not complete, out of the losses, with a mask of 0: neither the
+    sum nor the mean's denominator has their tokens (TRL's mask_truncated_completions, SkyRL, NeMo-RL; off in all of
+    them). Their scores still count for their prompt's other samples."""
     critic_warmup_steps: int = Field(0, ge=0)
     """Number of first steps in which only the critic is trained (verl's critic_warmup)."""
     dynamic_sampling: DynamicSamplingConfig | None = None

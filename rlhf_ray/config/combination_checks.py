@@ -22,15 +22,19 @@ from rlhf_ray.config.derived import (
     placements_of,
     reward_sections,
     shares_one_gpu,
+    training_sample,
 )
 from rlhf_ray.config.estimators import GDPOEstimator
+from rlhf_ray.config.fields import changed_fields, format_value
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, PPOLearnerConfig
 from rlhf_ray.config.losses import CISPOLoss
-from rlhf_ray.config.rewards import ModelReward, ProcessReward
+from rlhf_ray.config.rewards import EnvironmentReward, ModelReward, ProcessReward
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.settled import value_at
+from rlhf_ray.config.settled import is_set, value_at
 from rlhf_ray.config.stages import (
+    TRAINING,
+    EvaluateConfig,
     PPOConfig,
     PreferencesStageConfig,
     ProcessRewardConfig,
@@ -44,6 +48,9 @@ BYTES_PER_TOKEN, BYTES_PER_VALUE = 25, 4
 """Bytes of a token in `records.Experience`: id, response mask, version and four numbers; one number more with a
 reference, and one with a critic."""
 MIB = 2**20
+TAKEN_NAMES = {"cause": "episodes/cause/NAME", "reward": "eval/reward/NAME"}
+"""Names that no environment may have, with the metrics that would be taken for its own (`episodes/ENVIRONMENT/NAME`,
+`eval/ENVIRONMENT/NAME`)."""
 
 
 def check_combinations(config: StageConfig) -> None:
@@ -55,7 +62,8 @@ def check_combinations(config: StageConfig) -> None:
     try:
         for stage, checks in CHECKS.items():
             for check in checks if isinstance(config, stage) else ():
-                check(config)
+                if not (check in OF_TRAINING and isinstance(config, EvaluateConfig)):
+                    check(config)
     except ValueError as problem:
         raise ConfigError(f"the configuration cannot run:\n  {problem}") from None
 
@@ -116,6 +124,18 @@ def check_derived(config: StageConfig) -> None:
                              "writes the list, so leave cluster.derived out") from None
 
 
+def check_no_training(config: EvaluateConfig) -> None:
+    """An evaluation makes no updates, and writes no metrics of steps."""
+    unused = (*TRAINING, "run.steps", "run.epochs", "run.auto_resume", "evaluation.every", "prompts.shuffle",
+              "generator.sleep_level", "cluster.max_learner_restarts",
+              *(f"logging.{name}" for name in ("tensorboard", "ray_metrics", "wandb_project", "mlflow_experiment",
+                                               "profile_step")))
+    for path, _, value in changed_fields(config):
+        if is_set(config, path) and any(path == name or path.startswith(f"{name}.") for name in unused):
+            raise ValueError(f"{path}={format_value(value)} has no effect: an evaluation makes no updates; leave it "
+                             "out")
+
+
 def check_all_prompts(config: PreferencesStageConfig) -> None:
     """Pairs are sampled for all prompts."""
     if config.prompts.held_out:
@@ -174,6 +194,56 @@ def check_critic_start(config: PPOConfig) -> None:
     if derive(config).starts_critic and config.critic.init == "reward" and len(models) != 1:
         raise ValueError(f"critic.init=reward starts the critic from the only reward of type model, but "
                          f"rewards has {len(models) or 'none'}; use critic.init=policy, or one such reward")
+
+
+def check_environments(config: PPOConfig) -> None:
+    """An episode has room after its prompt, names are those of metrics, and what is computed of an episode is
+    defined."""
+    for name, environment in config.environments.items():
+        if name in TAKEN_NAMES:
+            raise ValueError(f"environments: {name!r} is also part of the names of other metrics "
+                             f"({TAKEN_NAMES[name]}); give the environment another name")
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ValueError(f"environments: {name!r} is not a valid name of an environment (it becomes part of metric "
+                             "names); use letters, digits, _ and -")
+        if environment.max_tokens <= config.prompts.max_tokens:
+            raise ValueError(f"environments.{name}.max_tokens={environment.max_tokens} counts an episode's prompt too, "
+                             f"and prompts may have prompts.max_tokens={config.prompts.max_tokens}: nothing could be "
+                             "sampled after such a one; raise the first, or lower the second")
+    of_environment = [name for name, reward in config.rewards.items() if isinstance(reward, EnvironmentReward)]
+    if of_environment and not config.environments:
+        raise ValueError(f"rewards.{of_environment[0]} is of type environment, but there are no environments; add one "
+                         "(environments: {NAME: {path: file.py:name}}), or use another reward")
+    if len(of_environment) > 1:
+        raise ValueError(f"rewards.{of_environment[0]} and rewards.{of_environment[1]} are both of type environment, "
+                         "which is one number; keep one, with the sum of their weights")
+    _check_longest_episodes(config)
+    _check_failures_trained_on(config)
+    process = [name for name, reward in config.rewards.items() if isinstance(reward, ProcessReward)]
+    if config.environments and process:
+        raise ValueError(f"rewards.{process[0]} is of type process, which judges the steps of one response, and a "
+                         "sample is an episode of several turns here; use another reward, or leave environments out")
+
+
+def _check_longest_episodes(config: PPOConfig) -> None:
+    """The length penalty is full at one length."""
+    lengths = {name: each.max_tokens for name, each in config.environments.items()}
+    if config.algorithm.overlong_buffer is not None and len(set(lengths.values())) > 1:
+        each = ", ".join(f"environments.{name}.max_tokens={length}" for name, length in lengths.items())
+        raise ValueError(f"algorithm.overlong_buffer={config.algorithm.overlong_buffer} counts from the longest "
+                         f"episode, and environments differ in it ({each}); give all the same max_tokens, or leave "
+                         "overlong_buffer out (null, with a preset that sets it)")
+
+
+def _check_failures_trained_on(config: PPOConfig) -> None:
+    """What is to be trained on is not left out of the losses."""
+    for name, environment in config.environments.items() if config.algorithm.overlong_filter else ():
+        policies = dict(environment.on_failure)
+        for cause in ("parse", "timeout", "environment"):
+            if policies[cause] in ("train", "zero"):
+                raise ValueError(f"environments.{name}.on_failure.{cause}={policies[cause]} trains on episodes that "
+                                 "algorithm.overlong_filter leaves out of the losses, since they did not complete; set "
+                                 "it to mask, or leave overlong_filter out")
 
 
 def check_groups(config: PPOConfig) -> None:
@@ -242,10 +312,13 @@ def check_ratio(config: PPOConfig) -> None:
 
 def check_overlong_buffer(config: PPOConfig) -> None:
     """The length penalty begins within a response."""
-    buffer, longest = config.algorithm.overlong_buffer, config.generator.sampling.max_tokens
+    buffer = config.algorithm.overlong_buffer
+    longest, field = config.generator.sampling.max_tokens, "generator.sampling.max_tokens"
+    if config.environments:
+        longest, field = training_sample(config)
     if buffer is not None and buffer > longest:
         raise ValueError(f"algorithm.overlong_buffer={buffer} is more than the maximum response length, "
-                         f"generator.sampling.max_tokens={longest}; lower it to a part of that")
+                         f"{field}={longest}; lower it to a part of that")
 
 
 def check_sampling(config: PPOConfig) -> None:
@@ -344,17 +417,16 @@ def check_chunks(config: PPOConfig) -> None:
 def check_buffer(config: PPOConfig) -> None:
     """The buffer holds the bytes of the largest possible batch."""
     buffer, samples = config.buffer, config.coordinator.samples_per_step
-    longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
-    masks = mask_bytes(config.generator.sampling, longest)
+    longest, fields = training_sample(config)
+    masks = mask_bytes(config.generator.sampling, longest, longest if config.environments else None)
     batch_mb = -(-samples * (longest * experience_bytes_per_token(config) + masks) // MIB)
     capacity_mb = buffer_capacity_mb(buffer, config.cluster)
     if capacity_mb is not None and capacity_mb < batch_mb:
         name = "buffer.capacity_mb" if buffer.capacity_mb else "half of cluster.object_store_mb"
         raise ValueError(
             f"{name}={capacity_mb} may not hold one batch: {samples} samples of up to {longest} tokens "
-            f"(prompts.max_tokens + generator.sampling.max_tokens) are {batch_mb} MiB of experience, and a "
-            "buffer smaller than a batch waits for ever; raise it, or lower coordinator.prompts_per_step or "
-            "max_tokens")
+            f"({fields}) are {batch_mb} MiB of experience, and a buffer smaller than a batch waits for ever; raise it, "
+            "or lower coordinator.prompts_per_step or max_tokens")
 
 
 def check_micro_batches(config: PPOConfig) -> None:
@@ -363,15 +435,15 @@ def check_micro_batches(config: PPOConfig) -> None:
     local = any(isinstance(reward, ModelReward | ProcessReward) for reward in reward_sections(config).values())
     scorers = [*(["reference"] if derived.starts_reference else []), *(["reward"] if local else [])]
     for role in (*learners, *scorers):
-        budget, response = getattr(config, role).micro_batch_tokens, derived.longest_response
-        field = derived.longest_response_field
-        if role in learners and not (role == "policy" and derived.policy_is_reference):  # processes none held out
-            response, field = config.generator.sampling.max_tokens, "generator.sampling.max_tokens"
-        longest = config.prompts.max_tokens + response
+        budget = getattr(config, role).micro_batch_tokens
+        longest, field = training_sample(config)
+        if role not in learners or (role == "policy" and derived.policy_is_reference):  # held-out ones, too
+            longest = derived.longest_sample
+            field = re.sub(r"=\d+", "", derived.longest_sample_field)
         if budget < longest:
             raise ValueError(
-                f"{role}.micro_batch_tokens={budget} is less than the longest sample, prompts.max_tokens + {field} "
-                f"= {longest}; raise it to at least that")
+                f"{role}.micro_batch_tokens={budget} is less than the longest sample, {field} = {longest}; raise it to "
+                "at least that")
     if config.ptx and config.policy.micro_batch_tokens < config.ptx.max_tokens:
         raise ValueError(f"policy.micro_batch_tokens={config.policy.micro_batch_tokens} is less than "
                          f"ptx.max_tokens={config.ptx.max_tokens}; raise it to at least that, or lower "
@@ -441,14 +513,21 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     RewardModelConfig: (check_best_metric,),
     ProcessRewardConfig: (check_best_metric,),
     PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
+    EvaluateConfig: (check_no_training,),
     PPOConfig: (
-        check_backbone, check_target_kl, check_reward_components, check_critic_start,
+        check_backbone, check_target_kl, check_environments, check_reward_components, check_critic_start,
         check_dynamic_sampling, check_groups, check_decoupled_rewards, check_held_out, check_ratio,
         check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches, check_chunks,
         check_buffer, check_micro_batches, check_transport, check_phases, check_schedules,
     ),
 }
 """The checks of a configuration and of those derived from it, in the order in which they are made."""
+OF_TRAINING = frozenset({
+    check_backbone, check_target_kl, check_critic_start, check_dynamic_sampling, check_groups, check_decoupled_rewards,
+    check_ratio, check_overlong_buffer, check_best_metric, check_mini_batches, check_chunks, check_buffer,
+    check_transport, check_phases, check_schedules,
+})
+"""Those of a PPO run that an evaluation alone does not need."""
 
 
 def experience_bytes_per_token(config: PPOConfig) -> int:
@@ -456,14 +535,20 @@ def experience_bytes_per_token(config: PPOConfig) -> int:
     return BYTES_PER_TOKEN + BYTES_PER_VALUE * (config.algorithm.has_critic + derive(config).uses_reference)
 
 
-def mask_bytes(sampling: SamplingConfig, longest: int) -> int:
+def mask_bytes(sampling: SamplingConfig, longest: int, sampled: int | None = None) -> int:
     """Bytes of the sampling masks of the longest sample (`records.SampleRows.mask_sizes` and `mask_tokens`), of
-    `longest` tokens, without tokens that are as likely as the k-th, and with one stop token."""
+    `longest` tokens, without tokens that are as likely as the k-th, and with one stop token.
+
+    Args:
+        sampled: tokens of it that the policy samples at most; those of one response if None.
+    """
     if sampling.top_k:
-        return 4 * (longest + sampling.max_tokens * sampling.top_k)
-    return 4 * (longest + sampling.min_tokens) if sampling.min_tokens else 0
+        return 4 * (longest + (sampled or sampling.max_tokens) * sampling.top_k)
+    return 4 * (longest + (sampled or sampling.min_tokens)) if sampling.min_tokens else 0
 
 
 def _learners(config: PPOConfig) -> dict[str, PPOLearnerConfig]:
     """Sections of the learners that are started."""
+    if isinstance(config, EvaluateConfig):
+        return {}
     return {"policy": config.policy, **({"critic": config.critic} if derive(config).starts_critic else {})}

@@ -220,7 +220,8 @@ _PPO = (
         ("reference.*",), lambda config, _: not derive(config).policy_is_reference,
         "with policy.lora the policy's frozen base is the reference", "name another model with reference.path"),
     ConditionalFields(
-        ("reward.quarantine_limit",), lambda _, reward: reward.on_failure == "quarantine",
+        ("reward.quarantine_limit",),
+        lambda config, reward: reward.on_failure == "quarantine" or bool(config.environments),
         "with reward.on_failure=fail the first sample without a score ends the run", "set on_failure to quarantine"),
     ConditionalFields(
         ("reward.micro_batch_tokens", "reward.shards"),
@@ -243,7 +244,31 @@ _PPO = (
     ConditionalFields(
         ("evaluation.solved_at",),
         lambda config, _: any(isinstance(r, FunctionReward | HTTPReward) for r in config.rewards.values()),
-        "none of `rewards` is a function or a service (verifiable rewards have their own `right`)", "add one"),
+        "none of `rewards` is a function or a service (verifiable rewards have their own `right`, and that of "
+        "environments its own `solved_at`)", "add one"),
+    ConditionalFields(
+        ("episode_runner.*",), lambda config, _: bool(config.environments),
+        "there are no environments, so no episodes are run", "add an environment", warns=True),
+    ConditionalFields(
+        ("episode_runner.column",), lambda config, _: len(config.environments) > 1,
+        "there is one environment, which every row uses", "add another one", warns=True),
+    ConditionalFields(
+        ("environments.*.processes",), lambda _, environment: not environment.isolated,
+        "isolated=true gives each episode a process of its own", "set isolated to false", warns=True),
+    ConditionalFields(
+        ("environments.*.processes",), lambda _, environment: environment.processes <= environment.concurrency,
+        "at most concurrency={section.concurrency} episodes are open, so no more processes than these start",
+        "raise concurrency", warns=True),
+    ConditionalFields(
+        ("environments.*.on_failure.retries",),
+        lambda _, policy: "retry" in (policy.timeout, policy.environment),
+        "on_failure begins no episode again (timeout={section.timeout}, environment={section.environment})",
+        "set one of them to retry", warns=True),
+    *(ConditionalFields(
+        (f"environments.*.timeout_s.{name}",),
+        lambda _, limits, name=name: getattr(limits, name) <= limits.episode,  # type: ignore[misc]
+        "the episode ends before, after timeout_s.episode={section.episode:g} s", "raise that", warns=True)
+      for name in ("reset", "step")),
     ConditionalFields(
         ("early_stop.patience",),
         lambda _, stop: stop.kl_above is not None or stop.reward_below_start is not None,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from rlhf_ray.config.algorithm import OldLogprobs
 from rlhf_ray.config.data import EvaluationPrompts, PromptsConfig
+from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.estimators import GDPOEstimator
 from rlhf_ray.config.generation import (
     BUCKET_BETWEEN_GPUS_MB,
@@ -15,12 +16,20 @@ from rlhf_ray.config.generation import (
 )
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.config.rewards import FunctionReward, HTTPReward, ModelReward, RewardConfig, VerifiableReward
+from rlhf_ray.config.rewards import (
+    EnvironmentReward,
+    FunctionReward,
+    HTTPReward,
+    ModelReward,
+    RewardConfig,
+    VerifiableReward,
+)
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.settled import is_set
 from rlhf_ray.config.stages import (
     CriticConfig,
+    EvaluateConfig,
     PPOConfig,
     PreferencesStageConfig,
     ProcessRewardConfig,
@@ -60,7 +69,9 @@ class Derived:
     longest_response_field: str
     """The field that sets it."""
     longest_sample: int
-    """Maximum tokens of a prompt and its response, in training or evaluation."""
+    """Maximum tokens of a prompt and its response, or of an episode, in training or evaluation."""
+    longest_sample_field: str
+    """The fields that set it, with their values: "prompts.max_tokens=64 + generator.sampling.max_tokens=32"."""
     evaluation_prompts: PromptsConfig | None
     """The section of `evaluation.prompts`, with missing fields taken from the training prompts; None if it names no
     data set."""
@@ -70,6 +81,8 @@ class Derived:
     solved_at: dict[str, float]
     """Minimum score at which a component of the rewards counts as solved, by name; pass@k is reported for these
     only."""
+    solved_by: str | None
+    """The component that environments give; None without environments."""
 
     @property
     def policy_is_reference(self) -> bool:
@@ -85,6 +98,28 @@ class Derived:
         return f"{base}{self.reference_model.path}"
 
 
+def training_sample(config: PPOConfig) -> tuple[int, str]:
+    """Tokens of the longest prompt and response, or episode, under training, and the fields that set it:
+    "prompts.max_tokens + generator.sampling.max_tokens"."""
+    prompts = config.prompts.max_tokens
+    sampling = config.generator.sampling.max_tokens
+    if not config.environments:
+        return prompts + sampling, "prompts.max_tokens + generator.sampling.max_tokens"
+    name = longest_environment(config)
+    return config.environments[name].max_tokens, f"environments.{name}.max_tokens"
+
+
+def longest_environment(config: PPOConfig) -> str:
+    """Name of the environment with the longest episodes."""
+    return max(config.environments, key=lambda name: config.environments[name].max_tokens)
+
+
+def open_episodes(config: PPOConfig) -> int:
+    """Episodes that are open at the same time at most: those in flight, as far as the runners have places for them."""
+    places = config.episode_runner.workers * sum(each.concurrency for each in config.environments.values())
+    return min(places, concurrency_of(config.coordinator, config.generator))
+
+
 def longest_row(config: StageConfig) -> int:
     """Tokens of the longest row, or pair of rows, which a learner's micro-batch must hold."""
     if isinstance(config, PPOConfig):
@@ -93,6 +128,18 @@ def longest_row(config: StageConfig) -> int:
         return config.longest_sample
     longest: int = config.data.max_tokens  # type: ignore[attr-defined]
     return 2 * longest if isinstance(config, RewardModelConfig) else longest
+
+
+def over_context(tokens: int, fields: str, model: str, context: int) -> str:
+    """The message about samples that are longer than a model's context.
+
+    Args:
+        tokens: of the longest sample.
+        fields: which set it, as in `Derived.longest_sample_field`.
+    """
+    several = " + " in fields
+    total = f"{fields} = {tokens} tokens is" if several else f"{fields} tokens are"
+    return f"{total} over the context of {model!r}, {context}; lower {'one of them' if several else 'it'}"
 
 
 def unset_micro_batches(config: StageConfig) -> list[str]:
@@ -136,6 +183,11 @@ def derive(config: PPOConfig) -> Derived:
     responses = {"generator.sampling.max_tokens": training.max_tokens}
     if held_out is not None:
         responses["evaluation.sampling.max_tokens"] = held_out.max_tokens
+    prompt = f"prompts.max_tokens={config.prompts.max_tokens} + "
+    if config.environments:  # an episode's tokens include those of its prompt
+        name = longest_environment(config)
+        responses = {f"environments.{name}.max_tokens": config.environments[name].max_tokens}
+        prompt = ""
     longest = max(responses, key=responses.__getitem__)
     return Derived(
         uses_reference=uses_reference,
@@ -147,10 +199,13 @@ def derive(config: PPOConfig) -> Derived:
             reward_models[0] if config.critic.init == "reward" and reward_models else config.model),
         old_logprobs="update" if update_gives_old_logprobs(config) else config.algorithm.old_logprobs,
         longest_response=responses[longest], longest_response_field=longest,
-        longest_sample=config.prompts.max_tokens + responses[longest],
+        longest_sample=responses[longest] + (0 if config.environments else config.prompts.max_tokens),
+        longest_sample_field=f"{prompt}{longest}={responses[longest]}",
         evaluation_prompts=_evaluation_prompts(config),
         evaluates_the_policy_itself=held_out is None or held_out.same_distribution(training),
         solved_at=_solved_at(config),
+        solved_by=next((name for name, reward in config.rewards.items() if isinstance(reward, EnvironmentReward)),
+                       None),
     )
 
 
@@ -196,11 +251,12 @@ def update_gives_old_logprobs(config: PPOConfig) -> bool:
 
 def placements_of(config: StageConfig) -> dict[str, PlacementConfig]:
     """Placements of the roles that a stage starts, by section: of PPO the critic only if it is a separate model, the
-    reference only if it is needed and not the policy's frozen base."""
+    reference only if it is needed and not the policy's frozen base; of an evaluation no learner."""
     sections = {name: getattr(config, name) for name in type(config).model_fields}
     if isinstance(config, PPOConfig):
         derived = derive(config)
-        starts = {"critic": derived.starts_critic, "reference": derived.starts_reference}
+        starts = {"critic": derived.starts_critic, "reference": derived.starts_reference,
+                  "episode_runner": bool(config.environments), "policy": not isinstance(config, EvaluateConfig)}
         sections = {name: section for name, section in sections.items() if starts.get(name, True)}
     return {name: section for name, section in sections.items() if isinstance(section, PlacementConfig)}
 
@@ -222,6 +278,23 @@ def concurrency_of(coordinator: CoordinatorConfig, generator: GenerationConfig, 
     `generator.workers` if None."""
     workers = generator.workers if generators is None else generators
     return coordinator.concurrency or workers * generator.samples_in_flight
+
+
+def episodes_deadline_s(config: PPOConfig) -> float:
+    """Seconds for the episodes of one call to a runner: an environment may have to play all samples in flight, as many
+    at a time as its `concurrency`, and each wave lasts until the deadlines of its episodes and of closing them, for as
+    often as they may begin."""
+    in_flight = concurrency_of(config.coordinator, config.generator)
+    waves = [(-(-in_flight // each.concurrency) * (1 + _retries(each)), each.timeout_s)
+             for each in config.environments.values()]
+    longest = max((number * (limit.episode + 2 * limit.step) for number, limit in waves), default=0.0)
+    return longest + config.cluster.call_timeout_s
+
+
+def _retries(environment: EnvironmentConfig) -> int:
+    """How often an episode may begin again."""
+    policy = environment.on_failure
+    return policy.retries if "retry" in (policy.timeout, policy.environment) else 0
 
 
 def buffer_capacity_mb(buffer: BufferConfig, cluster: ClusterConfig) -> int | None:
@@ -286,6 +359,8 @@ def _evaluation_prompts(config: PPOConfig) -> PromptsConfig | None:
 def _solved_at(config: PPOConfig) -> dict[str, float]:
     scores = {name: reward.right for name, reward in config.rewards.items()
               if isinstance(reward, VerifiableReward) and reward.right > reward.wrong}
+    scores |= {name: reward.solved_at for name, reward in config.rewards.items()
+               if isinstance(reward, EnvironmentReward)}
     other = config.evaluation.solved_at if config.evaluation else None
     if other is not None:
         scores |= {name: other for name, reward in config.rewards.items()
@@ -308,7 +383,8 @@ def evaluation_metrics(config: SFTConfig | RewardModelConfig | ProcessRewardConf
         "kl": derived.uses_reference and derived.evaluates_the_policy_itself, "perplexity": derived.uses_reference,
         "gold": config.logging.judge is not None, "unscored": config.reward.on_failure == "quarantine",
     }
-    return {"reward", "length", "finished", "distinct", "distinct_bigrams", "responses",
+    episodes = {"solved", "failed", "turns"} if config.environments else set()
+    return {"reward", "length", "finished", "distinct", "distinct_bigrams", "responses", *episodes,
             *(name for name, measured in optional.items() if measured),
             *(f"reward/{name}" for name in config.rewards),
             *(f"pass@{k}/{name}" for name in derived.solved_at for k in powers)}

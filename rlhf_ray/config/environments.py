@@ -1,10 +1,11 @@
 """Environments of episodes: where they are, how long they may take, and what their failures mean."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rlhf_ray.config.paths import UserPath
+from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section
 
 Cause = Literal[
@@ -46,17 +47,24 @@ class FailurePolicy(Section):
     """How often an episode is begun again at most."""
 
 
+def _with_name(path: str) -> str:
+    module, _, name = path.rpartition(":")
+    if not (module and name.isidentifier()):
+        raise ValueError(f"{path!r} does not say what in the file is meant; write file.py:name or module:name")
+    return path
+
+
 class EnvironmentConfig(Section):
     """One environment."""
 
-    path: UserPath
+    path: Annotated[UserPath, AfterValidator(_with_name)]
     """Tools, a class with tools, or an environment: `file.py:name` or `module:name`. A list of functions is tools,
     too."""
     max_turns: int = Field(16, ge=1)
     """Turns of an episode at most."""
     max_tokens: int = Field(16384, ge=2)
-    """Tokens of an episode at most: prompt, what the policy samples, and what the environment answers. A turn has at
-    most `generator.sampling.max_tokens`."""
+    """Tokens of an episode at most: prompt, what the policy samples, and what the environment answers; of each segment,
+    where the chat template rewrites history. A turn has at most `generator.sampling.max_tokens`."""
     timeout_s: EpisodeTimeouts = Field(default_factory=EpisodeTimeouts)
     """Deadlines."""
     on_failure: FailurePolicy = Field(default_factory=FailurePolicy)
@@ -72,3 +80,10 @@ class EnvironmentConfig(Section):
     """Give each episode a process of its own, which costs the start of one."""
     memory_mib: int | None = Field(4096, ge=64)
     """Memory that a process may allocate, in MiB; empty for no bound."""
+
+
+class EpisodeRunnerConfig(PlacementConfig):
+    """Workers that run episodes: they call generators and environments, and wait."""
+
+    column: str = "environment"
+    """Column of the prompts' rows that names the environment, where there are several."""

@@ -34,6 +34,8 @@ from rlhf_ray.config.presets import PRESETS
 from rlhf_ray.config.run import RunConfig
 from rlhf_ray.config.settled import value_at, with_settled
 from rlhf_ray.config.stages import (
+    TRAINING,
+    EvaluateConfig,
     GRPOConfig,
     PPOConfig,
     PreferencesStageConfig,
@@ -62,8 +64,10 @@ COMMANDS: dict[str, type[StageConfig]] = {
     "grpo": GRPOConfig,
     "rloo": RLOOConfig,
     "reinforce": ReinforceConfig,
+    "evaluate": EvaluateConfig,
 }
-"""Command -> configuration of its stage: the stage `ppo` has four, with different defaults."""
+"""Command -> configuration of its stage: the stage `ppo` has four, with different defaults, and `evaluate` takes a file
+of any of these."""
 STARTED_WITH = (("algorithm", "estimator", "type"), ("algorithm", "epochs"), ("algorithm", "kl", "coef"),
                 ("coordinator", "samples_per_prompt"))
 """Fields whose defaults the commands of the stage `ppo` differ in."""
@@ -71,7 +75,8 @@ STARTED_WITH = (("algorithm", "estimator", "type"), ("algorithm", "epochs"), ("a
 
 def module_of(command: str) -> str:
     """The module of a command's stage in `rlhf_ray.stages`."""
-    return "ppo" if issubclass(COMMANDS[command], PPOConfig) else command.replace("-", "_")
+    trains = issubclass(COMMANDS[command], PPOConfig) and command != "evaluate"
+    return "ppo" if trains else command.replace("-", "_")
 
 
 def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bool = False,
@@ -92,6 +97,8 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bo
     """
     _refuse_unknown_options(cls, overrides)
     file = read_yaml(Path(path)) if path is not None else Layer({})
+    if issubclass(cls, EvaluateConfig):
+        file = _without_training(file)
     layers = [file, read_environment(cls), read_overrides(overrides, cls)]
     _refuse_unknown_variables(cls)
     values = merge(cls, layers)
@@ -107,6 +114,36 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bo
         if later is None:
             raise
         return later
+
+
+OF_RUN = {"run": ("seed",), "logging": ("judge", "samples")}
+"""Section -> the keys that an evaluation takes from a file for training; the others are of the training run."""
+OF_STEPS = (("evaluation", "every"), ("prompts", "shuffle"), ("generator", "sleep_level"),
+            ("cluster", "max_learner_restarts"))
+"""What else it leaves out of such a file: section and key."""
+
+
+def _without_training(file: Layer) -> Layer:
+    """A file for training without what an evaluation does not use: the sections of training, places and lengths of the
+    run, a reference that only a KL penalty needs, and what was derived from the machines of the run."""
+    values = {name: dict(section) if isinstance(section, dict) else section for name, section in file.values.items()
+              if name not in TRAINING}
+    for name, keys in OF_RUN.items():
+        if isinstance(values.get(name), dict):
+            values[name] = {key: value for key, value in values[name].items() if key in keys}
+    if isinstance(reference := values.get("reference"), dict) and not reference.get("path"):
+        del values["reference"]
+    for name, key in OF_STEPS:
+        if isinstance(section := values.get(name), dict):
+            section.pop(key, None)
+    cluster = values.get("cluster")
+    for path in (cluster.pop("derived", None) if isinstance(cluster, dict) else None) or ():
+        section, _, key = str(path).partition(".")
+        if not key:
+            values.pop(section, None)
+        elif isinstance(values.get(section), dict):
+            values[section].pop(key, None)
+    return Layer(values, file.origins)
 
 
 def _resolved(cls: type[C], values: dict[str, Any], layers: list[Layer]) -> C:
@@ -247,7 +284,8 @@ def _still_derived(layers: list[Layer]) -> list[str]:
 
 def as_yaml(config: StageConfig) -> str:
     """A configuration as YAML that `load` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    unused = set(TRAINING) if isinstance(config, EvaluateConfig) else None
+    return yaml.safe_dump(config.model_dump(mode="json", exclude=unused), sort_keys=False, allow_unicode=True)
 
 
 def _refuse_unknown_options(cls: type[StageConfig], overrides: list[str]) -> None:

@@ -175,6 +175,18 @@ class VaderReward(Section):
     """Factor of this component in the sum; negative for a penalty."""
 
 
+class EnvironmentReward(Section):
+    """The rewards that the environment of an episode gives: of each turn on the last token that the policy sampled in
+    it, and of the whole episode (`get_reward`) on its last."""
+
+    type: Literal["environment"]
+    """The sum of the environment's rewards. It is the default where `environments` has any."""
+    weight: float = 1.0
+    """Factor of this component in the sum; negative for a penalty."""
+    solved_at: float = 1.0
+    """Sum of rewards from which an episode counts as solved, in evaluations."""
+
+
 class HTTPReward(Section):
     """A service that scores batches over HTTP, such as `rlhf-ray serve-reward`."""
 
@@ -232,7 +244,7 @@ def _with_type(given: Any) -> Any:
 
 RewardConfig = Annotated[
     ModelReward | ProcessReward | HTTPReward | FunctionReward | ExactMatchReward | NumberReward | RegexReward
-    | JSONSchemaReward | VaderReward,
+    | JSONSchemaReward | VaderReward | EnvironmentReward,
     Field(discriminator="type"), BeforeValidator(_with_type),
 ]
 

@@ -21,6 +21,7 @@ from rlhf_ray.config.data import (
     PromptsConfig,
     StepsConfig,
 )
+from rlhf_ray.config.environments import EnvironmentConfig, EpisodeRunnerConfig
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig, PPOLearnerConfig, RewardLearnerConfig, SFTLearnerConfig
 from rlhf_ray.config.model import ModelConfig, StartModel
@@ -173,6 +174,12 @@ class PreferencesStageConfig(StageConfig):
         """Tokens of the longest prompt with the longest response."""
         return self.prompts.max_tokens + self.generator.sampling.max_tokens
 
+    @property
+    def longest_sample_field(self) -> str:
+        """As in `Derived`."""
+        return (f"prompts.max_tokens={self.prompts.max_tokens} + "
+                f"generator.sampling.max_tokens={self.generator.sampling.max_tokens}")
+
 
 def check_revision(path: str | None, revision: str | None) -> None:
     """Refuse a revision of no model."""
@@ -256,7 +263,8 @@ class RewardScorerConfig(ScorerConfig):
 
     on_failure: Literal["fail", "quarantine"] = "fail"
     """If a sample cannot be scored: "fail" ends the run; "quarantine" replaces its prompt by another one and lists it
-    in quarantine.jsonl. A reward source that fails as a whole ends the run in both cases."""
+    in quarantine.jsonl. A reward source that fails as a whole ends the run in both cases. Episodes that failed follow
+    `environments.NAME.on_failure`."""
     quarantine_limit: float = Field(0.01, gt=0, le=1)
     """Maximum share of prompts in quarantine (at least one is allowed). If more than 1 in 100 cannot be scored, the
     reward is more likely to be broken than the prompts, and the remaining data is a biased selection."""
@@ -268,11 +276,21 @@ class PPOConfig(StageConfig):
     model: ModelConfig
     """Policy to start from; also the frozen reference, unless `reference.path` names another."""
     rewards: dict[str, RewardConfig] = Field(min_length=1)
-    """Named reward components, whose weighted sum is the score."""
+    """Named reward components, whose weighted sum is the score. With `environments`, a component `environment` of type
+    environment is added if there is none of that type."""
     prompts: PromptsConfig
     """Prompts that rollouts start from."""
     generator: Annotated[GenerationConfig, _GENERATOR] = Field(default_factory=GenerationConfig)
     """vLLM rollout workers."""
+    environments: dict[str, EnvironmentConfig] = Field(default_factory=dict)
+    """Environments in which the policy acts over several turns, by name; empty: each sample is one response. With
+    several, the rows' column `episode_runner.column` chooses one."""
+    episode_runner: Annotated[EpisodeRunnerConfig, RoleFacts(
+        worker="episode_runner", station="generation", phase="episodes", colour="episode_runner",
+        advice="faster environments, more of their processes (environments.NAME.processes), or more runners "
+               "(episode_runner.workers)",
+    )] = Field(default_factory=EpisodeRunnerConfig)
+    """Workers that run the episodes, on CPUs; started if there are `environments`."""
     reference: Annotated[ReferenceConfig, RoleFacts(
         worker="reference_scorer", station="scoring", phase="reference", colour="reference",
         advice="more reference scorers (reference.workers)",
@@ -319,14 +337,32 @@ class PPOConfig(StageConfig):
 
     @model_validator(mode="before")
     @classmethod
+    def _environments_reward(cls, given: Any) -> Any:
+        """Environments give rewards, unless `rewards` says how."""
+        if not isinstance(given, dict) or not given.get("environments"):
+            return given
+        rewards = given.get("rewards") or {}
+        if not isinstance(rewards, dict):  # reported with the other problems
+            return given
+        if any((as_set(reward) or {}).get("type") == "environment" for reward in rewards.values()):
+            return given
+        return {**given, "rewards": {"environment": {"type": "environment"}, **rewards}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _from_preset(cls, given: Any) -> Any:
         """Fill in what `algorithm.preset` has for several sections and nobody set."""
         preset = (as_set(given.get("algorithm")) or {}).get("preset") if isinstance(given, dict) else None
         if preset is None:
             return given
         sampling = as_set((as_set(given.get("generator")) or {}).get("sampling")) or {}
+        environments = as_set(given.get("environments")) or {}
+        # The longest response is that of an episode, where there are environments.
+        section = EnvironmentConfig if environments else SamplingConfig
+        default = section.model_fields["max_tokens"].default
+        lengths = [(as_set(each) or {}).get("max_tokens", default) for each in environments.values() or [sampling]]
         try:
-            longest = int(sampling.get("max_tokens", SamplingConfig.model_fields["max_tokens"].default))
+            longest = max(map(int, lengths))
         except (TypeError, ValueError):  # reported with the other problems
             return given
         return fill(given, preset, wholes={"generator.sampling.max_tokens": longest})
@@ -340,6 +376,45 @@ class GRPOConfig(PPOConfig):
     """Losses and their hyperparameters."""
     coordinator: GRPOGroups = Field(default_factory=GRPOGroups)
     """Batch size, staleness and concurrency."""
+
+
+TRAINING = ("policy", "critic", "ptx", "algorithm", "coordinator", "buffer", "weights", "checkpoint", "early_stop")
+"""Sections of a PPO run that an evaluation alone does not use."""
+
+
+class EvaluateConfig(PPOConfig):
+    """`rlhf-ray evaluate`: a model on its held-out prompts, in environments or by rewards alone, without training. The
+    sections `TRAINING` have no effect, and no reference is started unless `reference.path` names one."""
+
+    algorithm: GRPOAlgorithm = Field(default_factory=GRPOAlgorithm)
+    """Not used."""
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    """Held-out prompts, and how responses are sampled; without `prompts.held_out` and data of its own, all prompts."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_prompts(cls, given: Any) -> Any:
+        """Without held-out rows, and without data of its own, the evaluation takes those of `prompts`."""
+        prompts = as_set(given.get("prompts")) if isinstance(given, dict) else None
+        evaluation = as_set((given.get("evaluation") or {}) if isinstance(given, dict) else None)
+        if prompts is None or evaluation is None or prompts.get("held_out"):
+            return given
+        if evaluation.get("prompts") is not None or evaluation.get("mix"):
+            return given
+        names = ("subset", "revision", "split", "column")
+        taken: dict[str, Any] = {name: prompts[name] for name in names if name in prompts}
+        if prompts.get("path") is not None:
+            taken["prompts"] = prompts["path"]
+        if isinstance(mix := prompts.get("mix"), list):
+            parts = [as_set(part) for part in mix]
+            if None in parts:  # reported with the other problems
+                return given
+            taken["mix"] = [{name: value for name, value in (part or {}).items() if name != "weight"}
+                            for part in parts]
+        limits = (prompts.get("limit"), evaluation.get("limit", EvaluationConfig.model_fields["limit"].default))
+        if known := [limit for limit in limits if isinstance(limit, int)]:
+            taken["limit"] = min(known)
+        return {**given, "evaluation": {**evaluation, **taken}}
 
 
 class RLOOConfig(PPOConfig):

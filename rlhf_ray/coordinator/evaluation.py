@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.chunk_calls import ChunkCalls
-from rlhf_ray.coordinator.rollout_source import PromptSource, RolloutSource, chunks_at_a_time
+from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Columns
+from rlhf_ray.coordinator.rollout_source import EpisodeSource, PromptSource, RolloutSource, chunks_at_a_time
 from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import EvaluationPart, SampleKey
 from rlhf_ray.replay.chunk import Chunk
@@ -23,12 +23,24 @@ TEXTS = 8
 
 
 @dataclass(frozen=True)
+class Measured:
+    """A chunk of held-out samples that was measured."""
+
+    part: Call[EvaluationPart]
+    chunk: Chunk
+    columns: Columns
+    """Of `ChunkCalls.score`."""
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """One measurement."""
 
     metrics: dict[str, float]
     texts: list[dict[str, Any]]
     """Some responses: prompt, response, and messages of a prompt that is a conversation."""
+    chunks: tuple[Measured, ...] = ()
+    """All chunks, if the evaluator keeps them; what roles computed for them stays in the object store meanwhile."""
 
 
 class Evaluator:
@@ -42,8 +54,14 @@ class Evaluator:
     """
 
     def __init__(self, config: PPOConfig, derived: Derived, roles: RoleGroups, calls: ChunkCalls,
-                 prompts: PromptSource, warn: Callable[[str], None] = lambda _: None) -> None:
-        """`config` has a section `evaluation`."""
+                 prompts: PromptSource, warn: Callable[[str], None] = lambda _: None, keeps_chunks: bool = False,
+                 advanced: Callable[[int], None] = lambda _: None) -> None:
+        """
+        Args:
+            config: has a section `evaluation`.
+            keeps_chunks: whether an `Evaluation` has its chunks.
+            advanced: called with the number of samples that were measured since the last call.
+        """
         assert config.evaluation is not None
         self._config = config
         self._evaluation = config.evaluation
@@ -51,8 +69,10 @@ class Evaluator:
         self._roles = roles
         self._calls = calls
         self._warn = warn
+        self._keeps_chunks = keeps_chunks
+        self._advanced = advanced
         self._rollouts = RolloutSource(roles.dispatcher(roles.generators), prompts, self._evaluation.seed,
-                                       self._evaluation.sampling)
+                                       self._evaluation.sampling, EpisodeSource.of(config, roles, held_out=True))
         self.rows = prompts.rows
         self._slots = self._present_slots()
         # First samples first, so that the texts that are kept are for different prompts.
@@ -73,23 +93,24 @@ class Evaluator:
         roles = self._roles
         size = config.generator.chunk
         chunks = [self._keys[i : i + size] for i in range(0, len(self._keys), size)]
-        parts, unscored = await self._measured(chunks)
-        refs = (part.ref for part in parts)
+        measured, unscored = await self._measured(chunks)
+        refs = (each.part.ref for each in measured)
         metrics, texts = await roles.dispatcher(roles.assembler).value(
-            Assembler.sum_up, self._derived.evaluates_the_policy_itself, self._derived.solved_at, *refs,
+            Assembler.sum_up, self._derived.evaluates_the_policy_itself, self._derived.solved_at,
+            self._derived.solved_by, *refs,
             phase="evaluate")
         if config.reward.on_failure == "quarantine":
             metrics["unscored"] = float(unscored)
-        return Evaluation(metrics, texts)
+        return Evaluation(metrics, texts, tuple(measured) if self._keeps_chunks else ())
 
     def _present_slots(self) -> asyncio.Semaphore:
         """A slot for each chunk that the present generators can process concurrently."""
         return asyncio.Semaphore(chunks_at_a_time(self._config.generator, len(self._roles.generators)))
 
-    async def _measured(self, chunks: list[list[SampleKey]]) -> tuple[list[Call[EvaluationPart]], int]:
+    async def _measured(self, chunks: list[list[SampleKey]]) -> tuple[list[Measured], int]:
         """Every chunk, measured, and the number of prompts that are in none of them any more. A chunk with a prompt
         that turns out to have no score, here or elsewhere, is measured again without it."""
-        parts: dict[int, Call[EvaluationPart]] = {}
+        parts: dict[int, Measured] = {}
         left_out: dict[int, str] = {}
         while waiting := [i for i, chunk in enumerate(chunks) if chunk and i not in parts]:
             found = await self._all([self._part(chunks[i], TEXTS if i == 0 else 0) for i in waiting])
@@ -121,16 +142,18 @@ class Evaluator:
             for part in parts:
                 part.cancel()
 
-    async def _part(self, keys: list[SampleKey], keep_texts: int) -> Call[EvaluationPart] | UnscoredSamples:
+    async def _part(self, keys: list[SampleKey], keep_texts: int) -> Measured | UnscoredSamples:
         """One chunk, measured (what was measured stays in the object store), or which of its samples have no score."""
 
-        async def measured() -> Call[EvaluationPart]:
+        async def measured() -> Measured:
             chunk = Chunk.outside(keys)
             await self._rollouts.generate(chunk)
             columns = await self._calls.score([chunk], held_out=True)
-            return await self._roles.dispatcher(self._roles.assembler).call(
+            part = await self._roles.dispatcher(self._roles.assembler).call(
                 Assembler.measure, keep_texts, chunk.rollout, columns["rewards"], columns.get("reference"),
                 chunk.prompts if keep_texts else None, phase="evaluate")
+            self._advanced(len(keys))
+            return Measured(part, chunk, columns)
 
         async with self._slots:  # deadlines run from the call on, so a long queue must wait here
             try:

@@ -83,6 +83,7 @@ def snapshot(coordinator: Coordinator) -> dict[str, Any]:
         "checkpoint": _checkpoint(coordinator),
         "down": coordinator.roles.health.status(coordinator.roles.clock.now()),
         "workers": worker_locations(coordinator.roles),
+        **({} if coordinator.episodes is None else {"episodes": coordinator.episodes.status()}),
     }
 
 

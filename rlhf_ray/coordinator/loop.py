@@ -11,6 +11,7 @@ from rlhf_ray.config.derived import Derived, compared_components
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
+from rlhf_ray.coordinator.episode_watch import EpisodeWatch
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.pipeline import Pipeline
 from rlhf_ray.coordinator.recovery import NOT_SAVED, Recovery, SavePace, reported
@@ -59,6 +60,8 @@ class Coordinator:
     files: RunFiles = field(default_factory=RunFiles)
     pace: SavePace = field(default_factory=lambda: SavePace(0))
     """Of checkpoints by time; that of `recovery`."""
+    episodes: EpisodeWatch | None = None
+    """The open episodes; None without environments."""
     prompts_used: bool = False
     """Whether the run has ended because it may draw no more prompts."""
     saved_at: int | None = None

@@ -8,7 +8,9 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.config.derived import episodes_deadline_s
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.load_report import LeftOutRows
@@ -16,9 +18,12 @@ from rlhf_ray.errors import WorkerLost
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.roles.data_readers import HELD_OUT, PromptReader
+from rlhf_ray.roles.episode_runner import EpisodeRunner
 from rlhf_ray.roles.generator import Generator
+from rlhf_ray.workers.calls import Call, Deadline
 from rlhf_ray.workers.dispatcher import WorkerDispatcher
 from rlhf_ray.workers.health_monitor import Decision, Ready
+from rlhf_ray.workers.role_groups import RoleGroups
 from rlhf_ray.workers.worker_group import WorkerGroup
 
 AHEAD = 8
@@ -140,8 +145,8 @@ class Prompts(Protocol):
 
 
 class RolloutSource:
-    """Samples responses to the prompts of a chunk, with seeds that depend on the samples' keys alone: whichever
-    generator samples them, and however often, the tokens are the same for the same weights.
+    """Samples responses to the prompts of a chunk, or has its episodes played, with seeds that depend on the samples'
+    keys alone: whichever generator samples them, and however often, the tokens are the same for the same weights.
 
     Example:
         >>> source = RolloutSource(roles.dispatcher(roles.generators), prompts, seed=5)
@@ -150,19 +155,22 @@ class RolloutSource:
     """
 
     def __init__(self, generators: WorkerDispatcher[Generator], prompts: Prompts, seed: int,
-                 sampling: SamplingConfig | None = None) -> None:
+                 sampling: SamplingConfig | None = None, episodes: "EpisodeSource | None" = None) -> None:
         """
         Args:
             seed: each sample's own seed is derived from it and the sample's key.
             sampling: as in the configuration of the generators if None.
+            episodes: plays the samples as episodes; None: each is one response.
         """
         self._generators = generators
         self._prompts = prompts
         self._seed = seed
         self._sampling = sampling
+        self._episodes = episodes
+        self._dispatcher: WorkerDispatcher[Any] = generators if episodes is None else episodes.runners
 
     async def generate(self, chunk: Chunk, again: Callable[[WorkerLost], Awaitable[None]] | None = None) -> None:
-        """Fill in the chunk's `prompts`, `rollout` and `generator`; when a generator is lost, another one samples the
+        """Fill in the chunk's `prompts`, `rollout` and `generator`; when a worker is lost, another one samples the
         chunk.
 
         Args:
@@ -170,24 +178,51 @@ class RolloutSource:
 
         Raises:
             WorkerLost: an argument of the call is lost, and must be produced again.
-            WorkerError: no generator can be kept alive.
-            RLHFError: the error of the prompt reader or the generator.
+            WorkerError: no generator or episode runner can be kept alive.
+            RLHFError: the error of the prompt reader, the generator or the episode runner.
         """
         chunk.prompts = await self._prompts.read_for(chunk.keys)
         samples = len(chunk.keys)
         while True:
             try:
-                call = await self._generators.attempt(
-                    Generator.generate, chunk.prompts, chunk.keys, self._seed, self._sampling,
-                    phase="generate", work=samples)
+                call = await self._attempt(chunk)
                 break
             except WorkerLost as error:
-                if self._generators.lost(error, samples) is not Decision.RETRY:
+                if self._dispatcher.lost(error, samples) is not Decision.RETRY:
                     raise
                 if again is not None:
                     await again(error)
         chunk.rollout = call.ref
         chunk.generator = call.worker
+
+    async def _attempt(self, chunk: Chunk) -> Call[Any]:
+        samples = len(chunk.keys)
+        if self._episodes is None:
+            return await self._generators.attempt(
+                Generator.generate, chunk.prompts, chunk.keys, self._seed, self._sampling,
+                phase="generate", work=samples)
+        return await self._episodes.runners.attempt(
+            EpisodeRunner.play, chunk.prompts, chunk.keys, self._seed, self._sampling, self._episodes.held_out,
+            phase="episodes", work=samples, deadline=self._episodes.deadline)
+
+
+@dataclass(frozen=True)
+class EpisodeSource:
+    """Who plays episodes."""
+
+    runners: WorkerDispatcher[EpisodeRunner]
+    deadline: Deadline
+    """Of the episodes of a chunk, those that wait for others included."""
+    held_out: bool = False
+    """See `EpisodeRunner.play`."""
+
+    @classmethod
+    def of(cls, config: PPOConfig, roles: RoleGroups, held_out: bool = False) -> "EpisodeSource | None":
+        """Those of a run; None if it has no environments."""
+        if roles.runners is None:
+            return None
+        return cls(roles.dispatcher(roles.runners), Deadline(episodes_deadline_s(config), "environments.*.timeout_s"),
+                   held_out)
 
 
 def chunks_at_a_time(config: GenerationConfig, generators: int) -> int:

@@ -58,7 +58,7 @@ class RunState:
 
     def observe_scores(self, scores: np.ndarray) -> None:
         """Update the running moments with the scores `[N]` of a trained batch."""
-        self.scores.update(torch.from_numpy(scores))
+        self.scores.update(torch.from_numpy(scores[~np.isnan(scores)]))
 
     def reward_terms(self, normalisation: str) -> RewardTerms:
         """Terms for the rewards of a chunk assembled now; `normalisation` as in `AlgorithmConfig`."""

@@ -1,5 +1,6 @@
 """The row of metrics of one step, from summaries and statistics."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,12 +14,25 @@ from rlhf_ray.observability.bottleneck import PHASES, PUBLISH, waiting_shares
 from rlhf_ray.observability.spans import StepClock, timeline
 from rlhf_ray.records import ExperienceSummary, UpdateStats
 from rlhf_ray.replay.chunk import BufferStats, Chunk
+from rlhf_ray.roles.episode_numbers import episode_metrics
 
 
 def mean_kl(summaries: Sequence[ExperienceSummary]) -> float | None:
-    """Mean sequence KL of a batch in nats; None without a reference."""
+    """Mean sequence KL of a batch in nats; None without a reference, NaN if all its samples are masked."""
     each = [s.kl for s in summaries if s.kl is not None]
-    return float(np.concatenate(each).mean()) if each else None
+    return mean(np.concatenate(each)) if each else None
+
+
+def mean(numbers: np.ndarray) -> float:
+    """Mean of those that are not NaN, as those of masked episodes are; NaN without any."""
+    counted = numbers[~np.isnan(numbers)]
+    return float(counted.mean()) if len(counted) else math.nan
+
+
+def deviation(numbers: np.ndarray) -> float:
+    """Standard deviation (n) likewise."""
+    counted = numbers[~np.isnan(numbers)]
+    return float(counted.std()) if len(counted) else math.nan
 
 
 @dataclass(frozen=True)
@@ -140,8 +154,8 @@ def _experience_metrics(summaries: Sequence[ExperienceSummary], trained_version:
     staleness = np.array([trained_version - s.min_version for s in summaries])
     kl = mean_kl(summaries)
     metrics = {
-        "reward/mean": float(scores.mean()),
-        "reward/std": float(scores.std()),
+        "reward/mean": mean(scores),
+        "reward/std": deviation(scores),
         **({} if kl is None else {"kl/sequence": kl}),
         "response/length": float(np.concatenate([s.response_lengths for s in summaries]).mean()),
         "response/finished": float(np.concatenate([s.finished for s in summaries]).mean()),
@@ -153,10 +167,11 @@ def _experience_metrics(summaries: Sequence[ExperienceSummary], trained_version:
     }
     for name in summaries[0].components:
         component = drawn(f"reward/{name}", [s.components[name] for s in summaries])
-        metrics[f"reward/component/{name}"] = float(component.mean())
-        metrics[f"reward/component/{name}/std"] = float(component.std())
+        metrics[f"reward/component/{name}"] = mean(component)
+        metrics[f"reward/component/{name}/std"] = deviation(component)
         metrics[f"reward/failures/{name}"] = sum(s.failures.get(name, 0) for s in summaries) / len(component)
     for kind in sorted({name for s in summaries for name in s.failures if "/" in name}):
         metrics[f"reward/failed_tries/{kind}"] = float(sum(s.failures.get(kind, 0) for s in summaries))
+    metrics |= episode_metrics([s.episodes for s in summaries])
     gold = [s.gold for s in summaries if s.gold is not None]
-    return {**metrics, "reward/gold": float(drawn("gold", gold).mean())} if gold else metrics
+    return {**metrics, "reward/gold": mean(drawn("gold", gold))} if gold else metrics

@@ -21,6 +21,7 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.data.chat import ASSISTANT, NO_OPTIONS, ChatTemplate, Messages, PromptText, carries_loss
 from rlhf_ray.data.encoding import Encoded, encode, encode_after_text, end_token
 from rlhf_ray.data.rows import brief
+from rlhf_ray.data.tool_messages import TOOLS
 from rlhf_ray.errors import DataError, ModelError
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 
@@ -110,6 +111,11 @@ class TurnEnds:
                             "text after it; nothing after it could be sampled, so remove it or divide the row")
         return text
 
+    def up_to_first(self, text: str) -> str:
+        """A text up to its first end, whatever follows that; whole without one."""
+        places = [text.index(end) + len(end) for end in self._texts if end in text]
+        return text[: min(places, default=None)]
+
     def with_one_end(self, text: str) -> str:
         """A text up to its first end, if nothing but ends and line breaks follows that, as some templates write."""
         body, found = self._divided(text)
@@ -149,8 +155,8 @@ class TurnEnds:
         tokens, mask = list(row[0]), list(row[1])
         begun = encode_after_text(self._tokenizer, [header])[0] if header else []
         for start, stop in turns_with_loss(mask):
-            if begun and tokens[start : start + len(begun)] == begun:
-                mask[start : start + len(begun)] = [False] * len(begun)
+            within = _marked_part(begun, tokens, start)
+            mask[start : start + within] = [False] * within
             last = next((i for i in range(start, stop) if tokens[i] in self.stops), stop)
             if last < stop:
                 mask[last + 1 : stop] = [False] * (stop - last - 1)
@@ -167,6 +173,15 @@ class TurnEnds:
     def _text(self, token: int) -> str:
         added = self.added.get(token)
         return str(self._tokenizer.convert_ids_to_tokens(token) if added is None else added.content)
+
+
+def _marked_part(header: list[int], tokens: list[int], start: int) -> int:
+    """How many tokens of a header a mark contains that begins at `start`, before or inside of it."""
+    for marked in range(len(header), 0, -1):
+        first = start - len(header) + marked
+        if first >= 0 and tokens[first : first + len(header)] == header:
+            return marked
+    return 0
 
 
 def turns_with_loss(mask: list[bool]) -> list[list[int]]:
@@ -235,7 +250,7 @@ class AnswerFormat:
         if whole.startswith(before) and whole.endswith(closing):
             answer = whole[len(before) : len(whole) - len(closing)]
         elif whole.startswith(before):  # the end depends on the answer
-            answer, closing = whole[len(before) :], ""
+            answer, closing = self._ends.up_to_first(whole[len(before) :]), ""
         else:
             begun, answer = _beyond_common(before, whole), _without_repeat(before, content)
             asked = str(messages[-1]["content"]) if messages else ""
@@ -366,6 +381,7 @@ class Prefills:
         return found[0] if found and not self._specials.intersection(found[0].split()) else ""
 
     def _of_template(self, options: Mapping[str, Any]) -> str:
+        options = {name: value for name, value in options.items() if name != TOOLS}  # which differ from row to row
         key = json.dumps(options, sort_keys=True, default=str)
         if key not in self._of_templates:
             self._of_templates[key] = _template_prefill(self._tokenizer, options)

@@ -6,9 +6,19 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.data.rows import Rows, brief, checked_text
+from rlhf_ray.data.tool_messages import (
+    TOOL,
+    TOOL_CALLS,
+    TOOLS,
+    checked_calls,
+    checked_tools,
+    with_arguments_as_texts,
+    without_none,
+)
 from rlhf_ray.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -19,12 +29,9 @@ Messages = list[dict[str, Any]]
 ASSISTANT = "assistant"
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 """Column with options of the chat template, by name, as other trainers have it."""
-TOOLS = "tools"
-NO_TOOLS: tuple[Any, ...] = (None, [], {}, "", "[]", "null")
-"""Values of `tools` without a tool; CSV files and some exports have the texts."""
 LOSS_KEYS = ("weight", "train", "training", "loss")
 """Keys by which other trainers say whether a message carries loss: 0 and 1, or false and true."""
-TEMPLATE_KEYS = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+TEMPLATE_KEYS = (TOOL_CALLS, "reasoning_content", "reasoning", "thinking")
 """Keys of messages with text that only some templates write."""
 LIST_OF_OBJECTS = re.compile(r"\s*\[\s*\{")
 LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|content)['"]\s*:""")
@@ -66,7 +73,8 @@ def checked_response(value: Any, place: str, column: str, *, may_be_empty: bool 
 
 def checked_messages(value: Any, place: str, column: str) -> Messages:
     """`value`, if it is a list of chat messages or the JSON text of one, without keys whose value is None: parquet
-    gives every message the keys of all, and a template would write the missing ones.
+    gives every message the keys of all, and a template would write the missing ones. Tool calls have the form of
+    `checked_calls`, and a message of the assistant that only calls tools has the content "".
 
     Raises:
         DataError: it is not; names the place, the column and what is wrong.
@@ -76,11 +84,24 @@ def checked_messages(value: Any, place: str, column: str) -> Messages:
         raise DataError(f"{place}: column {column!r} must be a list of chat messages like the first row's, "
                         f"not {type(value).__name__ if not isinstance(value, list) else 'an empty list'}")
     for message in value:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+        calls = isinstance(message, dict) and message.get(TOOL_CALLS)
+        if not isinstance(message, dict) or not {"role", *(() if calls else ("content",))} <= message.keys():
             raise DataError(f"{place}: column {column!r}: each message must be an object with role and content")
         checked_text(message["role"], place, f"{column}.role")
-        checked_text(message["content"], place, f"{column}.content", may_be_empty=True)
-    return [_without_none(message) for message in value]
+        if not calls or message.get("content") is not None:
+            checked_text(message["content"], place, f"{column}.content", may_be_empty=True)
+    return [_in_one_form(message, place, column) for message in value]
+
+
+def _in_one_form(message: dict[str, Any], place: str, column: str) -> dict[str, Any]:
+    """A message as templates read it."""
+    message = without_none(message)
+    if not message.get(TOOL_CALLS):
+        return message
+    if message["role"] != ASSISTANT:
+        raise DataError(f"{place}: column {column!r}: a message of the role {message['role']!r} has {TOOL_CALLS}, and "
+                        f"only the {ASSISTANT} calls tools; remove the key")
+    return {"content": "", **message, TOOL_CALLS: checked_calls(message[TOOL_CALLS], place, column)}
 
 
 def carries_loss(message: Mapping[str, Any], place: str, column: str) -> bool:
@@ -99,28 +120,28 @@ def carries_loss(message: Mapping[str, Any], place: str, column: str) -> bool:
 
 
 def template_options(row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The options that a row gives the chat template.
+    """The options that a row gives the chat template, with its tools as `tools`.
 
     Raises:
-        DataError: they are no object; or the row has tools.
+        DataError: they are no object; or the tools are no list of JSON schemas.
     """
-    if row.get(TOOLS) not in NO_TOOLS:
-        raise DataError(f"{place}: the row has {TOOLS}, which are not supported yet and would be left out of the "
-                        "prompt; remove the key, or write the tools into the system message")
     options = row.get(TEMPLATE_OPTIONS) or {}
     if not isinstance(options, dict):
         raise DataError(f"{place}: {TEMPLATE_OPTIONS} must be an object of options by name, not {brief(options)}")
-    return {name: value for name, value in options.items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
+    if TOOLS in given:
+        raise DataError(f"{place}: {TEMPLATE_OPTIONS} has {TOOLS!r}; write them into a column {TOOLS!r} of the row")
+    return {**given, **tools_of(row, place)}
 
 
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+def tools_of(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The tools of a row, as an option of a chat template; {} without any. Raises as `checked_tools`."""
+    tools = checked_tools(row.get(TOOLS), place)
+    return {TOOLS: tools} if tools else {}
 
 
 NO_OPTIONS: Mapping[str, Any] = {}
-OWN_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
+OWN_ARGUMENTS = ("messages", "documents", "add_generation_prompt", "continue_final_message", "tokenize")
 """Names that are not options of a template."""
 
 
@@ -191,7 +212,7 @@ class ChatTemplate:
             raise ModelError(f"{place}: chat messages, but {self._no_template}")
         source = str(self.tokenizer.chat_template)
         for name in options:
-            if name in OWN_ARGUMENTS or not _names(source, name):
+            if name in OWN_ARGUMENTS or (name != TOOLS and not _names(source, name)):
                 raise DataError(f"{place}: {TEMPLATE_OPTIONS} has {name!r}, which the tokenizer's chat template does "
                                 "not read; remove it")
         written = self._written(messages, place, **options, **arguments)
@@ -203,12 +224,65 @@ class ChatTemplate:
                                     "write it into the content, or remove the key")
         return written
 
+    def require_tools(self, messages: Messages, place: str, options: Mapping[str, Any]) -> None:
+        """Check that the template writes a row's tools, and what tools answered.
+
+        Raises:
+            DataError: it leaves out either.
+            ModelError: it refuses the messages.
+        """
+        results = any(message["role"] == TOOL and message["content"] for message in messages)
+        if TOOLS not in options and not results:
+            return
+        written = self.render(messages, place, ask=False, options=options)
+        others = {name: value for name, value in options.items() if name != TOOLS}
+        if TOOLS in options and self.render(messages, place, ask=False, options=others) == written:
+            raise DataError(f"{place}: the row has {TOOLS}, which the tokenizer's chat template leaves out; use a "
+                            "template that writes them, or write them into the system message and remove the key")
+        emptied = [{**message, "content": ""} if message["role"] == TOOL else message for message in messages]
+        if results and self.render(emptied, place, ask=False, options=options) == written:
+            raise DataError(f"{place}: a message has the role {TOOL!r}, which the tokenizer's chat template leaves "
+                            "out; use a template that writes it, or give the message the role user")
+
     def _written(self, messages: Messages, place: str, **arguments: Any) -> Any:
+        if any(TOOL_CALLS in message for message in messages) and _wants_texts(self.tokenizer):
+            messages = with_arguments_as_texts(messages)
         try:
             return self.tokenizer.apply_chat_template(messages, **arguments)
         except Exception as error:  # a template is a program and may raise anything (e.g. "roles must alternate")
             raise ModelError(f"{place}: the tokenizer's chat template refuses the messages, of roles "
                              f"{[m['role'] for m in messages]}: {error}") from error
+
+
+EXAMPLE_CALL: Messages = [
+    {"role": "user", "content": "?"},
+    {"role": ASSISTANT, "content": "", TOOL_CALLS: [
+        {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {"rlhf_ray": "x"}}}]},
+]
+
+
+def _wants_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template writes the arguments of a tool call right only if they are a text: it refuses an
+    object, or writes it in Python's form."""
+    return _refuses_objects(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=8)
+def _refuses_objects(tokenizer: PreTrainedTokenizerBase, source: str) -> bool:
+    """As `_wants_texts`; `source` is the template's, which may be replaced."""
+    if not _names(source, TOOL_CALLS):
+        return False
+    written = _written_or_none(tokenizer, EXAMPLE_CALL)
+    if written is None:
+        return _written_or_none(tokenizer, with_arguments_as_texts(EXAMPLE_CALL)) is not None
+    return "{'rlhf_ray'" in written
+
+
+def _written_or_none(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str | None:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # a template is a program and may raise anything
+        return None
 
 
 class PromptFormat:
@@ -249,7 +323,8 @@ class PromptFormat:
             raise DataError(f"{place}: column {self._column!r} is a text, so system={brief(self.template.system)} has "
                             "no effect; set as_chat to make it a user message, or leave system out")
         if options and not as_chat:
-            raise DataError(f"{place}: the row has {TEMPLATE_OPTIONS}, and column {self._column!r} is a text, to "
+            key = TOOLS if TOOLS in options else TEMPLATE_OPTIONS
+            raise DataError(f"{place}: the row has {key}, and column {self._column!r} is a text, to "
                             "which no template is applied; set as_chat to make it a user message, or remove the key")
         return self.chat([{"role": "user", "content": text}], place, options) if as_chat else PromptText(text, None)
 
@@ -264,6 +339,7 @@ class PromptFormat:
             raise DataError(f"{place}: the messages of column {self._column!r} end with the assistant's answer, and a "
                             "prompt ends before it; name a column without the answer, or remove it")
         messages = self.template.with_system(messages)
+        self.template.require_tools(messages, place, options)
         return PromptText(self.template.render(messages, place, ask=True, options=options), messages, options)
 
 
@@ -276,7 +352,12 @@ class PromptText:
     messages: Messages | None
     """None for a plain text, to which the tokenizer adds its leading tokens; a template writes them itself."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the chat template."""
+    """Of the chat template, with the row's tools as `tools`."""
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The row's tools, as JSON schemas; [] without any."""
+        return list(self.options.get(TOOLS, []))
 
 
 def identity(text: str, messages: Messages | None, system: str | None) -> str:

@@ -117,6 +117,7 @@ class DemonstrationFormat:
                             f"roles are {[message['role'] for message in messages]}")
         self._template.require(rows.source, column)
         messages = self._answers.cleaned(self._template.with_system(messages), place, column)
+        self._template.require_tools(messages, place, options)
         if self._template.marks_generation:
             row = _with_loss(self._template.marked_tokens(messages, place, options), messages, place, column)
             return self._ends.close_marked(row, self._answers.header(options))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,16 @@ from rlhf_ray.config.data import (
     StepsConfig,
 )
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
-from rlhf_ray.data.demonstrations import load_demonstrations, load_pretraining_text
+from rlhf_ray.data.answers import turns_with_loss
+from rlhf_ray.data.chat import ASSISTANT, Messages, carries_loss, checked_messages, tools_of
+from rlhf_ray.data.demonstrations import DemonstrationFormat, load_demonstrations, load_pretraining_text
 from rlhf_ray.data.encoding import decode_after
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompts import stream_prompts
+from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.data.stepwise_supervision import IGNORE, load_process_rows
+from rlhf_ray.data.tool_messages import TOOL, TOOL_CALLS, TOOLS
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.records import Ragged
 
@@ -50,6 +55,8 @@ class Example:
     spans: list[Span]
     tokens: int
     loss_tokens: int
+    outline: list[str] = field(default_factory=list)
+    """The tools and turns of a conversation with tools, a line each."""
 
 
 @dataclass
@@ -101,7 +108,74 @@ def inspect(config: DataSection, tokenizer: PreTrainedTokenizerBase, rows: int,
         for i in range(min(len(block), rows - len(inspection.examples))):
             inspection.examples.append(_examples(block, i, tokenizer))
     inspection.lengths = np.concatenate([inspection.lengths, *lengths])
+    if isinstance(config, DemonstrationsConfig) and config.messages is not None:  # their records have tokens alone
+        talks = _conversations(config, tokenizer, model)
+        for [example], (tools, messages, losses) in zip(inspection.examples, talks, strict=False):
+            example.outline = _outline(tools, messages, losses)
     return inspection
+
+
+Conversation = tuple[list[dict[str, Any]], Messages, list[int]]
+"""(tools, messages, number of tokens of each run of tokens with loss)."""
+
+
+def _conversations(config: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase,
+                   model: ModelConfig | NewModelConfig | None) -> Iterator[Conversation]:
+    """The usable rows once more, in their order, as they are written."""
+    form, column = DemonstrationFormat(config, tokenizer, model), config.messages or ""
+    for rows, values in usable_blocks(config, RowErrors(lenient=True), form.read):
+        for i, value in enumerate(values):
+            [(tokens, mask)] = form.encode([value])
+            if 0 < len(tokens) <= config.max_tokens:
+                place = rows.place(i)
+                yield (tools_of(rows.records[i], place).get(TOOLS, []),
+                       checked_messages(rows.value(i, column), place, column),
+                       [stop - start for start, stop in turns_with_loss(mask)])
+
+
+def _outline(tools: list[dict[str, Any]], messages: Messages, losses: list[int]) -> list[str]:
+    """A line for the tools and one for each message; [] if there are neither tools nor calls nor results.
+
+    Args:
+        losses: tokens with loss of each turn that carries it.
+    """
+    if not tools and not any(message["role"] == TOOL or TOOL_CALLS in message for message in messages):
+        return []
+    learned = [m for m in messages if m["role"] == ASSISTANT and carries_loss(m, "", "")]
+    counts = dict(zip(map(id, learned), losses, strict=True)) if len(learned) == len(losses) else {}
+    lines = [f"tools: {', '.join(_signature(tool['function']) for tool in tools) or 'none'}"]
+    for message in messages:
+        who, said = str(message["role"]), _on_one_line(str(message["content"]))
+        if message["role"] == TOOL and message.get("name"):
+            who += f" {message['name']}"
+        calls = ", ".join(_call(each["function"]) for each in message.get(TOOL_CALLS, []))
+        parts = [part for part in (said, f"calls {calls}" if calls else "") if part]
+        loss = ""
+        if message["role"] == ASSISTANT:
+            loss = "  (no loss)" if message not in learned else ""
+            loss = f"  ({counts[id(message)]} tokens with loss)" if id(message) in counts else loss
+        lines.append(f"{who}: {' '.join(parts)}{loss}")
+    return lines
+
+
+def _signature(function: Mapping[str, Any]) -> str:
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    return f"{function['name']}({', '.join(properties or ())})"
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    arguments = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in function["arguments"].items())
+    return f"{function['name']}({', '.join(arguments)})"
+
+
+LONGEST = 120
+"""Characters of a message in an outline."""
+
+
+def _on_one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def _blocks(config: DataSection, tokenizer: PreTrainedTokenizerBase, inspection: Inspection,

@@ -31,6 +31,7 @@ from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.data.rows import Rows, checked_text
 from rlhf_ray.data.supervised_records import Pairs, sequences_of
+from rlhf_ray.data.tool_messages import TOOL_CALLS
 from rlhf_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -184,7 +185,8 @@ class PreferenceFormat:
                 return Side(text, finished)
             return Side(self._answers.of_text(prompt, text, place, sampled=sampled), finished)
         answer = self._answers.cleaned(chats[column][-1:] if self._are_whole(chats) else chats[column], place, column)
-        checked_text(contents(answer), place, column, may_be_empty=sampled)
+        calls = any(TOOL_CALLS in message for message in answer)
+        checked_text(contents(answer), place, column, may_be_empty=sampled or calls)
         if answer[-1]["role"] != ASSISTANT:
             raise DataError(f"{place}: the messages of column {column!r} end with the role {answer[-1]['role']!r}; a "
                             f"response ends with the {ASSISTANT}'s")
@@ -192,6 +194,9 @@ class PreferenceFormat:
             raise DataError(f"{place}: column {column!r} has a message that is not to be learned (a key of "
                             f"{', '.join(LOSS_KEYS)}), and both sides of a pair are compared whole; remove the key, "
                             "or the row")
+        if not finished and calls:
+            raise DataError(f"{place}: column {column!r} calls tools, and {flag} says that the response was cut; give "
+                            "it as the text that was sampled")
         if not finished:
             return Side(contents(answer), finished)
         before = [*(prompt.messages or []), *answer[:-1]]

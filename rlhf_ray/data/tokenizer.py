@@ -20,11 +20,17 @@ SMALLEST_VOCABULARY = 256 + len((PAD, EOS))
 """All bytes and the special tokens: enough to encode any text."""
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path, *, across_words: bool = False,
+                    min_frequency: int = 0) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of at most `vocab_size` tokens and save it to `directory` in Hugging Face format.
 
     Ids 0 and 1 are the padding and the end-of-sequence token; there is no beginning-of-sequence token, and none is
     added. Encoding and decoding returns the same text.
+
+    Args:
+        across_words: a token may contain blanks, line breaks and several words, so that texts with long equal parts
+            have few tokens.
+        min_frequency: how often two tokens must follow each other in the texts to become one.
 
     Raises:
         ConfigError: `vocab_size` cannot hold all bytes and the special tokens.
@@ -36,11 +42,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> P
         raise ConfigError(f"vocab_size={vocab_size} cannot hold 256 bytes and 2 special tokens; use at least "
                           f"{SMALLEST_VOCABULARY}")
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not across_words)
     bpe.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=alphabet, show_progress=False))
+        vocab_size=vocab_size, min_frequency=min_frequency, special_tokens=[PAD, EOS], initial_alphabet=alphabet,
+        show_progress=False))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False)
     tokenizer.save_pretrained(directory)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rlhf_ray.config.environments import CAUSES
 from rlhf_ray.observability.bottleneck import FACTS, PHASES, PUBLISH
 
 ROLE_COLOURS = {facts.worker: facts.colour for facts in FACTS.values()}
@@ -20,6 +21,10 @@ def _colour(phase: str, section: str) -> str:
 PHASE_COLOURS = {**{phase: _colour(phase, section) for phase, section in PHASES.items()}, PUBLISH: "weights"}
 """Colours of the kinds of work in a step (`time/<phase>`): one hue per role, paler for its forward passes."""
 
+CAUSE_METRICS = tuple(f"episodes/cause/{cause}" for cause in CAUSES)
+CAUSE_NAMES = tuple(cause.replace("_", " ") for cause in CAUSES)
+CAUSE_COLOURS = ("weights", "reference", "generator", "episode_runner", "reward", "critic", "policy")
+"""Of the causes of `config.environments`, in their order."""
 COMPONENT_COLOURS = ("reward", "generator", "weights", "reference", "critic", "policy")
 """Colours of a reward's components, used in turn."""
 
@@ -80,6 +85,35 @@ CHARTS = (
         "Responses that ended by themselves", ("response/finished",), "Learning",
         "Steady or rising. A fall means responses run into the token limit.",
         ticks=".0%", axis="Share of responses",
+    ),
+    ChartPlan(
+        "Held-out episodes solved", ("eval/solved",), "Learning",
+        "Rises. A training reward that rises alone is learned from what only the training rows have.",
+        ("generator",), axis="Share of episodes", ticks=".0%", smooth=False,
+    ),
+    ChartPlan(
+        "Turns and tool calls", ("episodes/turns", "episodes/tool_calls"), "Learning",
+        "Settle where the tasks need them. A fall to one turn means that the policy answers without its tools; a climb "
+        "to max_turns means that it calls them without end.",
+        ("episode_runner", "generator"), names=("Turns", "Tool calls"), axis="Mean of an episode",
+    ),
+    ChartPlan(
+        "Tool calls that failed", ("episodes/parse_failures", "episodes/tool_failures"), "Learning",
+        "Fall towards 0 as the policy learns to write calls and arguments. A rise after a change of template or tools "
+        "means that calls are written in another format than tool_format reads.",
+        ("critic", "reward"), names=("Could not be read", "Refused by the tool"), axis="Mean of an episode",
+    ),
+    ChartPlan(
+        "How episodes end", CAUSE_METRICS, "Learning",
+        "Most complete. Many that use up turns or tokens: raise max_turns or max_tokens, or look at the samples. "
+        "Errors of environments and deadlines say nothing about the policy, and belong near 0.",
+        CAUSE_COLOURS, names=CAUSE_NAMES, axis="Share of episodes", ticks=".0%",
+    ),
+    ChartPlan(
+        "Episodes disturbed", ("episodes/masked", "episodes/retries", "episodes/interrupted"), "System",
+        "Near 0. Masked episodes are trained on by nobody; the others cost time alone.",
+        ("critic", "reference", "weights"), names=("Masked", "Begun again", "Lost with a neighbour"),
+        axis="Mean of an episode",
     ),
     ChartPlan(
         "Dynamic sampling", ("dynamic/drawn_per_kept",), "Learning",

@@ -18,7 +18,7 @@ class Metric(NamedTuple):
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
 
-NONE_IF_ABSENT = ("share/", "reward/failed_tries/")
+NONE_IF_ABSENT = ("share/", "reward/failed_tries/", "episodes/cause/")
 """Prefixes of metrics that a step's row has only if they are not 0."""
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("Reward, mean", "reward units"),
@@ -28,6 +28,20 @@ METRICS: dict[str, Metric] = {
     "kl/coef": Metric("KL penalty coefficient", "reward units per nat"),
     "response/length": Metric("Response length, mean", "tokens"),
     "response/finished": Metric("Responses that ended by themselves", "share"),
+    "episodes/turns": Metric("Turns of an episode, mean", "turns"),
+    "episodes/tool_calls": Metric("Tool calls of an episode, mean", "calls"),
+    "episodes/tool_failures": Metric("Tool calls of an episode that the tool refused, mean", "calls"),
+    "episodes/parse_failures": Metric("Tool calls of an episode that could not be read, mean", "calls"),
+    "episodes/retries": Metric("Times that an episode was begun again, mean"),
+    "episodes/interrupted": Metric("Times that an episode's environment was lost with a neighbour's, mean"),
+    "episodes/masked": Metric("Episodes that are in no loss, baseline or mean", "share"),
+    "episodes/cause/completed": Metric("Episodes whose environment was done", "share of episodes"),
+    "episodes/cause/truncated_turn": Metric("Episodes of which a turn was cut off", "share of episodes"),
+    "episodes/cause/truncated_episode": Metric("Episodes without tokens for another turn", "share of episodes"),
+    "episodes/cause/truncated_turns": Metric("Episodes that used up their turns", "share of episodes"),
+    "episodes/cause/error_parse": Metric("Episodes ended by a call that could not be read", "share of episodes"),
+    "episodes/cause/error_timeout": Metric("Episodes past a deadline", "share of episodes"),
+    "episodes/cause/error_environment": Metric("Episodes whose environment failed", "share of episodes"),
     "policy/loss": Metric("Policy loss, with the KL penalty and the entropy bonus that belong to it"),
     "policy/total_loss": Metric("Sum of the losses that the policy's optimizer minimises"),
     "policy/advantage_mean": Metric("Advantage before whitening, mean", "reward units"),
@@ -89,6 +103,7 @@ METRICS: dict[str, Metric] = {
     "samples/write_s": Metric("An assembler wrote the step's samples, beside the training", "seconds"),
     "time/step": Metric("Whole step", "seconds"),
     "time/generate": Metric("Generation", "seconds"),
+    "time/episodes": Metric("Episodes", "seconds"),
     "time/reference": Metric("Reference log-probabilities", "seconds"),
     "time/reward": Metric("Reward scoring", "seconds"),
     "time/values": Metric("Critic's values", "seconds"),
@@ -110,6 +125,9 @@ METRICS: dict[str, Metric] = {
     "process_reward/learning_rate": Metric("Learning rate"),
     "eval/accuracy": Metric("Held-out accuracy", "share"),
     "eval/unscored": Metric("Held-out prompts left out for want of a score", "prompts"),
+    "eval/solved": Metric("Held-out episodes solved", "share"),
+    "eval/failed": Metric("Held-out episodes that failed, which have no reward", "episodes"),
+    "eval/turns": Metric("Turns of a held-out episode, mean", "turns"),
     "eval/probability": Metric("Probability of a good held-out step, mean"),
 }
 
@@ -133,8 +151,9 @@ def better(name: str) -> Literal["higher", "lower"] | None:
     if "pass@" in name:
         return "higher"
     words = set(name.lower().replace("/", "_").split("_"))
-    if words & {"loss", "perplexity", "error", "toxicity"}:
+    if words & {"loss", "perplexity", "error", "toxicity", "failed", "failures"}:
         return "lower"
-    if words & {"reward", "gold", "score", "accuracy", "judge", "win", "finished", "positive", "sentiment"}:
+    if words & {"reward", "gold", "score", "accuracy", "judge", "win", "finished", "positive", "sentiment",
+                "solved", "completed"}:
         return "higher"
     return None

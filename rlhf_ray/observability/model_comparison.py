@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import isnan, nan
 from statistics import fmean, stdev
 from typing import Any, TextIO
 
@@ -48,19 +49,28 @@ class Comparison:
     """Of B against A."""
     facts: Mapping[str, str]
     """How the answers were made, in words."""
+    numbers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Further numbers of A and of B, by name."""
 
     def means(self, column: str) -> tuple[float, float]:
-        """Mean of a pair's numbers ("scores" or "tokens") over all pairs, for A and for B."""
+        """Mean of a pair's numbers ("scores" or "tokens") over all pairs, for A and for B; NaN, the score of an episode
+        that failed, is in none."""
         sides = zip(*(getattr(pair, column) for pair in self.pairs), strict=True)
-        first, second = (fmean(side) for side in sides)
+        first, second = (_mean([number for number in side if not isnan(number)]) for side in sides)
         return first, second
 
     def margin(self) -> tuple[float, float, float]:
-        """Mean margin and its 95 % interval by the normal approximation, with pairs assumed independent."""
-        margins = [pair.margin for pair in self.pairs]
+        """Mean margin of the pairs with two scores, and its 95 % interval by the normal approximation, with pairs
+        assumed independent."""
+        margins = [pair.margin for pair in self.scored]
         reach = Z95 * stdev(margins) / len(margins) ** 0.5 if len(margins) > 1 else float("nan")
-        mean = fmean(margins)
+        mean = _mean(margins)
         return mean, mean - reach, mean + reach
+
+    @property
+    def scored(self) -> list[Pair]:
+        """The pairs with two scores."""
+        return [pair for pair in self.pairs if not isnan(pair.margin)]
 
     def verdict(self) -> str:
         """Which side wins, in one sentence; a side wins only if the interval excludes one half."""
@@ -79,8 +89,9 @@ class Comparison:
             "a": self.names[0], "b": self.names[1], "scorer": self.scorer, "prompts": self.prompts,
             "wins": rate.wins, "ties": rate.ties, "losses": rate.losses, "win_rate": rate.rate,
             "win_rate_interval": [rate.low, rate.high], "margin": mean,
-            "margin_interval": [low, high] if len(self.pairs) > 1 else None,
+            "margin_interval": [low, high] if len(self.scored) > 1 else None,
             "score": dict(zip("ab", scores, strict=True)), "tokens": dict(zip("ab", tokens, strict=True)),
+            **{name: dict(zip("ab", both, strict=True)) for name, both in self.numbers.items()},
             "pairs": [{"prompt": p.prompt, "a": p.responses[0], "b": p.responses[1], "scores": list(p.scores),
                        "tokens": list(p.tokens), "outcome": p.outcome} for p in self.pairs],
         }
@@ -91,11 +102,16 @@ def print_comparison(comparison: Comparison, stream: TextIO | None = None) -> No
     stream = stream or sys.stdout
     rate, sides = comparison.rate, zip(SIDES, comparison.names, strict=True)
     stream.writelines(f"{side}: {name}\n" for side, name in sides)
-    rows = [Change("score", *comparison.means("scores")), Change("tokens", *comparison.means("tokens"))]
+    rows = [Change("score", *comparison.means("scores")), Change("tokens", *comparison.means("tokens")),
+            *(Change(name, *both) for name, both in comparison.numbers.items())]
     print_before_after(rows, stream, SIDES)
     stream.write(f"B against A by {comparison.scorer}: {rate.wins} wins, {rate.ties} ties, {rate.losses} losses\n"
                  f"verdict: {comparison.verdict()}\n")
     stream.flush()
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return fmean(numbers) if numbers else nan
 
 
 BINS = 40
@@ -117,6 +133,7 @@ def _tiles(c: Comparison) -> list[Tile]:
         Tile("Wins, ties, losses", f"{rate.wins} · {rate.ties} · {rate.losses}", f"of B, {len(c.pairs)} pairs"),
         Tile("Margin, mean", f"{mean:+.3g}", f"95 % interval {low:+.3g} to {high:+.3g}"),
         Tile("Score, mean", f"{scores[0]:.3g} → {scores[1]:.3g}", "A → B"),
+        *(Tile(name.capitalize(), f"{a:.3g} → {b:.3g}", "A → B") for name, (a, b) in c.numbers.items()),
         Tile("Length, mean", f"{tokens[0]:.1f} → {tokens[1]:.1f}", "tokens, A → B"),
     ]
 
@@ -131,11 +148,12 @@ def _notes(c: Comparison) -> list[str]:
 
 
 def _charts(c: Comparison) -> list[Chart]:
-    first, second = ([pair.scores[side] for pair in c.pairs] for side in (0, 1))
-    low, high = min(*first, *second), max(*first, *second)
+    first, second = ([pair.scores[side] for pair in c.scored] for side in (0, 1))
+    low = min((*first, *second), default=0.0)
+    high = max((*first, *second), default=0.0)
     margins = _chart(
         "Margin", "How much higher B is scored, pair by pair. Right of zero B wins.",
-        [_histogram([pair.margin for pair in c.pairs], "policy", "pairs")],
+        [_histogram([pair.margin for pair in c.scored], "policy", "pairs")],
         ("B's score minus A's", "Pairs"), showlegend=False,
     )
     scores = _chart(

@@ -41,11 +41,14 @@ class StageProgress:
         start: steps done before (a resumed run); the pace is measured from here.
         stream: where to write; standard output when empty.
         every_s: in plain output, seconds between lines.
+        unit: of `total`, for people.
     """
 
     def __init__(
-        self, name: str, total: int, start: int = 0, stream: TextIO | None = None, every_s: float = 5.0
+        self, name: str, total: int, start: int = 0, stream: TextIO | None = None, every_s: float = 5.0,
+        unit: str = "steps",
     ) -> None:
+        self._unit = unit
         self.name, self.total, self.step = name, total, start
         given = stream or sys.stdout
         self._stream = non_blocking(given)
@@ -66,7 +69,7 @@ class StageProgress:
             self._task = self._live.add_task(self.name, total=self.total, completed=self.step, left="", numbers="")
             self._live.start()
         else:
-            self._print(f"{self.name}: {self.total - self.step} of {self.total} steps to go")
+            self._print(f"{self.name}: {self.total - self.step} of {self.total} {self._unit} to go")
         return self
 
     def __exit__(

@@ -14,7 +14,7 @@ from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.errors import DataError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.bottleneck import diagnosis
-from rlhf_ray.observability.conversation import escaped, turns_of
+from rlhf_ray.observability.conversation import escaped, response_of, turns_of
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.html_page import ASSETS, Tile, page
 from rlhf_ray.observability.metrics import metric_rows
@@ -85,7 +85,7 @@ def write_report(run_dir: Path, term: Term | None = None) -> Path:
         notes=(*_endings(summary), *_losses(run), *_stillness(rows), *_speed(rows, config)),
         changes=changes(_numbers(evaluation.get("before")), _numbers(evaluation.get("after"))),
         texts=evaluation.get("texts", ()), profiles=profiles(run), rollouts=some_samples(run.samples), turns=turns_of,
-        escaped=escaped,
+        response=response_of, escaped=escaped,
         workers=workers_text(run.status), config=config_text,
         summary=json.dumps(summary, indent=2, ensure_ascii=False) if summary else "")
     write_atomically(run.report, text.encode(), term)

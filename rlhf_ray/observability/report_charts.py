@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 
 from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, mean_shares
 from rlhf_ray.observability.chart_specs import CHARTS, PHASE_COLOURS, ROLE_COLOURS, ChartPlan, reward_components
-from rlhf_ray.observability.metric_catalogue import describe, readable
+from rlhf_ray.observability.metric_catalogue import NONE_IF_ABSENT, describe, readable
 
 Rows = Sequence[dict[str, Any]]
 
@@ -80,8 +80,8 @@ def running_mean(values: Sequence[float], reach: int) -> list[float]:
 
 
 def _line_chart(plan: ChartPlan, rows: Rows) -> Chart | None:
-    lines = {name: series(rows, name) for name in plan.metrics}
-    lines = {name: line for name, line in lines.items() if line[0]}
+    lines = {name: series(_with_zeros(rows, name), name) for name in plan.metrics}
+    lines = {name: line for name, line in lines.items() if any(line[1]) or (line[0] and not may_lack(name))}
     if not lines or (plan.only_if_changing and all(len(set(values)) < 2 for _, values in lines.values())):
         return None
     data: list[go.Scatter] = []
@@ -97,6 +97,16 @@ def _line_chart(plan: ChartPlan, rows: Rows) -> Chart | None:
         data=data,
         layout=layout_of(plan.axis, legend=len(lines) > 1, ticks=plan.ticks),
     )
+
+
+def may_lack(name: str) -> bool:
+    """Whether rows lack this metric of episodes where it is 0."""
+    return name.startswith("episodes/") and name.startswith(NONE_IF_ABSENT)
+
+
+def _with_zeros(rows: Rows, name: str) -> Rows:
+    """The rows, with the zeros that are left out of those with episodes."""
+    return [{name: 0.0, **row} for row in rows if "episodes/turns" in row] if may_lack(name) else rows
 
 
 def _latest(plan: ChartPlan, lines: dict[str, Any]) -> str:

@@ -151,7 +151,7 @@ class RunDirectory:
         Raises:
             SupersededError: another driver owns the directory now.
         """
-        return self.write_text(name, json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        return self.write_text(name, json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def write_text(self, name: str, text: str) -> Path:
         """Write the file `name` of this directory; errors as in `write_json`."""
@@ -160,12 +160,12 @@ class RunDirectory:
         return target
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
     """`value` with every float that JSON cannot hold replaced by None."""
     if isinstance(value, dict):
-        return {str(k): _finite(v) for k, v in value.items()}
+        return {str(k): finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     if hasattr(value, "item"):  # a numpy or torch scalar
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value

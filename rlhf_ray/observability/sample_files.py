@@ -1,7 +1,7 @@
 """The samples of every step in parquet files: `samples/step_000012.parquet`, and one for ROLLED steps that are over.
 
-A sample is a row: its key, texts and rewards, and a list for each of its numbers per token. `sample_table` gives the
-columns. An assembler writes the files; the driver cuts them where a run resumes.
+A sample is a row: its key, texts and rewards, and a list for each of its numbers per token; an episode has its turns,
+too. `sample_table` gives the columns. An assembler writes the files; the driver cuts them where a run resumes.
 
 A file of several steps, `steps_000001-000256.parquet`, takes the place of theirs if they are small together: a million
 steps of a small run leave four thousand files. It is complete before the others are removed, so of a step that is in
@@ -10,8 +10,9 @@ both, the single file is void.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.owner_record import Term
-from rlhf_ray.records import Experience
+from rlhf_ray.records import Episode, Experience
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,6 +34,8 @@ PER_TOKEN = ("behaviour_logprobs", "old_logprobs", "reference_logprobs", "advant
 """Columns with a float32 for each token."""
 SHOWN = ("step", "epoch", "row", "sample", "prompt", "messages", "response", "score", "kl", "gold")
 """Columns without lists that every file has."""
+TEXTS = {"prompt", "response", "messages", "error", "turns.text", "turns.tool_calls", "turns.messages"}
+"""Columns that hardly repeat a value, so that a dictionary of their values does not pay."""
 _NAME = re.compile(r"steps?_(\d+)(?:-(\d+))?\.parquet")
 
 
@@ -55,17 +58,22 @@ class SampleTexts(NamedTuple):
     """[S] without special tokens."""
     tokens: Mapping[int, str]
     """Every token id of the samples as text, alone."""
+    turns: Sequence[Sequence[str]] = ()
+    """[S] what the policy sampled in each turn of an episode, without special tokens; empty for single responses."""
 
 
 def sample_table(
-    step: int, experience: Experience, texts: SampleTexts, numbers: Mapping[str, np.ndarray | None], old_known: bool
+    step: int, experience: Experience, texts: SampleTexts, numbers: Mapping[str, np.ndarray | None],
+    unknown: Collection[str] = (),
 ) -> pa.Table:
     """The table of a step's samples.
 
     Args:
         experience: of all samples, from a rollout; a sample's rows are adjacent.
-        numbers: [S] float32 by column: score, its components (reward/NAME), kl, gold; None is null.
-        old_known: whether a learner computed `old_logprobs`; otherwise they are null.
+        numbers: [S] float32 by column: score, its components (reward/NAME), kl, gold; None is null, as is NaN, the
+            reward of an episode that has none.
+        unknown: columns of `PER_TOKEN` that are null: `old_logprobs` if no learner computed them, `advantages` if
+            nothing was learned.
     """
     import pyarrow as pa
 
@@ -79,21 +87,26 @@ def sample_table(
 
     def numbers_of_tokens(name: str) -> Any:
         values = getattr(experience, name)
-        if values is None or (name == "old_logprobs" and not old_known):
+        if values is None or name in unknown:
             return pa.nulls(len(rows), pa.list_(pa.float32()))
         return lists(pa.array(values, pa.float32()))
 
     ids, places = np.unique(experience.tokens, return_inverse=True)
     pieces = pa.array([texts.tokens[int(i)] for i in ids], pa.string())
+    messages = list(texts.messages)
+    if experience.episodes is not None:
+        messages = [json.dumps(episode.messages) if episode.messages else own
+                    for episode, own in zip(experience.episodes, messages, strict=True)]
     columns = {
         "step": pa.array([step] * len(rows), pa.int64()),
         **{name: pa.array([getattr(key, name) for key in experience.keys], pa.int64())
            for name in ("epoch", "row", "sample")},
         "prompt": pa.array(texts.prompts, pa.string()),
-        "messages": pa.array(texts.messages, pa.string()),
+        "messages": pa.array(messages, pa.string()),
         "response": pa.array(texts.responses, pa.string()),
         "finish_reason": pa.array([reasons[each[-1]] for each in rows], pa.string()),
-        **{name: pa.nulls(len(rows), pa.float32()) if values is None else pa.array(values, pa.float32())
+        **{name: pa.nulls(len(rows), pa.float32()) if values is None else
+           pa.array(values, pa.float32(), from_pandas=experience.episodes is not None)
            for name, values in numbers.items()},
         "row_lengths": pa.ListArray.from_arrays(pa.array(first_rows, pa.int32()),
                                                 pa.array(experience.lengths, pa.int32())),
@@ -102,8 +115,38 @@ def sample_table(
         "response_mask": lists(pa.array(experience.response_mask, pa.bool_())),
         **{name: numbers_of_tokens(name) for name in PER_TOKEN},
         "versions": lists(pa.array(experience.versions, pa.int32())),
+        **({} if experience.episodes is None else _columns_of(experience.episodes, texts.turns)),
     }
     return pa.table(columns)
+
+
+def _columns_of(episodes: Sequence[Episode], texts: Sequence[Sequence[str]]) -> dict[str, pa.Array]:
+    """The columns that only a file with episodes has. What has no fixed form is JSON: schemas of tools, tool calls and
+    messages.
+
+    Args:
+        texts: [S] of each turn.
+    """
+    import pyarrow as pa
+
+    turn = pa.struct({
+        "segment": pa.int32(), "start": pa.int32(), "stop": pa.int32(), "seed": pa.int64(),
+        "finish_reason": pa.string(), "reward": pa.float64(), "text": pa.string(), "tool_calls": pa.string(),
+        "messages": pa.string()})
+    turns = [[{"segment": each.row, "start": each.start, "stop": each.stop, "seed": each.seed,
+               "finish_reason": each.finish_reason, "reward": each.reward, "text": text,
+               "tool_calls": json.dumps(each.tool_calls), "messages": json.dumps(each.messages)}
+              for each, text in zip(episode.turns, its_texts, strict=True)]
+             for episode, its_texts in zip(episodes, texts, strict=True)]
+    names = ("environment", "cause", "use", "error")
+    return {
+        **{name: pa.array([getattr(episode, name) for episode in episodes], pa.string()) for name in names},
+        "tools": pa.array([json.dumps(episode.tools) for episode in episodes], pa.string()),
+        "metrics": pa.array([[*episode.metrics.items()] for episode in episodes],
+                            pa.map_(pa.string(), pa.float64())),
+        "events": pa.array([[*episode.events.items()] for episode in episodes], pa.map_(pa.string(), pa.int64())),
+        "turns": pa.array(turns, pa.list_(turn)),
+    }
 
 
 class SampleWriter:
@@ -168,7 +211,7 @@ class SampleWriter:
         buffer = pa.BufferOutputStream()
         paths = list(_paths(schema))
         floats = [path for path in paths if path.partition(".")[0] in PER_TOKEN]
-        plain = [*floats, "prompt", "response", "messages"]
+        plain = [*floats, *(path for path in paths if path.replace(".list.element", "") in TEXTS)]
         with pq.ParquetWriter(buffer, schema, compression="zstd", use_byte_stream_split=floats,
                               use_dictionary=[path for path in paths if path not in plain]) as writer:
             for table in tables:
@@ -188,10 +231,22 @@ class SampleWriter:
 
 def _paths(schema: pa.Schema) -> Iterator[str]:
     """The paths of a schema's columns in a parquet file."""
+    for field in schema:
+        yield from _paths_below(field.name, field.type)
+
+
+def _paths_below(path: str, kind: pa.DataType) -> Iterator[str]:
     import pyarrow.types as types
 
-    for field in schema:
-        yield f"{field.name}.list.element" if types.is_list(field.type) else field.name
+    if types.is_list(kind):
+        yield from _paths_below(f"{path}.list.element", kind.value_type)
+    elif types.is_struct(kind):
+        for field in kind:
+            yield from _paths_below(f"{path}.{field.name}", field.type)
+    elif types.is_map(kind):
+        yield from (f"{path}.key_value.key", f"{path}.key_value.value")
+    else:
+        yield path
 
 
 def sample_parts(directory: Path) -> list[Part]:
@@ -221,11 +276,11 @@ def read_samples(directory: Path, step: int, columns: Sequence[str] | None = Non
 
 def some_samples(directory: Path, per_step: int = 3) -> list[dict[str, Any]]:
     """Samples of the first, the middle and the last step of a samples/ folder, which a run may be writing, without
-    their tokens; of different prompts, as far as there are any."""
+    their tokens but with the turns of episodes; of different prompts, as far as there are any."""
     steps = steps_with_samples(directory)
     found: list[dict[str, Any]] = []
     for step in sorted({steps[0], steps[len(steps) // 2], steps[-1]} if steps else ()):
-        rows = read_samples(directory, step, SHOWN)
+        rows = read_samples(directory, step, (*SHOWN, "cause", "turns"))
         found += sorted(rows, key=lambda row: row["sample"])[:per_step]
     return found
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability.bottleneck import BUSY, COORDINATOR, diagnosis, mean_shares
 from rlhf_ray.observability.control_files import SILENT_S
-from rlhf_ray.observability.conversation import escaped, in_lines, turns_of
+from rlhf_ray.observability.conversation import escaped, in_lines, response_of, turns_of
 from rlhf_ray.observability.faults import in_one_line, read_faults
 from rlhf_ray.observability.metric_catalogue import readable
 from rlhf_ray.observability.metrics import metric_rows, metric_rows_from_end
@@ -193,7 +193,7 @@ def _sample(run: RunDirectory) -> list[RenderableType]:
     score = newest.get("score")
     title = f"a sample of step {newest['step']}" + ("" if score is None else f", score {number(score)}")
     return [Text(""), Text(f"{title}:"), Text(f"  prompt    {_shortened(in_lines(turns_of(newest)))}"),
-            Text(f"  response  {_shortened(newest.get('response'))}")]
+            Text(f"  response  {_shortened(in_lines(response_of(newest)))}")]
 
 
 def _shortened(text: Any) -> str:
@@ -205,11 +205,15 @@ def _shortened(text: Any) -> str:
 
 
 def _disturbances(live: Mapping[str, Any]) -> list[str]:
-    """Workers that are being replaced, and a checkpoint under way."""
+    """Workers that are being replaced, the oldest open episodes, and a checkpoint under way."""
     down = [f"{line['worker']} is down: {line['lost']}; it is being replaced, for {line['seconds']:.1f} s"
             for line in live.get("down", ())]
+    episodes = live.get("episodes") or {}
+    waits = [f"step {live['step'] + 1} waits for {one}" for one in episodes.get("oldest", ())]
+    if len(waits) < episodes.get("open", 0):
+        waits.append(f"{episodes['open']} episodes are open")
     saving = live.get("checkpoint")
-    return [*down, _saving(saving)] if saving else down
+    return [*down, *waits, *([_saving(saving)] if saving else [])]
 
 
 def _saving(saving: Mapping[str, Any]) -> str:

@@ -76,6 +76,16 @@ def print_before_after(
     _print(table, stream)
 
 
+def print_numbers(numbers: Mapping[str, float | None], stream: TextIO | None = None) -> None:
+    """Print metrics, a line each."""
+    stream = stream or sys.stdout
+    table = _table(not is_terminal(stream), "metric")
+    table.add_column("value", justify="right")
+    for name, value in numbers.items():
+        table.add_row(Text(name), number(value))
+    _print(table, stream)
+
+
 def print_texts(texts: Sequence[Mapping[str, Any]], stream: TextIO | None = None) -> None:
     """Print texts with keys prompt (and messages, of a conversation), before, after side by side."""
     stream = stream or sys.stdout
@@ -92,6 +102,11 @@ def print_texts(texts: Sequence[Mapping[str, Any]], stream: TextIO | None = None
 def number(value: float | None) -> str:
     """Four significant digits; a dash for None."""
     return "–" if value is None else f"{value:.4g}"
+
+
+def counted(count: int, noun: str) -> str:
+    """"1 turn", "2 turns"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def plain_table(*columns: str, **options: Any) -> Table:

@@ -2,10 +2,11 @@
 
 from math import ceil
 
-from rlhf_ray.config.derived import concurrency_of, derive
+from rlhf_ray.config.derived import concurrency_of, derive, open_episodes, training_sample
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.rewards import rewards_in_words
 from rlhf_ray.config.stages import (
+    EvaluateConfig,
     PPOConfig,
     PreferencesStageConfig,
     ProcessRewardConfig,
@@ -18,6 +19,8 @@ from rlhf_ray.config.stages import (
 
 def batch_layout_of(config: StageConfig) -> dict[str, str]:
     """The layout of a stage's batch as text, by heading."""
+    if isinstance(config, EvaluateConfig):
+        return {"samples": f"{config.evaluation.samples_per_prompt} for each held-out prompt"}
     if isinstance(config, PPOConfig):
         return _ppo(config)
     if isinstance(config, PreferencesStageConfig):
@@ -36,11 +39,15 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
     c = config.coordinator
     a = config.algorithm
     samples = config.coordinator.samples_per_step
-    longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
+    longest, _ = training_sample(config)
     tokens = f"{config.prompts.max_tokens} + {config.generator.sampling.max_tokens} = {longest} tokens"
+    sample = "sample"
+    if config.environments:
+        sample = "episode"
+        tokens = f"{longest} tokens"
     found = {
-        "batch": f"{counted(c.prompts_per_step, 'prompt')} x {counted(c.samples_per_prompt, 'sample')} = {samples} "
-                 f"samples of up to {tokens}",
+        "batch": f"{counted(c.prompts_per_step, 'prompt')} x {counted(c.samples_per_prompt, sample)} = {samples} "
+                 f"{sample}s of up to {tokens}",
         "updates": f"{counted(a.epochs, 'epoch')} x {counted(a.mini_batches, 'mini-batch', 'es')} of "
                    f"{samples // a.mini_batches} samples, each an optimizer step; "
                    + (config.run.length if config.run.epochs is None else f"{config.run.length} of the prompts"),
@@ -56,9 +63,25 @@ def _ppo(config: PPOConfig) -> dict[str, str]:
     chunk = config.generator.chunk
     found["generators"] = (f"{config.generator.workers} x up to {config.generator.max_sequences} sequences at a time, "
                            f"in chunks of {chunk}; up to {concurrency_of(c, config.generator)} samples in flight")
+    if config.environments:
+        found["episodes"] = _episodes(config)
     found["staleness"] = (f"{counted(c.max_staleness, 'version')} at most; the buffer holds up to "
                           f"{c.samples_ahead} samples")
     return found
+
+
+def _episodes(config: PPOConfig) -> str:
+    """Environments and runners, as text."""
+    turn = config.generator.sampling.max_tokens
+    each = "; ".join(
+        f"{name} ({environment.path}): up to {counted(environment.max_turns, 'turn')} of up to "
+        f"{min(turn, environment.max_tokens)} tokens, {environment.max_tokens} in all, "
+        f"{environment.concurrency} open in each runner, "
+        + ("a process each" if environment.isolated else
+           f"which share {counted(environment.processes, 'process', 'es')}")
+        for name, environment in config.environments.items())
+    runners = config.episode_runner.workers
+    return f"{each}; {counted(runners, 'runner')}, so {open_episodes(config)} are open at the same time at most"
 
 
 def _copies(config: ScorerConfig) -> str:

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import derive, open_episodes, over_context, training_sample
 from rlhf_ray.config.generation import BUCKETS_IN_STORE, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.settled import is_set
-from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
 from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.inference_memory import cache_sequences
 from rlhf_ray.planning.memory_breakdown import MIB, Memory, gib
@@ -35,6 +35,7 @@ def find_problems(
 ) -> Iterator[Finding]:
     """All findings except placement and devices that are too full (`plan.py`)."""
     yield from _sequences(config, roles, memory)
+    yield from _open_episodes(config, roles, memory)
     seen: set[tuple[object, ...]] = set()
     for load in sorted(loads, key=lambda one: -one.share):
         alike = (load.kind, round(load.bytes), load.capacity)
@@ -74,18 +75,11 @@ def _sequences(config: StageConfig, roles: Sequence[Role], memory: dict[str, Mem
         generator = role.placement
         if not isinstance(generator, GenerationConfig):
             continue
-        prompts = config.prompts.max_tokens  # type: ignore[attr-defined]
-        response = generator.sampling.max_tokens
-        field = "generator.sampling.max_tokens"
-        if isinstance(config, PPOConfig):
-            derived = derive(config)
-            response = derived.longest_response
-            field = derived.longest_response_field
-        longest = prompts + response
+        sample = derive(config) if isinstance(config, PPOConfig) else cast(PreferencesStageConfig, config)
+        longest = sample.longest_sample
         shape = role.models[0]
         if shape.context is not None and longest > shape.context:
-            yield Finding("refused", f"prompts.max_tokens={prompts} + {field}={response} = {longest} tokens is over "
-                                     f"the context of {role.named!r}, {shape.context}; lower one of them")
+            yield Finding("refused", over_context(longest, sample.longest_sample_field, role.named, shape.context))
         room = cache_sequences(generator, shape, memory[role.name], longest)
         needed = -(-shape.cache_bytes * longest // MIB)
         if room < 1:
@@ -100,6 +94,24 @@ def _sequences(config: StageConfig, roles: Sequence[Role], memory: dict[str, Mem
             yield Finding("tight", f"generator: its KV cache holds {room:.0f} longest sequences of "
                                    f"generator.max_sequences={generator.max_sequences}; vLLM preempts the others; "
                                    f"lower generator.max_sequences to {int(room)}, or {more}")
+
+
+def _open_episodes(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory]) -> Iterator[Finding]:
+    """Between two turns, an episode's tokens stay in the KV cache as long as nothing else needs their place."""
+    if not isinstance(config, PPOConfig) or not config.environments:
+        return
+    [role] = [role for role in roles if role.name == "generator"]
+    assert isinstance(role.placement, GenerationConfig)
+    longest, field = training_sample(config)
+    room = cache_sequences(role.placement, role.models[0], memory[role.name], longest)
+    opened = open_episodes(config) / config.generator.workers
+    if 1 <= room < opened / 2:
+        most = max(1, int(room * config.generator.workers / config.episode_runner.workers / len(config.environments)))
+        more = "raise generator.kv_cache_mb" if role.placement.cache_mb else "use more generator.workers"
+        yield Finding("tight", f"generator: its KV cache holds {room:.0f} episodes of {field}={longest} tokens, and "
+                               f"{opened:.0f} may be open at each generator; between turns it drops the others' "
+                               "tokens, and computes them again; lower environments.NAME.concurrency to "
+                               f"{most}, or {more}")
 
 
 def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) -> Iterator[Finding]:

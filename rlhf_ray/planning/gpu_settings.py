@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from rlhf_ray.config.combination_checks import check_pools, experience_bytes_per_token
-from rlhf_ray.config.derived import longest_row, placements_of, transport_of, unset_micro_batches
+from rlhf_ray.config.derived import longest_row, placements_of, training_sample, transport_of, unset_micro_batches
 from rlhf_ray.config.generation import BUCKET_FROM_GPU_MB, BUCKETS_IN_STORE, GenerationConfig
 from rlhf_ray.config.learner import MICRO_BATCH_TOKENS, LearnerConfig
 from rlhf_ray.config.load import resolve
@@ -415,7 +415,7 @@ def _store_mb(config: PPOConfig, nodes: Sequence[Node], shapes: Shapes) -> int:
     if transport_of(config) == "object_store":
         largest = (config.weights.bucket_mb or BUCKET_FROM_GPU_MB) * MIB
         buckets = BUCKETS_IN_STORE * max(largest, shape.vocabulary * shape.hidden * shape.bytes_per_value)
-    longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
+    longest, _ = training_sample(config)
     experience = config.coordinator.samples_ahead * longest * experience_bytes_per_token(config)
     needed = ceil(2 * max(buckets, experience) / MIB)
     size = 512

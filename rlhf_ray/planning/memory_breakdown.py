@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CACHE = "activations", "logits", "KV cache"
-BUFFERS, COPIES, RUNTIME = "buffers", "checkpoint copies", "runtime"
-PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, CACHE, BUFFERS, COPIES, RUNTIME)
+BUFFERS, COPIES, RUNTIME, ENVIRONMENTS = "buffers", "checkpoint copies", "runtime", "environments"
+PARTS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, CACHE, BUFFERS, COPIES, RUNTIME, ENVIRONMENTS)
 """All parts, in the order in which they are shown."""
 MIB, GIB = 2**20, 2**30
 
@@ -62,6 +62,12 @@ ENGINE_CORE = 1500 * MIB
 """Additional processes of AsyncLLM."""
 SMALL = 350 * MIB
 """Assembler process, or a process with a reward function: Python, torch, tokenizers, Ray."""
+ENVIRONMENT = 25 * MIB
+"""Process of environments before it imports anything of a user: Python and the standard library. Measured (23 MiB) with
+two processes of a function as a tool, as `SCHEMAS`."""
+SCHEMAS = 220 * MIB
+"""Additional memory of the first process of each environment, which describes its tools with transformers
+(`utils.get_json_schema`)."""
 READER = 200 * MIB
 """Process that reads data: Python, numpy, tokenizers, Ray."""
 DRIVER = 400 * MIB

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhf_ray.config.combination_checks import experience_bytes_per_token
+from rlhf_ray.config.derived import training_sample
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.planning.batch_layout import batch_layout_of, counted
@@ -117,7 +118,7 @@ def checkpoint_bytes(config: StageConfig, roles: Sequence[Role]) -> float:
         average = getattr(role.placement, "ema_decay", None) is not None
         total += FLOAT * (1 + MOMENTS + average) * trained(role.placement, role.models[0])
     if isinstance(config, PPOConfig) and config.coordinator.max_staleness:
-        longest = config.prompts.max_tokens + config.generator.sampling.max_tokens
+        longest, _ = training_sample(config)
         per_token = float(experience_bytes_per_token(config))
         total += per_token * config.coordinator.max_staleness * config.coordinator.samples_per_step * longest
     return total

@@ -21,7 +21,17 @@ from rlhf_ray.config.stages import (
 from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.inference_memory import WITHOUT_ADAPTERS, GeneratorAdapters, generator_memory, scorer_memory
 from rlhf_ray.planning.learner_memory import Training, learner_memory
-from rlhf_ray.planning.memory_breakdown import ACTIVATIONS, LOGITS, READER, RUNTIME, SMALL, Memory
+from rlhf_ray.planning.memory_breakdown import (
+    ACTIVATIONS,
+    ENVIRONMENT,
+    ENVIRONMENTS,
+    LOGITS,
+    READER,
+    RUNTIME,
+    SCHEMAS,
+    SMALL,
+    Memory,
+)
 from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.publication_size import adapter_bytes, bucket_bytes, publication_bytes
 
@@ -64,7 +74,7 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
     longest = derived.longest_sample
     adapters = adapter_bytes(config, shape)
     bucket = bucket_bytes(config, shape)
-    answers = config.generator.sampling.max_tokens / (config.prompts.max_tokens + config.generator.sampling.max_tokens)
+    answers = sampled_share(config)
     copies = 2 if config.generator.sampling.min_tokens and not config.generator.sampling.top_k else 1
     rows = config.coordinator.samples_per_step // config.algorithm.mini_batches
     transport = transport_of(config)
@@ -101,6 +111,7 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
         "reward": lambda: _reward(reward_sections(config), config.reward, shapes, longest, samples),
         "policy": policy,
         "critic": critic,
+        "episode_runner": lambda: _episode_runner(config),
     }
     roles = []
     for section, placement in placements_of(config).items():
@@ -108,6 +119,15 @@ def _ppo(config: PPOConfig, shapes: Shapes) -> list[Role]:
         if section == "assembler":
             roles.append(_reader("prompt_reader", placement.pool))
     return roles
+
+
+def sampled_share(config: PPOConfig) -> float:
+    """Largest share of the tokens of a longest sample that the policy samples: all but its prompt, and of an episode as
+    many as its turns may have."""
+    turn = config.generator.sampling.max_tokens
+    if not config.environments:
+        return turn / (config.prompts.max_tokens + turn)
+    return max(min(each.max_tokens, each.max_turns * turn) / each.max_tokens for each in config.environments.values())
 
 
 def _supervised(config: SFTConfig | RewardModelConfig | ProcessRewardConfig, shapes: Shapes) -> Role:
@@ -129,6 +149,16 @@ def _generator(config: GenerationConfig, shape: ModelShape, model: ModelConfig, 
 def _small(name: str, placement: PlacementConfig) -> Role:
     """A process without a model."""
     return Role(name, placement, (), "", lambda _: Memory(host={RUNTIME: float(SMALL)}))
+
+
+def _episode_runner(config: PPOConfig) -> Role:
+    """A process that waits for generators and environments, and the processes of its environments, as far as they do
+    not grow by what a user's code imports and keeps."""
+    processes = [each.concurrency if each.isolated else min(each.processes, each.concurrency)
+                 for each in config.environments.values()]
+    of_environments = float(sum(processes) * ENVIRONMENT + len(processes) * SCHEMAS)
+    return Role("episode_runner", config.episode_runner, (), "",
+                lambda _: Memory(host={RUNTIME: float(SMALL), ENVIRONMENTS: of_environments}))
 
 
 def _reader(name: str, pool: str) -> Role:

@@ -31,11 +31,25 @@ class Workload:
     mini_batches: int = 4
     """Optimizer steps per epoch; 512 samples each by default (as Yu et al. 2025, DAPO, section 4.1)."""
     epochs: int = 1
+    turns: int = 1
+    """Turns of a sample, among which `response` and `read` are divided evenly."""
+    read: int = 0
+    """Mean tokens that the environment answers in an episode."""
+    prefix_cached: bool = True
+    """A turn's prefill computes what is new since the turn before; else all that came before the turn."""
 
     @property
     def row(self) -> int:
         """Mean tokens of a sample."""
-        return self.prompt + self.response
+        return self.prompt + self.response + self.read
+
+    @property
+    def prefills(self) -> list[int]:
+        """Tokens that are prefilled for a sample: before each turn, or together where the cache has those before."""
+        if self.prefix_cached or self.turns == 1:
+            return [self.prompt + self.read]
+        grown = (self.response + self.read) / self.turns
+        return [round(self.prompt + turn * grown) for turn in range(self.turns)]
 
     def survivors(self, t: float) -> float:
         """Share of responses longer than `t` tokens."""
@@ -50,9 +64,10 @@ class Workload:
 
     @property
     def held(self) -> float:
-        """Mean tokens in the cache of a sample being decoded: its prompt and the response so far. Long responses are
-        decoded longer: the integral of t S(t) over that of S(t) is tail * response / (tail + 1)."""
-        return self.prompt + self.tail * self.response / (self.tail + 1)
+        """Mean tokens in the cache of a sample being decoded: its prompt, the response so far, and half of what the
+        environment answers. Long responses are decoded longer: the integral of t S(t) over that of S(t) is
+        tail * response / (tail + 1)."""
+        return self.prompt + self.read / 2 + self.tail * self.response / (self.tail + 1)
 
 
 SLICES = 256
@@ -88,6 +103,10 @@ class Engine:
         """Seconds to prefill one prompt of `tokens`."""
         return self.model.row_flops(tokens) / (self.gpus * self.hardware.flops * self.hardware.forward_share)
 
+    def prefills_s(self, work: Workload) -> float:
+        """Seconds of all prefills of a sample."""
+        return sum(self.prefill_s(tokens) for tokens in work.prefills)
+
     def fitting(self, work: Workload) -> float:
         """Sequences that fit into the cache at the same time."""
         return max(0.0, self.cache_tokens / work.held)
@@ -115,7 +134,7 @@ class Engine:
             return inf
         concurrent = min(samples, fitting)
         before = (samples - concurrent) * self._each_s(work, concurrent)
-        return samples * self.prefill_s(work.prompt) + before + self._drain_s(work, concurrent)
+        return samples * self.prefills_s(work) + before + self._drain_s(work, concurrent)
 
     def flowing_s(self, work: Workload, samples: float, under_way: float) -> float:
         """Seconds to generate `samples` in a steady flow, with at most `under_way` sequences (or as many as the cache
@@ -123,7 +142,7 @@ class Engine:
         batch = min(under_way, self.fitting(work))
         if batch < 1:
             return inf
-        return samples * (self.prefill_s(work.prompt) + self._each_s(work, batch))
+        return samples * (self.prefills_s(work) + self._each_s(work, batch))
 
     def longest_s(self, work: Workload, under_way: float) -> float:
         """Seconds to generate a batch's longest response among `under_way` others."""
@@ -137,7 +156,8 @@ class Engine:
         """Integral over positions of a decoding step with the survivors of `batch`, up to the longest response."""
         width = work.longest / SLICES
         positions = [(i + 0.5) * width for i in range(SLICES)]
-        return sum(width * self.decode_s(max(1.0, batch * work.survivors(t)), work.prompt + t) for t in positions)
+        before = work.prompt + work.read / 2
+        return sum(width * self.decode_s(max(1.0, batch * work.survivors(t)), before + t) for t in positions)
 
     def _communicate_s(self, batch: float) -> float:
         """Two all-reduces per layer of the activations of `batch` tokens; a ring moves 2 (n - 1) / n of the bytes."""

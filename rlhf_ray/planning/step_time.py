@@ -5,12 +5,13 @@ Rates are those of data sheets times the shares in `hardware.py`; lengths are as
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 
-from rlhf_ray.config.derived import derive
+from rlhf_ray.config.derived import derive, open_episodes
+from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.config.stages import PPOConfig, ScorerConfig, StageConfig, role_facts
+from rlhf_ray.config.stages import EvaluateConfig, PPOConfig, ScorerConfig, StageConfig, role_facts
 from rlhf_ray.planning.batch_layout import passes
 from rlhf_ray.planning.hardware import CORE, Hardware
 from rlhf_ray.planning.learner_memory import stage_of, trained
@@ -61,6 +62,8 @@ def estimate_step_time(
     """
     devices = {role.name: _device(role, placement, nodes) for role in roles}
     named = {role.name: role for role in roles if role.models}
+    if isinstance(config, EvaluateConfig):
+        return None
     if isinstance(config, PPOConfig):
         return _ppo(config, named, devices, placement, nodes, work or workload_of(config))
     if "learner" in named:
@@ -77,7 +80,8 @@ def _ppo(
     nodes: Sequence[Node], work: Workload,
 ) -> StepTime:
     staleness = config.coordinator.max_staleness
-    took = {"generator": generation_s(roles["generator"], devices["generator"], work, staleness)}
+    side_by_side = open_episodes(config) / config.generator.workers if config.environments else inf
+    took = {"generator": generation_s(roles["generator"], devices["generator"], work, staleness, side_by_side)}
     stations = {name: facts.station for name, facts in role_facts(type(config)).items() if name in roles}
     for name in (name for name, station in stations.items() if station == "scoring"):
         took[name] = max(scoring_s(roles[name], devices[name], work),
@@ -117,20 +121,42 @@ def _side(names: Sequence[str], took: Mapping[str, float], placement: Placement)
 
 def workload_of(config: PPOConfig) -> Workload:
     """The workload that the estimate assumes, as lengths are not known in advance: prompts of half the maximum length,
-    and response lengths uniform up to the maximum, so half of it on average."""
-    return Workload(
-        samples=config.coordinator.samples_per_step, prompt=max(1, config.prompts.max_tokens // 2),
-        response=max(1, config.generator.sampling.max_tokens // 2), tail=2.0,
+    and response lengths uniform up to the maximum, so half of it on average. Episodes have half of their turns and
+    tokens; what the turns do not sample of these is what environments answer. What environments compute is not
+    counted."""
+    prompt = max(1, config.prompts.max_tokens // 2)
+    turn = max(1, config.generator.sampling.max_tokens // 2)
+    work = Workload(
+        samples=config.coordinator.samples_per_step, prompt=prompt, response=turn, tail=2.0,
         mini_batches=config.algorithm.mini_batches, epochs=config.algorithm.epochs,
     )
+    if not config.environments:
+        return work
+    each = [_turns_tokens(environment, prompt, turn) for environment in config.environments.values()]
+    turns, sampled, read = (max(1, round(sum(column) / len(each))) for column in zip(*each, strict=True))
+    generator = config.generator
+    cached = generator.gpus > 0 and generator.vllm.get("enable_prefix_caching") is not False
+    return replace(work, turns=turns, response=sampled, read=read, prefix_cached=cached)
 
 
-def generation_s(role: Role, device: Hardware, work: Workload, staleness: int) -> float:
-    """Seconds to generate all samples of a step, divided among the generators; the longest response bounds it."""
+def _turns_tokens(environment: EnvironmentConfig, prompt: int, turn: int) -> tuple[int, int, int]:
+    """Mean turns of an episode, tokens that are sampled in it, and those that the environment answers."""
+    turns = ceil(environment.max_turns / 2)
+    room = max(2, environment.max_tokens // 2 - prompt)
+    sampled = min(turns * turn, room - 1)
+    return turns, sampled, room - sampled
+
+
+def generation_s(role: Role, device: Hardware, work: Workload, staleness: int, most: float = inf) -> float:
+    """Seconds to generate all samples of a step, divided among the generators; the longest response bounds it.
+
+    Args:
+        most: samples that are open at each generator at most; episodes wait for a runner, others for nothing.
+    """
     config = role.placement
     assert isinstance(config, GenerationConfig)
     engine = Engine(role.models[0], device, config.devices if config.gpus else config.threads)
-    return engine.step_s(work, work.samples / config.workers, staleness, config.max_sequences)
+    return engine.step_s(work, work.samples / config.workers, staleness, min(most, config.max_sequences))
 
 
 def scoring_s(role: Role, device: Hardware, work: Workload) -> float:
@@ -164,7 +190,7 @@ def update_s(role: Role, device: Hardware, work: Workload) -> float:
     rows = work.samples / work.mini_batches
     each = KEPT + (RECOMPUTED - KEPT) * config.recomputed(shape.layers) / shape.layers
     rate = device.flops * device.training_share * precision(role, shape) * threads
-    longest = work.prompt + replace(work, samples=max(1, round(rows))).longest
+    longest = work.prompt + work.read + replace(work, samples=max(1, round(rows))).longest
     compute = each * max(rows * shape.row_flops(work.row) / config.workers, shape.row_flops(longest)) / rate
     count = passes(config, rows, work.row)
     gathers = {0: 1, 1: 1, 2: count, 3: 3 * count}[stage_of(config)] if config.workers > 1 else 0

@@ -211,9 +211,16 @@ class Ledger:
         """`worker` has generated the responses."""
         self._move(keys, State.GENERATED, (State.LEASED,), worker=worker)
 
-    def scored(self, keys: Iterable[SampleKey], min_version: int) -> None:
-        """The samples' experience is complete; `min_version` is the oldest version among its tokens."""
-        self._move(keys, State.SCORED, (State.GENERATED,), version=min_version)
+    def scored(self, keys: Sequence[SampleKey], min_version: int, reasons: Sequence[str | None] | None = None) -> None:
+        """The samples' experience is complete; `min_version` is the oldest version among its tokens.
+
+        Args:
+            reasons: of each, what an episode did not complete for, and what follows; None for one that completed.
+        """
+        for reason in dict.fromkeys(reasons or [None]):
+            alike = keys if reasons is None else [
+                key for key, its in zip(keys, reasons, strict=True) if its == reason]
+            self._move(alike, State.SCORED, (State.GENERATED,), version=min_version, reason=reason)
 
     def consumed(self, keys: Iterable[SampleKey], step: int) -> None:
         """Update number `step` (from 1) has consumed the samples."""

@@ -37,7 +37,8 @@ CREATE TABLE samples (         -- those that are not archived; rowid: number of 
     version INTEGER,           -- of the weights when it was leased; once scored, the oldest among its tokens
     worker TEXT,               -- that generated it
     step INTEGER,              -- the update that consumed it, from 1
-    reason TEXT,               -- of a quarantine, of an update that changed nothing, of a filtered or unused sample
+    reason TEXT,               -- of a quarantine, of an update that changed nothing, of a filtered or unused sample;
+                               -- of an episode that did not complete: why, and what is done with it
     PRIMARY KEY (epoch, row, sample)
 );
 CREATE TABLE attempts (        -- given up

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlhf_ray.config.rewards import Aggregate, ProcessReward
 from rlhf_ray.data.batching import RowNumbers
-from rlhf_ray.data.chat import ChatTemplate, PromptText
+from rlhf_ray.data.chat import ChatTemplate, PromptText, tools_of
 from rlhf_ray.data.encoding import encode_prompts
 from rlhf_ray.data.stepwise_format import StepTokens, load_steps
 from rlhf_ray.engine.frozen_model import largest_of, place_of
@@ -109,8 +109,10 @@ class ProcessModelSource(LocalSource[ProcessReward]):
         """The prompt as in this model's training: chat messages are rendered by its own template, if it has one."""
         if request.messages is None or not self._tokenizer.chat_template:
             return PromptText(request.prompt, None)
-        text = ChatTemplate(self._tokenizer).render(request.messages, sample_names([request.key]), ask=True)
-        return PromptText(text, request.messages)
+        place = sample_names([request.key])
+        options = tools_of(request.metadata, place)
+        text = ChatTemplate(self._tokenizer).render(request.messages, place, ask=True, options=options)
+        return PromptText(text, request.messages, options)
 
     def _tensors(
         self, rows: list[list[int]], lengths: NDArray[np.int64], places: NDArray[np.int64]

@@ -22,7 +22,7 @@ from rlhf_ray.data.answers import Prefills
 from rlhf_ray.data.chat import NO_OPTIONS, PromptText, template_options
 from rlhf_ray.data.encoding import decode_after
 from rlhf_ray.errors import RewardError, SampleError, with_lines
-from rlhf_ray.records import Batch, Prompts, Rollout, SampleKey, SampleRows, response_start
+from rlhf_ray.records import Batch, Episode, Experience, Prompts, Rollout, SampleKey, response_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,9 @@ SHOWN = 200
 """Characters of a prompt or a response that an error message shows."""
 NAMED = 3
 """Samples that an error message names."""
+BETWEEN_TURNS = "\n"
+"""Stands in the text of a response where the policy read something in between."""
+SampledRows = Rollout | Experience
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class RewardRequest:
     prompt: str
     """Prompt text as the policy's tokenizer saw it (a rendered chat template where the prompt is messages)."""
     response: str
-    """The policy's text, without special tokens."""
+    """The policy's text, without special tokens; of an episode that of all turns, a line break between two. What the
+    environment answered is in `turns`."""
     tokens: NDArray[np.int32]
     """[T] prompt and response in the policy's token ids."""
     response_mask: NDArray[np.bool_]
@@ -57,6 +61,16 @@ class RewardRequest:
     """What the prompt begins of the answer, such as the <think> that a chat template opens; `prompt` ends with it."""
     marked_response: str | None = None
     """The response with its special tokens, but for the one that ended it; None if it has none."""
+    episode: Episode | None = None
+    """What happened in the episode; None for a single response."""
+    turn_ends: tuple[int, ...] = ()
+    """Position in `tokens` of the last token that the policy sampled in each turn of the episode."""
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        """The turns of an episode: what was called, what was answered, and the environment's reward."""
+        turns = [] if self.episode is None else self.episode.turns
+        return [{"tool_calls": turn.tool_calls, "messages": turn.messages, "reward": turn.reward} for turn in turns]
 
     def text(self, keep_special_tokens: bool = False) -> str:
         """The response.
@@ -126,13 +140,18 @@ def requests_of(rollout: Rollout, prompts: Prompts, tokenizer: PreTrainedTokeniz
     """[S] requests of a rollout's samples. `prompts` contains their prompts, in any order."""
     places = {row: i for i, row in enumerate(prompts.rows.tolist())}
     texts, prefills = ResponseTexts(tokenizer), Prefills(tokenizer)
-    return [_request(rollout, rows, key, prompts, places[key.row], texts, prefills)
-            for rows, key in zip(rollout.sample_rows, rollout.keys, strict=True)]
+    return [_request(rollout, number, rows, prompts, places[rollout.keys[number].row], texts, prefills)
+            for number, rows in enumerate(rollout.sample_rows)]
 
 
-def _request(rollout: Rollout, rows: range, key: SampleKey, prompts: Prompts, row: int, texts: ResponseTexts,
+def _request(rollout: Rollout, number: int, rows: range, prompts: Prompts, row: int, texts: ResponseTexts,
              prefills: Prefills) -> RewardRequest:
-    whole = slice(rollout.offsets[rows.start], rollout.offsets[rows.stop])
+    key = rollout.keys[number]
+    first = int(rollout.offsets[rows.start])
+    whole = slice(first, rollout.offsets[rows.stop])
+    episode = None if rollout.episodes is None else rollout.episodes[number]
+    ends = [int(rollout.offsets[rows.start + turn.row]) - first + turn.stop - 1 for turn in episode.turns
+            ] if episode else []
     messages = None if prompts.messages is None else prompts.messages[row]
     options = NO_OPTIONS if messages is None else template_options(prompts.metadata[row], f"row {key.row}")
     return RewardRequest(
@@ -140,7 +159,7 @@ def _request(rollout: Rollout, rows: range, key: SampleKey, prompts: Prompts, ro
         tokens=rollout.tokens[whole], response_mask=rollout.response_mask[whole],
         finish_reason=rollout.finish_reasons[rows[-1]], metadata=prompts.metadata[row], messages=messages,
         prefill=prefills.of(PromptText(prompts.texts[row], messages, options)),
-        marked_response=texts.marked(rollout, rows),
+        marked_response=texts.marked(rollout, rows), episode=episode, turn_ends=tuple(ends),
     )
 
 
@@ -152,24 +171,28 @@ class ResponseTexts:
         added = tokenizer.added_tokens_decoder.items()
         self._specials = np.array(sorted({*tokenizer.all_special_ids, *(i for i, t in added if t.special)}), np.int64)
 
-    def plain(self, rollout: SampleRows, rows: range) -> str:
-        """The responses of a sample's rows as one text, without special tokens, each from its first sampled token."""
-        return "".join(self._text(*self._parts(rollout, i), skip=True) for i in rows)
+    def plain(self, rollout: SampledRows, rows: range) -> str:
+        """The responses of a sample's rows as one text, without special tokens: what was sampled, and nothing that the
+        policy read in between."""
+        return BETWEEN_TURNS.join(self._text(*part, skip=True) for i in rows for part in self._parts(rollout, i))
 
     def marked(self, rollout: Rollout, rows: range) -> str | None:
         """The same with special tokens, but for the one that ended the sample; None if there are none."""
-        parts = [self._parts(rollout, i) for i in rows]
-        if rollout.finish_reasons[rows[-1]] == "stop" and len(parts[-1][1]) and self._is_special(parts[-1][1][-1:])[0]:
+        parts = [part for i in rows for part in self._parts(rollout, i)]
+        stopped = (rollout.finish_reasons or [""])[rows[-1]] == "stop"
+        if parts and stopped and self._is_special(parts[-1][1][-1:])[0]:
             parts[-1] = parts[-1][0], parts[-1][1][:-1]
         if not any(self._is_special(tail).any() for _, tail in parts):
             return None
-        return "".join(self._text(head, tail, skip=False) for head, tail in parts)
+        return BETWEEN_TURNS.join(self._text(head, tail, skip=False) for head, tail in parts)
 
     @staticmethod
-    def _parts(rollout: SampleRows, row: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """(the tokens before a row's response, the response and what follows)."""
-        tokens, start = rollout.row(row, "tokens"), response_start(rollout.row(row, "response_mask"))
-        return tokens[:start], tokens[start:]
+    def _parts(rollout: SampledRows, row: int) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """(the tokens before it, the tokens of it) of each part of a row that was sampled."""
+        tokens = rollout.row(row, "tokens")
+        mask = rollout.row(row, "response_mask")
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
+        return [(tokens[:start], tokens[start:stop]) for start, stop in edges.tolist()]
 
     def _is_special(self, tokens: NDArray[np.int32]) -> NDArray[np.bool_]:
         return np.isin(tokens, self._specials)
@@ -179,7 +202,7 @@ class ResponseTexts:
 
 
 def rollout_texts(
-    tokenizer: PreTrainedTokenizerBase, rollout: SampleRows, samples: int
+    tokenizer: PreTrainedTokenizerBase, rollout: SampledRows, samples: int
 ) -> tuple[list[str], list[str]]:
     """Prompts and responses of the first `samples` samples (or of all, if there are fewer), without special tokens; a
     row without a response is all prompt."""

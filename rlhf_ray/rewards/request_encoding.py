@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlhf_ray.data.answers import AnswerFormat, Prefills, TurnEnds
-from rlhf_ray.data.chat import ChatTemplate, Messages, PromptText
+from rlhf_ray.data.chat import ChatTemplate, Messages, PromptText, tools_of
 from rlhf_ray.data.encoding import Piece, encode_pieces
 from rlhf_ray.errors import DataError, ModelError, SampleError
 from rlhf_ray.rewards.protocol import RewardRequest, sample_names
@@ -68,7 +68,8 @@ def _conversation(messages: Messages, request: RewardRequest, tokenizer: PreTrai
     template = ChatTemplate(tokenizer)
     place = f"{sample_names([request.key])}, for the reward model of {tokenizer.name_or_path!r}"
     try:
-        prompt = PromptText(template.render(messages, place, ask=True), messages)
+        options = tools_of(request.metadata, place)
+        prompt = PromptText(template.render(messages, place, ask=True, options=options), messages, options)
         # What both templates begin stays in the prompt; what the policy's alone begins belongs to the answer here.
         sampled = bool(request.prefill and Prefills(tokenizer).of(prompt))
         response = request.response if sampled else request.prefill + request.response

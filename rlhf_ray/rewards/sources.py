@@ -10,6 +10,7 @@ import numpy as np
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import (
     LOCAL_MODELS,
+    EnvironmentReward,
     FunctionReward,
     HTTPReward,
     ModelReward,
@@ -20,6 +21,7 @@ from rlhf_ray.config.rewards import (
 )
 from rlhf_ray.models.shard import WHOLE, Shard
 from rlhf_ray.records import RewardScores
+from rlhf_ray.rewards.environment_source import EnvironmentSource
 from rlhf_ray.rewards.function_source import FunctionSource
 from rlhf_ray.rewards.http.source import HTTPSource
 from rlhf_ray.rewards.local_model import PROBED, ModelSource
@@ -71,6 +73,8 @@ def make_source(
             return ProcessModelSource(name, config, policy, micro_batch_tokens, longest, shard, turn)
         case VaderReward():
             return VaderSource()
+        case EnvironmentReward():
+            return EnvironmentSource()
         case HTTPReward():
             return HTTPSource(name, config)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate
+from rlhf_ray.algorithms.advantage_estimators import ScoredResponses, estimate_counted
 from rlhf_ray.algorithms.dynamic_sampling import scores_differ
 from rlhf_ray.algorithms.kl import approx_kl
 from rlhf_ray.algorithms.logprob_gap import gap_histogram
@@ -23,6 +23,7 @@ from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.estimators import GAEEstimator
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.data.encoding import decode_after
 from rlhf_ray.errors import CheckpointError
 from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.models.loading import load_tokenizer
@@ -41,11 +42,16 @@ from rlhf_ray.records import (
     Scores,
     Sifted,
     TokenScores,
+    Turn,
     row_indices,
 )
 from rlhf_ray.rewards.protocol import finished, rollout_texts
+from rlhf_ray.roles.episode_numbers import episode_numbers
 from rlhf_ray.roles.evaluation_metrics import bigram_codes, pass_rates, stable_hash, summarise
 from rlhf_ray.roles.micro_batch import split_scores
+
+OF_LEARNERS = ("old_logprobs", "advantages")
+"""Columns of samples/ that no sample of an evaluation has."""
 
 
 class Assembler:
@@ -74,7 +80,7 @@ class Assembler:
         return {
             "algorithm": config.algorithm,
             "model": config.model,
-            "longest": config.generator.sampling.max_tokens,
+            "longest": derived.longest_response if config.environments else config.generator.sampling.max_tokens,
             "disk_timeout_s": config.cluster.disk_timeout_s,
             "reward_weights": {name: source.weight for name, source in config.rewards.items()},
         }
@@ -144,14 +150,52 @@ class Assembler:
         self, directory: Path, term: Term | None, step: int, prompts_saved: int | None, old_known: bool,
         summaries: Sequence[ExperienceSummary], prompts: Prompts, experiences: Sequence[Experience],
     ) -> tuple[int, float]:
+        numbers = _numbers_of(summaries)
+        return self._write_samples(directory, term, step, prompts_saved, () if old_known else ("old_logprobs",),
+                                   Experience.concat(experiences), numbers, prompts)
+
+    async def save_evaluated(
+        self, directory: str, term: Term | None, prompts_saved: int | None, on_policy: bool, prompts: Prompts,
+        rollouts: Sequence[Rollout], rewards: Sequence[Sequence[RewardScores]],
+        references: Sequence[TokenScores | None],
+    ) -> tuple[int, float]:
+        """Write the samples of an evaluation, as step 0; they have no advantages. The rest is as in `save_samples`.
+
+        Args:
+            on_policy: as of `evaluation_metrics.summarise`: only then their KL is known.
+            rollouts: of each chunk.
+            rewards: of each chunk, as `RewardScorer.score_each` returns them.
+            references: of each chunk; None without a reference.
+        """
+        return await self._thread.run(self._save_evaluated, Path(directory), term, prompts_saved, on_policy, prompts,
+                                      rollouts, [scores for (scores,) in rewards], references)
+
+    def evaluated_samples(
+        self, prompts: Prompts, rollouts: Sequence[Rollout], rewards: Sequence[RewardScores]
+    ) -> list[dict[str, Any]]:
+        """What `save_evaluated` would write, as rows; without a reference."""
+        experience, numbers = _evaluated(rollouts, rewards, [None] * len(rollouts), False)
+        texts = self._sample_texts(experience, prompts)
+        return sample_table(0, experience, texts, numbers, OF_LEARNERS).to_pylist()
+
+    def _save_evaluated(
+        self, directory: Path, term: Term | None, prompts_saved: int | None, on_policy: bool, prompts: Prompts,
+        rollouts: Sequence[Rollout], rewards: Sequence[RewardScores], references: Sequence[TokenScores | None],
+    ) -> tuple[int, float]:
+        experience, numbers = _evaluated(rollouts, rewards, references, on_policy)
+        return self._write_samples(directory, term, 0, prompts_saved, OF_LEARNERS, experience, numbers, prompts)
+
+    def _write_samples(
+        self, directory: Path, term: Term | None, step: int, prompts_saved: int | None, unknown: Sequence[str],
+        experience: Experience, numbers_of_all: Mapping[str, np.ndarray | None], prompts: Prompts,
+    ) -> tuple[int, float]:
         began = time.perf_counter()
-        experience = Experience.concat(experiences)
         groups = prompt_groups(experience.keys).numpy()
         kept = np.flatnonzero(groups < (groups.max() + 1 if prompts_saved is None else prompts_saved))
         experience = experience.select(experience.rows_of(kept))
         texts = self._sample_texts(experience, prompts)
-        numbers = {name: None if values is None else values[kept] for name, values in _numbers_of(summaries).items()}
-        table = sample_table(step, experience, texts, numbers, old_known)
+        numbers = {name: None if values is None else values[kept] for name, values in numbers_of_all.items()}
+        table = sample_table(step, experience, texts, numbers, unknown)
         try:
             size = SampleWriter(directory, term).write(step, table)
         except OSError as error:
@@ -171,7 +215,19 @@ class Assembler:
                 self._token_texts[token] = self._tokenizer.decode([token])
         own_prompts, responses = rollout_texts(self._tokenizer, experience, len(experience.keys))
         return SampleTexts(own_prompts, [None if each is None else json.dumps(each) for each in messages], responses,
-                           self._token_texts)
+                           self._token_texts, self._turn_texts(experience))
+
+    def _turn_texts(self, experience: Experience) -> list[list[str]]:
+        """[S] what was sampled in each turn of an episode, without special tokens; empty for single responses."""
+        def text(row: int, turn: Turn) -> str:
+            tokens = experience.row(row, "tokens").tolist()
+            return decode_after(self._tokenizer, tokens[:turn.start], tokens[turn.start:turn.stop],
+                                skip_special_tokens=True)
+
+        if experience.episodes is None:
+            return []
+        return [[text(rows[turn.row], turn) for turn in episode.turns]
+                for rows, episode in zip(experience.sample_rows, experience.episodes, strict=True)]
 
     def select_samples(self, rollout: Rollout, numbers: Sequence[int]) -> Rollout:
         """The rollout of some of the samples, by their numbers in it."""
@@ -251,6 +307,7 @@ class Assembler:
             return np.add.reduceat(np.where(mask, column, 0), starts)
 
         return EvaluationPart(
+            episodes=episode_numbers(rollout.episodes),
             rows=np.array([key.row for key in rollout.keys]), scores=rewards.scores, components=rewards.components,
             gold=rewards.gold,
             kl=None if reference is None else sums(rollout.logprobs - reference.values),
@@ -264,10 +321,10 @@ class Assembler:
         )
 
     def sum_up(
-        self, on_policy: bool, solved_at: Mapping[str, float], *parts: EvaluationPart
+        self, on_policy: bool, solved_at: Mapping[str, float], solved_by: str | None, *parts: EvaluationPart
     ) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Metrics over all chunks of an evaluation, and the kept texts; see `evaluation_metrics`."""
-        metrics = summarise(list(parts), on_policy) | pass_rates(list(parts), solved_at)
+        metrics = summarise(list(parts), on_policy) | pass_rates(list(parts), solved_at, solved_by)
         return metrics, [text for part in parts for text in part.texts]
 
     def _experience(self, rollout: Rollout, scores: Scores, terms: RewardTerms) -> Experience:
@@ -298,13 +355,15 @@ class Assembler:
             alpha = a.estimator.lam_alpha
             lam = a.estimator.lam if alpha is None else length_adaptive_lambda(lengths, alpha)
             critic_lam = a.estimator.lam_critic
-        advantages, returns = estimate(a.estimator.type, ScoredResponses(
+        scored = ScoredResponses(
             scores=self._sample_scores(rollout, _rest(rewards.scores, steps), terms, lengths),
             penalties=penalties, mask=grid(mask), groups=prompt_groups(rollout.keys),
             values=None if values is None else grid(values.values), gamma=a.gamma, lam=lam, critic_lam=critic_lam,
             step_rewards=None if steps is None else self._clipped(steps / terms.score_deviation),
             **self._components(rewards),
-        ))
+        )
+        counted = ~np.isnan(rewards.scores)
+        advantages, returns = estimate_counted(a.estimator.type, scored, torch.from_numpy(counted))
         return Experience(
             offsets=np.asarray(rollout.offsets), tokens=rollout.tokens, response_mask=mask,
             samples=rollout.samples, row_weights=rollout.row_weights, mask_sizes=rollout.mask_sizes,
@@ -313,7 +372,8 @@ class Assembler:
             reference_logprobs=None if scores.reference is None else scores.reference.values,
             values=None if values is None else values.values,
             advantages=flat(advantages), returns=flat(returns), keys=rollout.keys, versions=rollout.versions,
-            finish_reasons=rollout.finish_reasons,
+            finish_reasons=rollout.finish_reasons, episodes=rollout.episodes,
+            counted=None if rollout.episodes is None else counted[rollout.samples],
         )
 
     def _components(self, rewards: RewardScores) -> dict[str, torch.Tensor]:
@@ -348,6 +408,7 @@ class Assembler:
         kl = None
         if reference is not None:
             kl = np.add.reduceat(np.where(mask, experience.old_logprobs - reference, 0), starts).astype(np.float32)
+            kl[np.isnan(scores.rewards.scores)] = np.nan
         return ExperienceSummary(
             scores=scores.rewards.scores, components=scores.rewards.components,
             failures=scores.rewards.failures, kl=kl,
@@ -356,8 +417,36 @@ class Assembler:
             behaviour_gap=float(np.abs(experience.behaviour_logprobs - experience.old_logprobs)[mask].mean()),
             gap_histogram=gap_histogram(*(torch.from_numpy(column[mask]) for column in (
                 experience.behaviour_logprobs, experience.old_logprobs, mask))).numpy(),
-            gold=scores.rewards.gold,
+            gold=scores.rewards.gold, episodes=episode_numbers(rollout.episodes),
         )
+
+
+def _evaluated(
+    rollouts: Sequence[Rollout], rewards: Sequence[RewardScores], references: Sequence[TokenScores | None],
+    on_policy: bool,
+) -> tuple[Experience, dict[str, np.ndarray | None]]:
+    """Samples of an evaluation in the form of those that were learned from, and their [S] numbers by column."""
+    def joined(columns: Sequence[np.ndarray | None]) -> np.ndarray | None:
+        known = [column for column in columns if column is not None]
+        return np.concatenate(known) if known else None
+
+    whole = Rollout.concat(rollouts)
+    reference = joined([None if each is None else each.values for each in references])
+    none = np.full(len(whole.tokens), np.nan, np.float32)
+    experience = Experience(
+        offsets=whole.offsets, samples=whole.samples, tokens=whole.tokens, response_mask=whole.response_mask,
+        behaviour_logprobs=whole.logprobs, old_logprobs=none, reference_logprobs=reference, values=None,
+        advantages=none, returns=none, finish_reasons=whole.finish_reasons, keys=whole.keys,
+        versions=whole.versions, episodes=whole.episodes)
+    kl = None
+    if reference is not None and on_policy:
+        gaps = np.where(whole.response_mask, whole.logprobs - reference, 0)
+        kl = np.add.reduceat(gaps, whole.sample_starts)
+    numbers = {"score": joined([each.scores for each in rewards]),
+               **{f"reward/{name}": joined([each.components[name] for each in rewards])
+                  for name in rewards[0].components},
+               "kl": kl, "gold": joined([each.gold for each in rewards])}
+    return experience, numbers
 
 
 def _numbers_of(summaries: Sequence[ExperienceSummary]) -> dict[str, np.ndarray | None]:

@@ -15,7 +15,7 @@ from rlhf_ray.models.loading import has_scalar_head, load_scalar_model, remove_d
 from rlhf_ray.models.packed_model import PackedScalarModel, values_before_tokens
 from rlhf_ray.records import Batch, Experience, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, PartLoss
-from rlhf_ray.roles.ppo_update import ChosenRows, PPOLearner, Update, run_update, training_batch
+from rlhf_ray.roles.ppo_update import ChosenRows, PPOLearner, Update, counted_tokens, run_update, training_batch
 
 
 class CriticLearner(PPOLearner):
@@ -88,8 +88,9 @@ def value_metrics(batch: Batch) -> dict[str, float]:
     """
     if batch.values is None:
         raise ValueError("explained variance needs a critic's values, and the batch has none")
-    returns = batch.returns[batch.response_mask]
-    values = batch.values[batch.response_mask]
+    counted = counted_tokens(batch)
+    returns = batch.returns[counted]
+    values = batch.values[counted]
     spread = float(returns.var())
     return {
         "return_mean": float(returns.mean()), "return_variance": spread, "value_variance": float(values.var()),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -42,12 +44,12 @@ from rlhf_ray.records import (
     WeightRoute,
     WeightsConfirmed,
     WorkerProfile,
-    offsets_of,
 )
 from rlhf_ray.roles.engines.async_llm import AsynchronousEngine
 from rlhf_ray.roles.engines.interface import AdapterSettings, Completion, EngineSettings, SampleRequest, SamplingEngine
 from rlhf_ray.roles.engines.partial_rollouts import AbortableEngine, PartialRolloutEngine
 from rlhf_ray.roles.engines.vllm_adapter import generator_environment
+from rlhf_ray.roles.rollout_rows import as_rollout, sample_request
 from rlhf_ray.weights.manifest import fused_groups
 from rlhf_ray.weights.receiver import Receiver
 
@@ -55,9 +57,10 @@ __all__ = ["Generator", "generator_environment"]
 
 LARGEST_COMPARED = 2 << 30
 """Bytes of the weights of the largest model that commands without a learner load once more, to compare it."""
-MASK_MARGIN = 2
-"""With top-k sampling, this many times k most likely tokens are requested from vLLM, which keeps all tokens that are as
-likely as the k-th; in half precision there may be several."""
+
+
+CANCELLED_TICKETS = 1000
+"""Tickets that were cancelled before their calls arrived are remembered, the oldest forgotten."""
 
 
 class GeneratorActivity(NamedTuple):
@@ -115,6 +118,10 @@ class Generator:
         self._groups: list[list[str]] = []
         self._open_calls: dict[object, tuple[float, int]] = {}
         """Calls of the engine under way: when each began, by the monotonic clock, and its number of requests."""
+        self._tickets: dict[str, asyncio.Task[Any]] = {}
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        """Tickets that were cancelled while no call had them."""
+        """The calls of `sample` under way that have a ticket."""
 
     @staticmethod
     def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
@@ -189,10 +196,13 @@ class Generator:
         completions = await self.sample(requests)
         return as_rollout(keys, requests, completions, self._records_masks(settings))
 
-    async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
+    async def sample(self, requests: Sequence[SampleRequest], ticket: str = "") -> list[Completion]:
         """Sample one completion per request, in their order. Calls may overlap, and their requests are batched
         together. A request's completion follows from the request and the weights alone: another generator gives the
         same one.
+
+        Args:
+            ticket: a name of this call, by which `cancel` can end it.
 
         Raises:
             ModelError: so many tokens are equally likely that the sampling mask is not known.
@@ -203,9 +213,35 @@ class Generator:
         engine = self._ready_engine()
         for request in requests:
             self._require_room(request)
-        completions = await self._sampled(engine, requests)
+        with self._cancellable(ticket):
+            completions = await self._sampled(engine, requests)
         self._require_whole_masks(requests, completions)
         return completions
+
+    async def cancel(self, ticket: str) -> None:
+        """End the call of `sample` with this ticket. When this returns, the engine does not have its requests any more;
+        a call that arrives later is refused."""
+        if (task := self._tickets.get(ticket)) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            self._cancelled[ticket] = None
+            if len(self._cancelled) > CANCELLED_TICKETS:
+                self._cancelled.popitem(last=False)
+
+    @contextmanager
+    def _cancellable(self, ticket: str) -> Iterator[None]:
+        task = asyncio.current_task()
+        if not ticket or task is None:
+            yield
+            return
+        if ticket in self._cancelled:
+            raise WorkerError(f"{self.name}: the call {ticket!r} was cancelled before it arrived")
+        self._tickets[ticket] = task
+        try:
+            yield
+        finally:
+            del self._tickets[ticket]
 
     async def _sampled(self, engine: SamplingEngine, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`SamplingEngine.sample`, whose requests count as open meanwhile."""
@@ -406,10 +442,10 @@ class Generator:
                 f"the prompt in row {key.row} has {len(prompt)} tokens; responses need 1 to {self._max_context - 1} "
                 f"(the context is {self._max_context}): lower prompts.max_tokens or raise the context"
             )
-        return SampleRequest(
-            prompt, sampling, min(sampling.max_tokens, available), sample_seed(run_seed, key),
-            sorted({*self._stop_tokens, *sampling.stop_token_ids}),
-            top_logprobs=min(MASK_MARGIN * sampling.top_k, self._vocabulary) if self._records_masks(sampling) else 0)
+        most = min(sampling.max_tokens, available)
+        masks = self._records_masks(sampling)
+        return sample_request(prompt, sampling, most, sample_seed(run_seed, key), self._stop_tokens,
+                              self._vocabulary if masks else 0)
 
     def _records_masks(self, sampling: SamplingConfig) -> bool:
         return self._record_masks and sampling.same_distribution(self._generation.sampling)
@@ -442,50 +478,3 @@ def transfer_info(route: WeightRoute, offset: int) -> dict[str, Any]:
     if route.transport == "gloo":
         return {"address": route.address, "rank_offset": offset, "world_size": route.world}
     return {"nccl_unique_id_b64": route.nccl_id, "rank_offset": offset, "world_size": route.world, "packed": True}
-
-
-def as_rollout(
-    keys: list[SampleKey], requests: Sequence[SampleRequest], completions: Sequence[Completion], masks: bool = False
-) -> Rollout:
-    """Prompts and responses as one record, one row per sample; with `masks`, also the sampling masks, if there are
-    any."""
-    pairs = list(zip(requests, completions, strict=True))
-
-    def column(before: Any, response: str, dtype: Any) -> Any:
-        parts = [part for r, c in pairs for part in (np.full(len(r.prompt), before), getattr(c, response))]
-        return np.concatenate(parts).astype(dtype)
-
-    tokens = [part for r, c in pairs for part in (np.asarray(r.prompt, dtype=np.int32), c.tokens)]
-    lengths = [len(r.prompt) + len(c.tokens) for r, c in pairs]
-    versions = column(-1, "versions", np.int32)
-    mask_sizes, mask_tokens = sampling_masks(pairs) if masks else (None, None)
-    return Rollout(
-        offsets=offsets_of(lengths),
-        tokens=np.concatenate(tokens).astype(np.int32),
-        response_mask=versions >= 0,
-        logprobs=column(0.0, "logprobs", np.float32),
-        versions=versions,
-        keys=list(keys),
-        seeds=np.asarray([r.seed for r in requests], dtype=np.int64),
-        finish_reasons=[c.finish_reason for c in completions],
-        mask_sizes=mask_sizes, mask_tokens=mask_tokens,
-    )
-
-
-def sampling_masks(
-    pairs: Sequence[tuple[SampleRequest, Completion]]
-) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:
-    """`mask_sizes` and `mask_tokens` of a rollout: the tokens that were kept, or the stop tokens that were excluded at
-    the beginning of a response; None if all tokens were possible."""
-    sizes: list[int] = []
-    listed: list[Any] = []
-    for request, completion in pairs:
-        excluded = min(request.min_tokens, len(completion.tokens))
-        masks = completion.masks or [request.stop_tokens] * excluded
-        sign = 1 if completion.masks else -1
-        unmasked = len(completion.tokens) - len(masks)
-        sizes += [0] * len(request.prompt) + [sign * len(mask) for mask in masks] + [0] * unmasked
-        listed += masks
-    if not listed:
-        return None, None
-    return np.asarray(sizes, dtype=np.int32), np.concatenate(listed).astype(np.int32)

@@ -67,9 +67,9 @@ class LocalGenerator:
         longest = max((len(row) for row in self._encode(prompts)[1]), default=0)
         self.context = _context(config, longest, prompt_tokens, self._sampling.max_tokens, self.model.path)
         generation = local_generation_config(config, self.model, self.context, self._sequences)
-        self._generator = Generator(self.model, generation, self._seed, self.context, Path(self.model.path).name)
-        await self._generator.start()
-        await self._generator.compare_with_transformers()
+        self.generator = Generator(self.model, generation, self._seed, self.context, Path(self.model.path).name)
+        await self.generator.start()
+        await self.generator.compare_with_transformers()
 
     async def generate(
         self, prompts: Sequence[PromptInput], samples: int = 1, epoch: int = 0
@@ -80,7 +80,7 @@ class LocalGenerator:
         Raises:
             DataError: a prompt leaves no room for a response.
         """
-        encoded = self._prompts(prompts)
+        encoded = self.prompts_of(prompts)
         starts = range(0, len(prompts), PROMPTS_PER_CALL)
         keys = [[SampleKey(epoch, row, sample) for row in range(start, min(start + PROMPTS_PER_CALL, len(prompts)))
                  for sample in range(samples)] for start in starts]
@@ -94,17 +94,22 @@ class LocalGenerator:
 
     async def stop(self) -> None:
         """Release the model and its memory."""
-        await self._generator.stop()
+        await self.generator.stop()
 
     async def _generate(self, prompts: Prompts, keys: list[SampleKey]) -> Rollout:
-        return await self._generator.generate(prompts, keys, self._seed, self._sampling)
+        return await self.generator.generate(prompts, keys, self._seed, self._sampling)
 
     def _encode(
         self, prompts: Sequence[PromptInput]
     ) -> tuple[list[str], list[list[int]], list[Messages | None] | None]:
         return encode_prompt_inputs(prompts, self._tokenizer, self._chat)
 
-    def _prompts(self, prompts: Sequence[PromptInput]) -> Prompts:
+    def prompts_of(self, prompts: Sequence[PromptInput]) -> Prompts:
+        """The prompts as a record, with row numbers from 0.
+
+        Raises:
+            DataError: a prompt leaves no room for a response.
+        """
         texts, rows, messages = self._encode(prompts)
         for prompt, row in zip(prompts, rows, strict=True):
             if not 0 < len(row) < self.context:

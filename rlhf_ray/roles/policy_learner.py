@@ -34,7 +34,7 @@ from rlhf_ray.observability.owner_record import Term
 from rlhf_ray.records import Batch, Experience, GivenTokens, LearnerPass, Rollout, TokenScores, UpdateStats
 from rlhf_ray.roles.learner_state import Writers
 from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch, PartLoss, score_columns
-from rlhf_ray.roles.ppo_update import ChosenRows, PPOLearner, Update, run_update, training_batch
+from rlhf_ray.roles.ppo_update import ChosenRows, PPOLearner, Update, counted_tokens, run_update, training_batch
 from rlhf_ray.roles.pretraining_mix import PretrainingMix
 from rlhf_ray.weights.gathered_tensors import GatheredAdapters, GatheredTensors
 
@@ -167,8 +167,8 @@ class PolicyLearner(PPOLearner):
             stats.metrics["logprob_gap_p99"] = gap_quantile(gaps, 0.99)
         # Without an entropy bonus, report the sampled entropy, which costs nothing: minus the mean log-probability.
         stats.metrics.setdefault("entropy", -float(batch.old_logprobs[batch.response_mask].mean()))
-        stats.metrics["advantage_mean"] = float(np.concatenate([
-            part.advantages[part.response_mask] for part in experiences]).mean())  # of the batch it is 0 if whitened
+        stats.metrics["advantage_mean"] = float(np.concatenate([  # of the batch it is 0 if whitened
+            part.advantages[counted_tokens(part)] for part in experiences]).mean())
         text = self.ptx.config.coef * stats.metrics.get("ptx_loss", math.nan) if self.ptx else 0.0
         stats.metrics["total_loss"] = stats.metrics.get("loss", math.nan) + text  # no step may have been applied
         if self.algorithm.target_kl is not None:

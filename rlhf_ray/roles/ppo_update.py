@@ -28,16 +28,26 @@ from rlhf_ray.roles.micro_batch import AverageMeter, MicroBatch
 
 
 def training_batch(experiences: Sequence[Experience], whiten: bool, overlong_filter: bool = False) -> Batch:
-    """All experience of one update in order; with `whiten`, advantages are whitened over all response tokens, with
-    `overlong_filter` over those that it leaves in (as in NeMo-RL's PPO)."""
+    """All experience of one update in order; with `whiten`, advantages are whitened over the response tokens of the
+    rows that count, with `overlong_filter` over those that it leaves in (as in NeMo-RL's PPO)."""
     whole = Experience.concat(experiences)
     columns = {f.name: getattr(whole, f.name) for f in fields(Batch)}
     if whiten:
-        mask = whole.response_mask
+        mask = whole.response_mask & np.repeat(counted_rows(whole), whole.lengths)
         if overlong_filter:
             mask = mask & np.repeat(~truncated_rows(whole), whole.lengths)
         columns["advantages"] = masked_whiten(torch.from_numpy(whole.advantages), torch.from_numpy(mask)).numpy()
     return Batch(**columns)
+
+
+def counted_rows(rows: Batch) -> NDArray[np.bool_]:
+    """[N] whether the row is in the loss: all but those of episodes that are masked."""
+    return np.ones(len(rows), dtype=bool) if rows.counted is None else rows.counted
+
+
+def counted_tokens(rows: Batch) -> NDArray[np.bool_]:
+    """[T] the response tokens of the rows that count."""
+    return rows.response_mask & np.repeat(counted_rows(rows), rows.lengths)
 
 
 def truncated_rows(rows: Batch) -> NDArray[np.bool_]:
@@ -100,15 +110,16 @@ class PPOLearner(Learner):
         return float(denominator(micro.mask, self.algorithm.aggregate, micro.row_weights))
 
     def chosen_rows(self, mini_batch: Batch) -> ChosenRows:
-        """All rows, less those of truncated samples with `algorithm.overlong_filter`.
+        """All rows, less those of masked episodes, and of truncated samples with `algorithm.overlong_filter`.
 
         The filter is a mask of 0: truncated samples are neither in the sum nor in the denominator of any term, token or
         sequence (NeMo-RL 0.7; TRL 1.16 and SkyRL 0.4 alike where losses are means over tokens). Both peers with a
         critic, NeMo-RL and SkyRL, leave them out of its loss too. Their scores were compared with the others' before.
         """
-        rows = np.arange(len(mini_batch))
+        counted = counted_rows(mini_batch)
         if self.algorithm.overlong_filter:
-            rows = np.flatnonzero(~truncated_rows(mini_batch))
+            counted = counted & ~truncated_rows(mini_batch)
+        rows = np.flatnonzero(counted)
         return ChosenRows(rows, rows)
 
     def optimize(

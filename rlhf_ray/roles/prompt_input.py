@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlhf_ray.data.chat import Messages, PromptFormat, PromptText, checked_messages
+from rlhf_ray.data.chat import Messages, PromptFormat, PromptText, checked_messages, template_options
 from rlhf_ray.data.encoding import encode_prompts
 from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.data.rows import checked_text
+from rlhf_ray.data.tool_messages import TOOLS
 from rlhf_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -80,11 +81,17 @@ def encode_prompt_inputs(
 def formatted_prompt(form: PromptFormat, prompt: PromptInput, as_chat: bool) -> PromptText:
     """The prompt as the tokenizer receives it."""
     content, location = prompt.content, prompt.location
+    options = template_options(prompt.metadata, location)
     if isinstance(content, list):
         form.template.require(location, "prompt")
-        return form.chat(checked_messages(content, location, "prompt"), location)
+        return form.chat(checked_messages(content, location, "prompt"), location, options)
     text = checked_text(content, location, "prompt")
-    return form.chat([{"role": "user", "content": text}], location) if as_chat else PromptText(text, None)
+    if as_chat:
+        return form.chat([{"role": "user", "content": text}], location, options)
+    if TOOLS in options:
+        raise DataError(f"{location}: the row has {TOOLS}, and the prompt is a text, to which no template is applied; "
+                        "write it as messages, or remove the key")
+    return PromptText(text, None)
 
 
 def _parse_line(line: str, location: str, column: str) -> PromptInput:

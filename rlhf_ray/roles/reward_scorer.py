@@ -6,17 +6,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rlhf_ray.config.derived import Derived, judge_rewards
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import RewardConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.errors import RewardError, SampleError
+from rlhf_ray.errors import RewardError, SampleError, UnscoredSamples
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.shard import WHOLE, Shard
-from rlhf_ray.records import Prompts, RewardScores, Rollout
+from rlhf_ray.records import Prompts, RewardScores, Rollout, Unscored, row_indices
 from rlhf_ray.rewards.failure_isolation import score_or_name_failed
 from rlhf_ray.rewards.local_model import PROBED
-from rlhf_ray.rewards.protocol import RewardRequest, all_ended, requests_of
+from rlhf_ray.rewards.protocol import RewardRequest, all_ended, requests_of, sample_names
 from rlhf_ray.rewards.sources import WeightedSum, make_sources
 
 
@@ -35,6 +38,7 @@ class RewardScorer:
                 and the first one's answer counts: it alone has the sources without a model.
         """
         self._policy = policy
+        self._rewards = list(rewards)
         self._names_samples = on_failure == "quarantine"
         self._shard = shard
         self._sources = make_sources(rewards, policy, micro_batch_tokens, longest, shard)
@@ -81,14 +85,27 @@ class RewardScorer:
             prompts: the prompts of the rollout's rows.
 
         Raises:
-            UnscoredSamples: some samples have no score, with `on_failure="quarantine"`.
+            UnscoredSamples: some samples have no score, with `on_failure="quarantine"`, or are episodes that failed.
             RewardError: a source failed or returned a non-finite number; names the samples.
         """
         requests = requests_of(rollout, prompts, self._tokenizer)
+        if rollout.episodes is None:
+            return await self._scored(requests)
+        require_outcomes(requests)
+        kept = [i for i, episode in enumerate(rollout.episodes) if episode.use == "train"]
+        scores = await self._scored([requests[i] for i in kept]) if kept else self._nothing()
+        return of_episodes(scores, kept, rollout)
+
+    async def _scored(self, requests: list[RewardRequest]) -> RewardScores:
         rewards = await self._all_scores(self._sources, requests)
         if self._judge is None:
             return rewards
         return replace(rewards, gold=(await self._all_scores(self._judge, requests)).scores)
+
+    def _nothing(self) -> RewardScores:
+        """The scores of no samples."""
+        none = np.empty(0, np.float32)
+        return RewardScores(none, dict.fromkeys(self._rewards, none), gold=None if self._judge is None else none)
 
     async def _all_scores(self, sources: WeightedSum, requests: list[RewardRequest]) -> RewardScores:
         if self._names_samples:
@@ -131,3 +148,41 @@ class RewardScorer:
         await self._sources.stop()
         if self._judge:
             await self._judge.stop()
+
+
+def require_outcomes(requests: Sequence[RewardRequest]) -> None:
+    """Refuse episodes that are to be quarantined: nothing can be learned of them.
+
+    Raises:
+        UnscoredSamples: there are some; it has the reason of each.
+    """
+    failed = [Unscored(request.key, request.prompt, request.response, request.episode.error or request.episode.cause)
+              for request in requests if request.episode is not None and request.episode.use == "quarantine"]
+    if failed:
+        raise UnscoredSamples(f"{sample_names([sample.key for sample in failed])} failed as episodes: "
+                              f"{failed[0].reason}", failed)
+
+
+def of_episodes(scores: RewardScores, scored: Sequence[int], rollout: Rollout) -> RewardScores:
+    """The scores of all episodes of a rollout, from those of some: 0 for one of `use` "zero", NaN for one that is
+    masked.
+
+    Args:
+        scored: number of each sample in `scores`.
+    """
+    episodes = rollout.episodes or []
+
+    def all_of(column: NDArray[np.float32]) -> NDArray[np.float32]:
+        whole = np.array([0.0 if episode.use == "zero" else np.nan for episode in episodes], dtype=np.float32)
+        whole[list(scored)] = column
+        return whole
+
+    token_rewards = None
+    if scores.token_rewards is not None:
+        token_rewards = np.zeros(len(rollout.tokens), dtype=np.float32)
+        token_rewards[row_indices(rollout.offsets, rollout.rows_of(np.asarray(scored, dtype=np.int64)))
+                      ] = scores.token_rewards
+    return replace(
+        scores, scores=all_of(scores.scores), token_rewards=token_rewards,
+        components={name: all_of(column) for name, column in scores.components.items()},
+        gold=None if scores.gold is None else all_of(scores.gold))

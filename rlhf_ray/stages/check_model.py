@@ -55,6 +55,8 @@ PARTS = {
                   "set `eos_token` in tokenizer_config.json"),
     "chat": Part(("chat template",), f"{_CHECKS}.text_parts:check_chat_template", "rendering a conversation", True,
                  "repair `chat_template` in the tokenizer's files, or use prompts that are plain texts"),
+    "turns": Part(("several turns",), f"{_CHECKS}.text_parts:check_turns", "rendering turns and tools", True,
+                  "do not use this model in environments, or repair `chat_template` in the tokenizer's files"),
     "passes": Part(("log-probabilities",), f"{_CHECKS}.pass_parts:check_passes",
                    "comparing passes with transformers' own, gradients too",
                    advice="do not train this model here; use one of a supported family (docs/models.md)"),

@@ -2,25 +2,30 @@
 
 import asyncio
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhf_ray.algorithms.win_rate import outcome, win_rate
+from rlhf_ray.algorithms.win_rate import outcome, outcome_or_failed, win_rate
+from rlhf_ray.config.environment_names import named_environments
+from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.models.model_families import Use, check_family
+from rlhf_ray.observability.conversation import in_lines, response_of, turns_of
 from rlhf_ray.observability.model_comparison import Comparison, Pair, comparison_page, print_comparison
+from rlhf_ray.observability.run_directory import finite
 from rlhf_ray.rewards.protocol import RewardRequest
+from rlhf_ray.roles.local_episodes import episode_means
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, read_prompt_inputs
-from rlhf_ray.stages.preflight import check_end_tokens, check_stop_tokens
-from rlhf_ray.stages.resolve_model import check_output, model_at
+from rlhf_ray.stages.generate import model_of, played
+from rlhf_ray.stages.resolve_model import check_output
 from rlhf_ray.stages.scorers import check_answers, check_scorer, errors_name_option, scorer_of
 
 SEQUENCES = 64
@@ -37,8 +42,8 @@ class CompareOptions:
     second: str
     prompts: str
     """File or Hub data set."""
-    scorer: str
-    """As in `scorers.scorer_of`."""
+    scorer: str | None
+    """As in `scorers.scorer_of`; None with an environment."""
     output: Path
     """The page to write; the numbers are written beside it, as .json."""
     sampling: SamplingConfig
@@ -50,6 +55,10 @@ class CompareOptions:
     tie: float = 0.0
     """Largest difference of scores that counts as a tie."""
     chat: bool = True
+    environment: str | None = None
+    """Whose rewards decide, as in `config.environment_names`; None with a scorer."""
+    max_turns: int | None = None
+    """Of an episode; None: the environment's."""
 
 
 def run(options: CompareOptions) -> Comparison:
@@ -58,48 +67,82 @@ def run(options: CompareOptions) -> Comparison:
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
-    if options.n > 1 and options.sampling.temperature == 0:
-        raise ConfigError(f"--temperature 0 gives the same pair {options.n} times; omit --n, or raise the temperature")
+    _refuse_contradictions(options)
     check_output(options.output)
     numbers = options.output.with_suffix(".json")
     if numbers == options.output:
         raise ConfigError(f"--output {options.output} is the file of the numbers; name the page, e.g. "
                           f"{options.output.with_suffix('.html')}")
-    models = [_model(name, which, options.sampling) for name, which in ((options.first, "A"), (options.second, "B"))]
+    environments = named_environments(options.environment, options.max_turns) if options.environment else {}
+    models = [model_of(name, which, options.sampling) for name, which in ((options.first, "A"), (options.second, "B"))]
     questions = read_prompt_inputs(options.prompts, options.column, options.limit)
-    check_scorer(options.scorer, models[0], "--scorer")
-    check_answers(options.scorer, questions, models[0], "--scorer")
-    comparison = asyncio.run(_compare(options, models, questions))
-    write_atomically(numbers, (json.dumps(comparison.summary(), indent=1, ensure_ascii=False) + "\n").encode())
+    if options.scorer is None:
+        comparison = asyncio.run(_compare_episodes(options, environments, models, questions))
+    else:
+        check_scorer(options.scorer, models[0], "--scorer")
+        check_answers(options.scorer, questions, models[0], "--scorer")
+        comparison = asyncio.run(_compare(options, options.scorer, models, questions))
+    write_atomically(numbers, (json.dumps(finite(comparison.summary()), indent=1, ensure_ascii=False) + "\n").encode())
     write_atomically(options.output, comparison_page(comparison).encode())
     print_comparison(comparison)
     print(f"page: {options.output}\nnumbers: {numbers}")
     return comparison
 
 
-def _model(name: str, argument: str, sampling: SamplingConfig) -> ModelConfig:
-    model, notice = model_at(name, argument)
-    if notice:
-        print(notice, file=sys.stderr)
-    check_end_tokens(model, argument)
-    check_family(model, argument, {Use.GENERATION})
-    check_stop_tokens(model, sampling, "--stop-token-id")
-    return model
+def _refuse_contradictions(options: CompareOptions) -> None:
+    if (options.scorer is None) == (options.environment is None):
+        given = "both" if options.scorer else "neither"
+        raise ConfigError("models are compared by --scorer, which judges responses, or by --environment, whose rewards "
+                          f"judge episodes, and {given} is given; give one of them")
+    if options.environment is None and options.max_turns is not None:
+        raise ConfigError(f"--max-turns {options.max_turns} is of episodes, and there is no --environment; leave it "
+                          "away")
+    if options.environment is not None and not options.chat:
+        raise ConfigError("--no-chat leaves the chat template away, in which --environment answers; leave it away")
+    if options.n > 1 and options.sampling.temperature == 0:
+        raise ConfigError(f"--temperature 0 gives the same pair {options.n} times; omit --n, or raise the temperature")
+
+
+async def _compare_episodes(
+    options: CompareOptions, environments: Mapping[str, EnvironmentConfig], models: Sequence[ModelConfig],
+    questions: Sequence[PromptInput],
+) -> Comparison:
+    """The comparison by the rewards of episodes on the same rows, with the same seeds. One that failed has no reward:
+    it loses against one that has, and is in no mean."""
+    sides = []
+    for model in models:
+        print(f"{model.path}: playing {len(questions) * options.n} episodes", file=sys.stderr)
+        sides.append(await played(model, environments, options.sampling, options.seed, questions, options.n))
+    scores = [[math.nan if row["score"] is None else row["score"] for row in side] for side in sides]
+    pairs = [
+        Pair(prompt=in_lines(turns_of(a)), responses=(in_lines(response_of(a)), in_lines(response_of(b))),
+             scores=(x, y), tokens=(sum(a["response_mask"]), sum(b["response_mask"])),
+             outcome=outcome_or_failed(x, y, options.tie))
+        for a, b, x, y in zip(*sides, *scores, strict=True)
+    ]
+    first, second = map(episode_means, sides)
+    numbers = {name: (first[name], second[name]) for name in ("solved", "turns", "failed")}
+    return _comparison(options, f"environment {options.environment}", len(questions), pairs, numbers)
 
 
 async def _compare(
-    options: CompareOptions, models: Sequence[ModelConfig], questions: Sequence[PromptInput]
+    options: CompareOptions, scorer: str, models: Sequence[ModelConfig], questions: Sequence[PromptInput]
 ) -> Comparison:
     answers = [await _answers(options, model, questions) for model in models]
-    scores = await _scores(options.scorer, models, answers)
+    scores = await _scores(scorer, models, answers)
     pairs = [
         Pair(prompt=_prompt_text(question), responses=(a.response, b.response), scores=(x, y),
              tokens=(int(a.response_mask.sum()), int(b.response_mask.sum())), outcome=outcome(x, y, options.tie))
         for question, a, b, x, y in zip(_repeated(questions, options.n), *answers, *scores, strict=True)
     ]
+    return _comparison(options, scorer, len(questions), pairs, {})
+
+
+def _comparison(options: CompareOptions, by: str, prompts: int, pairs: Sequence[Pair],
+                numbers: Mapping[str, tuple[float, float]]) -> Comparison:
     outcomes = [[pair.outcome for pair in pairs[i : i + options.n]] for i in range(0, len(pairs), options.n)]
     return Comparison(
-        names=(options.first, options.second), scorer=options.scorer, prompts=len(questions), pairs=pairs,
+        names=(options.first, options.second), scorer=by, prompts=prompts, pairs=pairs, numbers=numbers,
         rate=win_rate(outcomes), facts={
             "From": options.prompts, "Answers to a prompt": str(options.n), "Seed": str(options.seed),
             "Sampling": _sampling_text(options.sampling),
@@ -163,4 +206,4 @@ def _prompt_text(question: PromptInput) -> str:
     """The prompt as given: a text, or its messages as a script."""
     if isinstance(question.content, str):
         return question.content
-    return "\n".join(f"{m['role']}: {m['content']}" for m in question.content)
+    return "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in question.content)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,14 +16,20 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from rlhf_ray.config.environment_names import named_environments
+from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import ConfigError, DataError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.conversation import escaped
 from rlhf_ray.observability.progress import is_terminal
+from rlhf_ray.observability.sample_export import json_of, write_json_lines
+from rlhf_ray.observability.sample_view import print_samples, sample_of
 from rlhf_ray.rewards.protocol import RewardRequest
+from rlhf_ray.roles.local_episodes import LocalEpisodes
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, prompt_inputs_of_lines, read_prompt_inputs
 from rlhf_ray.stages.preflight import check_end_tokens, check_stop_tokens
@@ -51,23 +58,32 @@ class GenerateOptions:
     """JSON lines file to write, one row per answer."""
     reward: str | None = None
     """Scorer of the answers, as in `scorers.scorer_of`."""
+    environment: str | None = None
+    """Plays episodes, as in `config.environment_names`; None: each answer is one response."""
+    max_turns: int | None = None
+    """Of an episode; None: the environment's."""
 
 
 def run(options: GenerateOptions, stdin: TextIO) -> list[dict[str, Any]]:
     """Answer prompts from the command line, a file or a pipe; on a terminal without prompts, ask for them one by one.
 
     Returns:
-        A row for each answer.
+        A row for each answer, or for each episode (as `samples --jsonl` writes them).
 
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
     _refuse_contradictions(options)
     talking = not options.prompts and options.file is None and stdin.isatty()
+    if talking and options.environment is not None:
+        raise ConfigError("--environment plays an episode for each row of --file, --prompt or a pipe, and there are "
+                          "none")
     if talking and options.output:
         raise ConfigError("--output takes the answers to prompts from --prompt, --file or a pipe, and there are none")
     if options.output:
         check_output(options.output)
+    if options.environment is not None:
+        return asyncio.run(_episodes(options, options.environment, stdin))
     rows = asyncio.run(_GenerateSession(options).ask([] if talking else _questions(options, stdin), talking))
     if options.output:
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -79,6 +95,14 @@ def run(options: GenerateOptions, stdin: TextIO) -> list[dict[str, Any]]:
 def _refuse_contradictions(options: GenerateOptions) -> None:
     if options.prompts and options.file is not None:
         raise ConfigError("prompts come from --prompt or from --file, not from both")
+    if options.environment is None and options.max_turns is not None:
+        raise ConfigError(f"--max-turns {options.max_turns} is of episodes, and there is no --environment; leave one "
+                          "away or give both")
+    if options.environment is not None and options.reward is not None:
+        raise ConfigError(f"--reward {options.reward} scores responses, and the rewards of an episode are those of "
+                          "--environment; leave one of them away")
+    if options.environment is not None and not options.chat:
+        raise ConfigError("--no-chat leaves the chat template away, in which --environment answers; leave it away")
     if options.n > 1 and options.sampling.temperature == 0:
         raise ConfigError(f"--temperature 0 gives the same answer {options.n} times; leave --n away, or raise it")
 
@@ -91,17 +115,59 @@ def _questions(options: GenerateOptions, stdin: TextIO) -> list[PromptInput]:
     return prompt_inputs_of_lines(stdin, "standard input", options.column)
 
 
+async def _episodes(options: GenerateOptions, environment: str, stdin: TextIO) -> list[dict[str, Any]]:
+    """Play episodes, print or write them; returns them as `samples --jsonl` writes them."""
+    model = model_of(options.model, "MODEL", options.sampling)
+    environments = named_environments(environment, options.max_turns)
+    questions = _questions(options, stdin)
+    print(f"playing {len(questions) * options.n} episodes", file=sys.stderr)
+    rows = await played(model, environments, options.sampling, options.seed, questions, options.n)
+    if options.output:
+        lines = StringIO()
+        write_json_lines(rows, lines)
+        write_atomically(options.output, lines.getvalue().encode())
+        print(f"wrote {len(rows)} episodes to {options.output}", file=sys.stderr)
+    else:
+        samples = [sample_of(row) for row in rows]
+        shown = [(f"episode {number} of {len(samples)}", sample) for number, sample in enumerate(samples, 1)]
+        print_samples(Console(highlight=False, soft_wrap=True), samples, shown, full=True)
+    return [json_of(row) for row in rows]
+
+
+async def played(
+    model: ModelConfig, environments: Mapping[str, EnvironmentConfig], sampling: SamplingConfig, seed: int,
+    questions: Sequence[PromptInput], n: int,
+) -> list[dict[str, Any]]:
+    """Episodes of one model as rows of samples/; the model is unloaded afterwards. What environments print goes to
+    standard error."""
+    episodes = LocalEpisodes(model, environments, sampling, seed)
+    try:
+        await episodes.start(questions)
+        rows = await episodes.play(questions, n)
+        for line in episodes.printed():
+            print(line, file=sys.stderr)
+        return rows
+    finally:
+        await episodes.stop()
+
+
+def model_of(name: str, argument: str, sampling: SamplingConfig) -> ModelConfig:
+    """The model of an argument of the command line, after the checks that need no engine; raises as they do."""
+    model, notice = model_at(name, argument)
+    if notice:
+        print(notice, file=sys.stderr)
+    check_end_tokens(model, argument)
+    check_family(model, argument, {Use.GENERATION})
+    check_stop_tokens(model, sampling, "--stop-token-id")
+    return model
+
+
 class _GenerateSession:
     """A model, an optional scorer, and the options of the command."""
 
     def __init__(self, options: GenerateOptions) -> None:
         self._options = options
-        self._model, notice = model_at(options.model, "MODEL")
-        if notice:
-            print(notice, file=sys.stderr)
-        check_end_tokens(self._model, "MODEL")
-        check_family(self._model, "MODEL", {Use.GENERATION})
-        check_stop_tokens(self._model, options.sampling, "--stop-token-id")
+        self._model = model_of(options.model, "MODEL", options.sampling)
         if options.reward:
             check_scorer(options.reward, self._model, "--reward")
         self._scorer: Scorer | None = scorer_of(options.reward, self._model) if options.reward else None

@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack, closing, nullcontext
 from functools import partial
 from typing import Any
 
 from rlhf_ray.cluster.session import Session
-from rlhf_ray.config.derived import Derived, derive, reward_sections
+from rlhf_ray.config.derived import Derived, derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.colocation import Phases
+from rlhf_ray.coordinator.episode_watch import EpisodeWatch
 from rlhf_ray.coordinator.live_gauges import LiveGauges, pools_of
 from rlhf_ray.coordinator.live_status import live_status
 from rlhf_ray.coordinator.loop import Coordinator
@@ -40,8 +41,8 @@ from rlhf_ray.stages.ppo_roles import (
     with_generators,
 )
 from rlhf_ray.stages.preflight import check_resume, with_gpu_settings
+from rlhf_ray.stages.prints import printing_roles, prints_shown
 from rlhf_ray.stages.reward_preflight import scored_elsewhere, trained_on_other_ends
-from rlhf_ray.stages.reward_prints import prints_shown
 from rlhf_ray.stages.runtime import (
     checkpoint_store,
     fetch_uploaded,
@@ -56,6 +57,7 @@ from rlhf_ray.workers.generator_scaling import Scaling
 from rlhf_ray.workers.health_monitor import Detector, HealthMonitor
 from rlhf_ray.workers.learner_restart import LearnerRestart
 from rlhf_ray.workers.node_drain import DrainWatch
+from rlhf_ray.workers.peer_tables import PeerTables
 
 __all__ = ["finalize_ledger", "preflight", "run", "show_live"]
 
@@ -111,7 +113,7 @@ async def _run(
         roles = spawn_roles(config, derived, runtime, health)
         if len(roles.generators) != configured:
             progress.note(f"{len(roles.generators)} generators, as set by `rlhf-ray scale` (configured: {configured})")
-        prompts, held_out = await start_roles(config, derived, runtime, roles, progress)
+        prompts, held_out = await start_roles(config, derived, runtime, roles, progress.note)
         await write_left_out(directory, [*prompts.left_out, *(held_out.left_out if held_out else [])])
         for warning in [*_repeats(config, sum(prompts.sizes)), *trained_on_other_ends(config),
                         *scored_elsewhere(config)]:
@@ -123,16 +125,23 @@ async def _run(
             gap = await canary.compare_at_start()
             progress.note(f"generators and learner compute the same model: log-probabilities differ by {gap:.2g} nats")
         weights = WeightSync(config.weights, roles, timeout_s, phases, canary)
-        roles.keep_alive(weights.catch_up)
         detectors: list[Detector] = [
             HeartbeatDetector(health.watched, timeout_s, health.silent),
             TokenProgress(roles.dispatcher(roles.generators).scheduler, health, timeout_s),
         ]
+        if roles.runners is None:
+            roles.keep_alive(weights.catch_up)
+        else:
+            peers = PeerTables(roles.dispatcher(roles.runners), roles.dispatcher(roles.generators), timeout_s)
+            await peers.send_first()
+            roles.keep_alive(weights.catch_up, peers.introduce)
+            detectors.append(peers)
         learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
-                                         partial(restart_learners, config, runtime, roles, progress), progress.warn,
-                                         stop, files)
+                                         partial(restart_learners, config, runtime, roles, progress.note),
+                                         progress.warn, stop, files)
+        episodes = None if roles.runners is None else EpisodeWatch(roles.runners)
         builder = CoordinatorBuilder(config, derived, roles, weights, prompts, held_out, directory, store, geometry,
-                                     progress, stop, most_prompts)
+                                     progress, stop, most_prompts, episodes)
         attempts = RunAttempts(config.logging, directory, learner_restart, builder.build)
         scaling = Scaling(config.cluster, roles, weights, partial(with_generators, config),
                           partial(save_generator_count, directory, configured), progress.note, files)
@@ -143,7 +152,8 @@ async def _run(
                     background_task("the watch for drained nodes", drains.run, log.failed),
                     health.at_work(detectors),
                     answering(directory, {"profile": attempts.profile, "scale": scaling.asked}, log.failed),
-                    prints_shown(reward_sections(config).values(), roles.reward, progress.note)):
+                    prints_shown(printing_roles(config, roles), progress.note),
+                    nullcontext() if episodes is None else background_task("the watch over episodes", episodes.run)):
             coordinator = await attempts.run(start, resume)
         samples = await files.records.run(finalize_ledger, coordinator.pipeline.ledger, coordinator.open_keys())
     return {**_summary(coordinator, attempts, time.perf_counter() - began), "ledger": samples}
@@ -154,7 +164,8 @@ def _summary(coordinator: Coordinator, attempts: RunAttempts, seconds: float) ->
     config = coordinator.config
     roles = coordinator.roles
     stopped = {"stopped_early": coordinator.stopped_early} if coordinator.stopped_early else {}
-    first_rollout = roles.clock.first_end.get("phase:generate", roles.clock.now())
+    generated = "phase:generate" if roles.runners is None else "phase:episodes"
+    first_rollout = roles.clock.first_end.get(generated, roles.clock.now())
     return {
         "stage": "ppo", "method": config.algorithm.method, **stopped,
         **({"prompts_used": True} if coordinator.prompts_used else {}),

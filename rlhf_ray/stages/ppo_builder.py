@@ -9,6 +9,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.early_stop import EarlyStop
+from rlhf_ray.coordinator.episode_watch import EpisodeWatch
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.loop import Coordinator
 from rlhf_ray.coordinator.pipeline import Pipeline
@@ -54,6 +55,8 @@ class CoordinatorBuilder:
     stop: StopRequest
     most_prompts: int | None = None
     """As in `RunState`."""
+    episodes: EpisodeWatch | None = None
+    """The open episodes; None without environments."""
 
     def build(self, metrics: MetricsWriter, evaluations: EvaluationLog, resume_at: int | None) -> Coordinator:
         """The coordinator, with everything it writes to.
@@ -97,7 +100,7 @@ class CoordinatorBuilder:
             config=config, derived=derived, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
             weights=self.weights, recovery=recovery, evaluator=evaluator, best=best, metrics=metrics,
             sample_saving=sample_saving, progress=progress, stop=self.stop, on_evaluation=note_evaluation,
-            profiler=profiler, files=files, pace=pace)
+            profiler=profiler, files=files, pace=pace, episodes=self.episodes)
         return coordinator
 
     def _state(self) -> RunState:
@@ -136,7 +139,7 @@ class CoordinatorBuilder:
         """The record of prompts without a score; None when such a prompt ends the run."""
         config = self.config.reward
         directory = self.directory
-        if config.on_failure == "fail":
+        if config.on_failure == "fail" and not self.config.environments:
             return None
         return Quarantine(ledger, directory.quarantine, config.quarantine_limit, self.prompts.rows,
                           self.progress.warn_once, directory.term, directory.files.records)

@@ -1,5 +1,8 @@
 """What is checked of a PPO run before anything is started."""
 
+import re
+from collections.abc import Set
+
 from rlhf_ray.config.derived import Derived, derive
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
@@ -8,6 +11,7 @@ from rlhf_ray.models.loading import has_scalar_head
 from rlhf_ray.models.model_families import POLICY, Use, check_family
 from rlhf_ray.models.router_balance import check_router
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
+from rlhf_ray.stages.environment_preflight import check_environments
 from rlhf_ray.stages.ppo_roles import check_pretraining_text
 from rlhf_ray.stages.preflight import (
     check_adapters,
@@ -23,8 +27,11 @@ from rlhf_ray.stages.preflight import (
 from rlhf_ray.stages.reward_preflight import check_rewards
 
 
-def preflight(config: PPOConfig) -> None:
+def preflight(config: PPOConfig, uses: Set[Use] = POLICY) -> None:
     """Refuse what cannot work before anything is started.
+
+    Args:
+        uses: of `model`.
 
     Raises:
         ConfigError, ModelError, DataError: naming the field, the value and the fix.
@@ -39,11 +46,10 @@ def preflight(config: PPOConfig) -> None:
         check_data(held_out)
     check_pretraining_text(config)
     check_model(config.model, "model")
-    longest = derived.longest_response
-    field = derived.longest_response_field
-    rows = derived.longest_sample, f"prompts.max_tokens + {field}"
-    check_family(config.model, "model", POLICY, rows)
+    rows = derived.longest_sample, re.sub(r"=\d+", "", derived.longest_sample_field)
+    check_family(config.model, "model", uses, rows)
     check_rewards(config, derived)
+    check_environments(config)
     check_adapters(config.policy, config.model, "policy", scalar=False)
     check_router(config.model, "policy", config.policy.router_aux_loss_coef)
     if config.reference.path:
@@ -51,7 +57,7 @@ def preflight(config: PPOConfig) -> None:
         check_family(derived.reference_model, "reference", {Use.LANGUAGE}, rows)
     if derived.starts_critic:
         _check_critic(config, derived, rows)
-    check_context(config.model, config.prompts.max_tokens, longest, ("prompts.max_tokens", field))
+    check_context(config.model, derived.longest_sample, derived.longest_sample_field)
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
     if config.evaluation:
         check_stop_tokens(config.model, config.evaluation.sampling, "evaluation.sampling.stop_token_ids")
@@ -77,5 +83,4 @@ def _check_other_model(config: PPOConfig, derived: Derived, model: ModelConfig, 
     check_model(model, section)
     check_same_tokens(config.model, model, ("model", f"{section}.path"),
                       f"Leave {section}.path empty, or name a model with the policy's tokenizer.")
-    check_context(model, config.prompts.max_tokens, derived.longest_response,
-                  ("prompts.max_tokens", derived.longest_response_field))
+    check_context(model, derived.longest_sample, derived.longest_sample_field)

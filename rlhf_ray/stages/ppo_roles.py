@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from rlhf_ray.config.combination_checks import check_pools, check_transport
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import Derived, placements_of, reward_sections
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.stages import EvaluateConfig, PPOConfig
 from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.rollout_source import PromptSource, reopened
 from rlhf_ray.data.contents import Contents
@@ -20,10 +21,10 @@ from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.generator_parity import SAMPLED, given_rows
 from rlhf_ray.models.model_families import Use, check_family, model_family
-from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_readers import DataReader, PromptReader
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.stages.environment_preflight import in_words
 from rlhf_ray.stages.preflight import check_data, check_row_length
 from rlhf_ray.stages.runtime import Runtime, ending_note, learner_notes, probe_note, start_learners
 from rlhf_ray.workers.health_monitor import HealthMonitor
@@ -44,7 +45,7 @@ def spawn_roles(
 
 
 async def start_roles(
-    config: PPOConfig, derived: Derived, runtime: Runtime, roles: RoleGroups, progress: StageProgress
+    config: PPOConfig, derived: Derived, runtime: Runtime, roles: RoleGroups, note: Callable[[str], None]
 ) -> tuple[PromptSource, PromptSource | None]:
     """Load all models and read the prompts at the same time.
 
@@ -52,7 +53,8 @@ async def start_roles(
     processes allocate some meanwhile.
 
     Returns:
-        training prompts, and evaluation prompts if configured.
+        training prompts, and evaluation prompts if configured. An evaluation alone with data of its own reads these
+        only, and returns them twice.
     """
     reader = runtime.spawn("prompt_reader", PromptReader, PlacementConfig(pool=config.assembler.pool, cpus=0),
                          lambda _: {"model": config.model, "directory": Path(config.run.dir).absolute(),
@@ -60,11 +62,11 @@ async def start_roles(
     workers = sum(map(len, roles.groups()))
     if config.policy.lora:
         reason = why_merged(config, model_family(config.model))
-        progress.note(f"publications contain weights with the adapters merged in, because {reason}" if reason else
+        note(f"publications contain weights with the adapters merged in, because {reason}" if reason else
                       "publications contain the adapters alone")
-    progress.note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in roles.groups()))
-    if note := ending_note(config.model):
-        progress.note(note)
+    note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in roles.groups()))
+    if ending := ending_note(config.model):
+        note(ending)
     limit = config.cluster.start_timeout_s
     learners = roles.learners()
     frozen = [group for group in roles.groups() if group not in learners]
@@ -72,18 +74,22 @@ async def start_roles(
         await roles.generators.start(timeout_s=limit)
         frozen.remove(roles.generators)
     sources, started, of_frozen, _ = await asyncio.gather(
-        _read_prompts(config, derived.evaluation_prompts, reader, roles, progress),
+        _read_prompts(config, derived.evaluation_prompts, reader, roles, note),
         asyncio.gather(*(start_learners(group, limit) for group in learners)),
         asyncio.gather(*(group.start(timeout_s=limit) for group in frozen)),
-        hand_out_pretraining_text(config, runtime, roles, progress),
+        hand_out_pretraining_text(config, runtime, roles, note),
     )
     for group, sizes in zip(learners, started, strict=True):
-        for note in learner_notes(group.role, sizes[0]):
-            progress.note(note)
+        for sentence in learner_notes(group.role, sizes[0]):
+            note(sentence)
+    for group, reports in zip(frozen, of_frozen, strict=True):
+        if roles.runners is not None and group.role == roles.runners.role:
+            for name, facts in reports[0].items():
+                note(in_words(name, facts))
     for group, reports in zip([*learners, *frozen], [*started, *of_frozen], strict=True):
         if reports[0] and "probe_seconds" in reports[0]:
             roles.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in reports), 3)
-            progress.note(probe_note(group.role, reports[0]))
+            note(probe_note(group.role, reports[0]))
     return sources
 
 
@@ -99,35 +105,37 @@ def canary_of(config: PPOConfig, derived: Derived, roles: RoleGroups) -> Canary 
     return Canary(roles, rows, config.model.path, long_row, config.run.seed)
 
 
-async def restart_learners(config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress) -> None:
+async def restart_learners(config: PPOConfig, runtime: Runtime, roles: RoleGroups, note: Callable[[str], None]) -> None:
     """Start learners whose processes are new, and give them the pretraining text."""
     limit = config.cluster.start_timeout_s
     await asyncio.gather(*(start_learners(group, limit) for group in roles.learners()))
-    await hand_out_pretraining_text(config, runtime, roles, progress)
+    await hand_out_pretraining_text(config, runtime, roles, note)
 
 
 async def _read_prompts(
     config: PPOConfig, evaluation_prompts: PromptsConfig | None, group: WorkerGroup, roles: RoleGroups,
-    progress: StageProgress,
+    note: Callable[[str], None],
 ) -> tuple[PromptSource, PromptSource | None]:
     reader = roles.dispatcher(group)
     await group.start()
     sections = {"training": config.prompts}
     if evaluation_prompts is not None:
         sections["evaluation"] = evaluation_prompts
+        if isinstance(config, EvaluateConfig):
+            del sections["training"]
     contents: dict[str, Contents] = {}
     roles.health.register(reader.scheduler, reopened(group, sections, contents))
-    training = await PromptSource.open(reader, "training", config.prompts)
-    contents["training"] = training.contents
-    for report in training.reports:
-        progress.note(report)
-    if evaluation_prompts is None:
-        return training, training.first_held_out(config.evaluation.limit) if config.evaluation else None
-    held_out = await PromptSource.open(reader, "evaluation", evaluation_prompts)
-    contents["evaluation"] = held_out.contents
-    for report in held_out.reports:
-        progress.note(report)
-    return training, held_out
+    sources = {}
+    for table, section in sections.items():
+        sources[table] = await PromptSource.open(reader, table, section)
+        contents[table] = sources[table].contents
+        for report in sources[table].reports:
+            note(report)
+    if evaluation_prompts is not None:
+        held_out = sources["evaluation"]
+        return sources.get("training", held_out), held_out
+    training = sources["training"]
+    return training, training.first_held_out(config.evaluation.limit) if config.evaluation else None
 
 
 def check_pretraining_text(config: PPOConfig) -> None:
@@ -144,7 +152,7 @@ def check_pretraining_text(config: PPOConfig) -> None:
 
 
 async def hand_out_pretraining_text(
-    config: PPOConfig, runtime: Runtime, roles: RoleGroups, progress: StageProgress
+    config: PPOConfig, runtime: Runtime, roles: RoleGroups, note: Callable[[str], None]
 ) -> None:
     """Give the policy's ranks the text, which lies in the object store; they use it without a copy."""
     if config.ptx is None:
@@ -155,8 +163,8 @@ async def hand_out_pretraining_text(
     call = reader.call(0, DataReader.pretraining_text, config.ptx, outputs=2)
     summary = await call.output(1)
     for report in summary.reports:
-        progress.note(report)
-    progress.note(f"{summary.rows} rows of pretraining text, of at most {config.ptx.max_tokens} tokens")
+        note(report)
+    note(f"{summary.rows} rows of pretraining text, of at most {config.ptx.max_tokens} tokens")
     await asyncio.gather(*(c.done() for c in roles.policy.call_all(
         PolicyLearner.take_pretraining_text, config.ptx, call.ref, summary.sizes, summary.contents)))
     reader.kill()

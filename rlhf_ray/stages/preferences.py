@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_ray.config.combination_checks import check_combinations
+from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
 from rlhf_ray.config.stages import PreferencesStageConfig
@@ -35,8 +36,8 @@ from rlhf_ray.stages.preflight import (
     check_stop_tokens,
     with_gpu_settings,
 )
+from rlhf_ray.stages.prints import Printing, prints_shown
 from rlhf_ray.stages.reward_preflight import check_prompt_answers, check_reads_longest
-from rlhf_ray.stages.reward_prints import prints_shown
 from rlhf_ray.stages.reward_trial import trials_of
 from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage, write_left_out
 from rlhf_ray.stages.scorers import check_scorer, rewards_of
@@ -73,11 +74,9 @@ def preflight(config: PreferencesStageConfig) -> None:
     check_fit(config)
     check_scorer(config.pairs.judge, config.model, "pairs.judge", trials_of([config.prompts], config.model))
     for name, reward in rewards_of(config.pairs.judge, "pairs.judge").items():
-        check_reads_longest(reward, config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
-                            "generator.sampling.max_tokens")
+        check_reads_longest(reward, config.model, config.longest_sample, config.longest_sample_field)
         check_prompt_answers([config.prompts], f"pairs.judge ({name})", name, reward)
-    check_context(config.model, config.prompts.max_tokens, config.generator.sampling.max_tokens,
-                  ("prompts.max_tokens", "generator.sampling.max_tokens"))
+    check_context(config.model, config.longest_sample, config.longest_sample_field)
     check_stop_tokens(config.model, config.generator.sampling, "generator.sampling.stop_token_ids")
 
 
@@ -153,7 +152,8 @@ class _Sampler:
 
     def prints_shown(self, progress: StageProgress) -> AbstractAsyncContextManager[None]:
         """Show what the judge's functions print during the enclosed work."""
-        return prints_shown(self._judge.values(), self._ranker.group, progress.note)
+        functions = any(isinstance(reward, FunctionReward) for reward in self._judge.values())
+        return prints_shown([Printing(self._ranker.group, PairRanker.printed)] if functions else [], progress.note)
 
     async def sample_all(self, progress: StageProgress) -> tuple[list[dict[str, Any]], int]:
         """All pairs in the order of their prompts, and the number of pairs left out."""

@@ -16,7 +16,7 @@ from rlhf_ray.checkpoint.state_files import load_state
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.nodes import nodes_of_cluster
 from rlhf_ray.config.data import DataSection, StepsConfig
-from rlhf_ray.config.derived import unset_micro_batches
+from rlhf_ray.config.derived import over_context, unset_micro_batches
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.load import resolve
@@ -205,17 +205,19 @@ def _name(config: ModelConfig | NewModelConfig) -> str:
     return "the new model" if isinstance(config, NewModelConfig) else config.path
 
 
-def check_context(config: ModelConfig, prompt_tokens: int, response_tokens: int, fields: tuple[str, str]) -> None:
-    """Refuse prompts and responses that are longer together than the model's context.
+def check_context(config: ModelConfig, tokens: int, fields: str) -> None:
+    """Refuse samples that are longer than the model's context.
+
+    Args:
+        tokens: of the longest sample.
+        fields: which set it, with their values, as in `Derived.longest_sample_field`.
 
     Raises:
-        ModelError: naming both fields and the context.
+        ModelError: naming the fields and the context.
     """
     longest = context_length(config)
-    if longest is not None and prompt_tokens + response_tokens > longest:
-        raise ModelError(f"{fields[0]}={prompt_tokens} + {fields[1]}={response_tokens} = "
-                         f"{prompt_tokens + response_tokens} tokens is over the context of {config.path!r}, {longest}; "
-                         "lower one of them")
+    if longest is not None and tokens > longest:
+        raise ModelError(over_context(tokens, fields, config.path, longest))
 
 
 def check_stop_tokens(config: ModelConfig, sampling: SamplingConfig | None, field: str) -> None:

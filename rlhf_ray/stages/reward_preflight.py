@@ -45,8 +45,7 @@ def check_rewards(config: PPOConfig, derived: Derived) -> None:
         for name, reward in judge_rewards(config).items():
             check_prompt_answers(sections, f"logging.judge ({name})", name, reward)
     for field, reward in reward_sections(config).items():
-        check_reads_longest(reward, config.model, config.prompts.max_tokens, derived.longest_response,
-                            derived.longest_response_field)
+        check_reads_longest(reward, config.model, derived.longest_sample, derived.longest_sample_field)
         if config.reward.shards > 1 and isinstance(reward, ModelReward):
             _check_decoder(reward, field, config.reward.shards)
     if derived.starts_critic and config.critic.init == "reward":
@@ -92,17 +91,19 @@ def _refuse_labelled_critic(config: PPOConfig) -> None:
                               "critic.init=policy")
 
 
-def check_reads_longest(reward: RewardConfig, model: ModelConfig, prompt_tokens: int, response_tokens: int,
-                        response_field: str) -> None:
+def check_reads_longest(reward: RewardConfig, model: ModelConfig, tokens: int, fields: str) -> None:
     """Refuse a local reward model whose context is shorter than the longest sample of `model`. One with another
     tokenizer reads texts, whose length it counts itself.
 
+    Args:
+        tokens, fields: as in `check_context`.
+
     Raises:
-        ModelError: naming both fields and the context.
+        ModelError: naming the fields and the context.
     """
     if isinstance(reward, LOCAL_MODELS) and (
             tokenizer_digest(load_tokenizer(model)) == tokenizer_digest(load_tokenizer(reward, require_eos=False))):
-        check_context(reward, prompt_tokens, response_tokens, ("prompts.max_tokens", response_field))
+        check_context(reward, tokens, fields)
 
 
 def _check_decoder(reward: ModelReward, field: str, shards: int) -> None:

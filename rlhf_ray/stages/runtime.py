@@ -37,7 +37,8 @@ from rlhf_ray.observability.sinks import require_trackers
 from rlhf_ray.planning.findings import idle_gpus
 from rlhf_ray.planning.worker_placement import place
 from rlhf_ray.roles.learner import Learner
-from rlhf_ray.workers.calls import Method, Role
+from rlhf_ray.workers.calls import Deadline, Method, Role
+from rlhf_ray.workers.peers import PeerGroup
 from rlhf_ray.workers.role_table import RoleRow
 from rlhf_ray.workers.worker_group import WorkerGroup
 
@@ -85,9 +86,17 @@ class Runtime:
         environment = dict(row.environment(self._config)) if row.environment else {}
         if row.temporary_files:
             environment |= self._scratch
-        facts = role_facts(type(self._config))[row.section]
-        return self.spawn(facts.worker, row.cls, self._placements[row.section], arguments, environment, row.shutdown,
-                          row.section)
+        all_facts = role_facts(type(self._config))
+        given = arguments
+        if row.peers is not None:
+            deadline = Deadline(self._config.cluster.call_timeout_s, "cluster.call_timeout_s")
+            peers: PeerGroup[Any] = PeerGroup(all_facts[row.peers].worker, deadline)
+
+            def given(rank: int) -> Mapping[str, Any]:
+                return {**arguments(rank), "generators": peers}
+
+        return self.spawn(all_facts[row.section].worker, row.cls, self._placements[row.section], given, environment,
+                          row.shutdown, row.section)
 
     def _recording(self) -> Mapping[str, str]:
         """Ray's record of calls has no times without this variable."""

@@ -8,6 +8,7 @@ from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.episode_runner import EpisodeRunner
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
@@ -42,6 +43,11 @@ class RoleGroups:
     def generators(self) -> WorkerGroup[Generator]:
         """The vLLM workers."""
         return self.by_section["generator"]
+
+    @property
+    def runners(self) -> WorkerGroup[EpisodeRunner] | None:
+        """The workers that run episodes; None without environments."""
+        return self.by_section.get("episode_runner")
 
     @property
     def reward(self) -> WorkerGroup[RewardScorer]:
@@ -82,8 +88,8 @@ class RoleGroups:
         return list(self.by_section.values())
 
     def learners(self) -> list[WorkerGroup[Learner]]:
-        """The groups with a model under training."""
-        return [self.policy] if self.critic is None else [self.policy, self.critic]
+        """The groups with a model under training; an evaluation alone has none."""
+        return [self.by_section[name] for name in ("policy", "critic") if name in self.by_section]
 
     def trains(self, role: str | None) -> bool:
         """Whether the workers of a role are learners."""
@@ -104,18 +110,22 @@ class RoleGroups:
             self.dispatchers[group.role] = WorkerDispatcher(group, self.health)
         return self.dispatchers[group.role]
 
-    def keep_alive(self, catch_up: Ready) -> None:
-        """From now on, replace generators, frozen scorers and assemblers when they are lost, and watch the learners.
+    def keep_alive(self, catch_up: Ready, introduce: Ready = as_started) -> None:
+        """From now on, replace generators, episode runners, frozen scorers and assemblers when they are lost, and watch
+        the learners.
 
         Args:
             catch_up: publishes the present weights to a generator that has just started.
+            introduce: gives an episode runner that has just started its handles to generators.
         """
         learners = self.learners()
         self.health.register_learners(learners)
+        prepared = {self.generators.role: catch_up}
+        if self.runners is not None:
+            prepared[self.runners.role] = introduce
         for group in self.groups():
             if group not in learners:
-                self.health.register(self.dispatcher(group).scheduler,
-                                     catch_up if group is self.generators else as_started)
+                self.health.register(self.dispatcher(group).scheduler, prepared.get(group.role, as_started))
 
     async def done(self, call: Call[Result], phase: str) -> Call[Result]:
         """Wait for a call without fetching its result, and record its working time under its role and `phase`."""

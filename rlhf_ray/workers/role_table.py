@@ -17,6 +17,7 @@ from rlhf_ray.engine.distributed import fixed_segments
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
+from rlhf_ray.roles.episode_runner import EpisodeRunner
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.learner import Learner
 from rlhf_ray.roles.policy_learner import PolicyLearner
@@ -51,6 +52,8 @@ class RoleRow(Generic[Role]):
     """Computes further variables of the workers' environment from the configuration."""
     temporary_files: bool = False
     """Whether the stage removes the workers' temporary files, which they leave when they are killed."""
+    peers: str | None = None
+    """Section of the role whose workers it calls: its class takes their `PeerGroup` as the argument `generators`."""
     wanted: Callable[[Derived], bool] | None = None
     """Chooses between rows of one section; None for the only one."""
 
@@ -87,8 +90,10 @@ def _segments_for_handles(config: PPOConfig) -> Mapping[str, str]:
 
 
 GENERATOR = RoleRow("generator", Generator, shutdown=Generator.stop, environment=_vllm_settings, temporary_files=True)
+EPISODE_RUNNER = RoleRow("episode_runner", EpisodeRunner, shutdown=EpisodeRunner.stop, peers="generator")
 _ROWS = (  # without a type, so that each row's methods are checked against its class
     GENERATOR,
+    EPISODE_RUNNER,
     ScorerRow("reference", ReferenceScorer, method=ReferenceScorer.logprobs, column="reference", held_out=True),
     ScorerRow("reward", RewardScorer, method=RewardScorer.score_each, reads=("rollouts", "prompts"), column="rewards",
               held_out=True, shutdown=RewardScorer.stop),

@@ -24,6 +24,8 @@ class Ranked(Protocol):
 
 
 Group = TypeVar("Group", bound=Ranked)
+PREFERRED_LOAD = 1.5
+"""Beyond this, the work that a worker's cache saves is less than what waits there for its turn."""
 IDLE_POLL_S = 0.05
 """Between two checks whether a worker that gets no more calls has finished its last."""
 
@@ -50,14 +52,17 @@ class LeastLoadedScheduler(Generic[Group]):
         for `take_back`.
 
         Args:
-            prefer: this rank, whatever its load, if it is available.
+            prefer: this rank, if it is available and its load with this work is at most `PREFERRED_LOAD` times that of
+                the least loaded one.
 
         Raises:
             RLHFError: as given to `fail` or `interrupt`.
         """
         while self.failed is None:
             if self.any_up:
-                rank = prefer if prefer in self._up else self._order[0][1]
+                least, rank = self._order[0]
+                if prefer in self._up and self.load(prefer) + work <= PREFERRED_LOAD * (least + work):
+                    rank = prefer
                 self.charge(rank, work)
                 return rank
             waiting = asyncio.get_running_loop().create_future()

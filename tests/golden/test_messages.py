@@ -55,6 +55,19 @@ OVERRIDES = [
     "--reward.quarantine_limit=0.2", "--run.dir=~no-such-user/x", "--prompts.path=$NO_SUCH_VARIABLE/x",
     f"--run.dir={'d' * 300}",
 ]
+TOOLS = "--environments.tools.path=tools.py:look --environments.tools.max_tokens=768"
+OVERRIDES += [
+    f"{TOOLS} {more}" for more in (
+        "--environments.tools.turns=3", "--environments.tools.on_failure.timeout=ignore",
+        "--environments.tools.max_tokens=512", "--environments.cause.path=tools.py:look",
+        "--rewards.a.type=environment --rewards.b.type=environment",
+        "--rewards.steps.type=process --rewards.steps.path=p",
+        "--algorithm.overlong_buffer=9 --environments.other.path=o.py:look",
+        "--algorithm.overlong_filter=true --environments.tools.on_failure.parse=zero",
+    )
+]
+OVERRIDES += ["--environments=[tools.py]", "--environments.tools.path=tools.py", "--environments.tools.max_turns=3",
+              "--rewards.world.type=environment"]
 FILES = {
     "not YAML": "run: {dir: x\nmodel: 3\n", "a key twice": "run: {steps: 3}\nrun: {seed: 3}\n",
     "a list": "- a\n- b\n", "empty": "",

@@ -45,7 +45,7 @@ function filter() {
 }
 
 // Index in a strip, name, and the colour of a value against the largest: red below zero, blue above.
-const shades = [[1, "log-probability gap"], [2, "advantage"], [3, "version"]];
+const shades = [[1, "log-probability gap"], [2, "advantage"], [3, "version"], [4, "log-probability"]];
 const versionColours = ["--policy", "--weights", "--reference", "--reward", "--critic", "--generator"];
 
 function colour(kind, value, largest) {
@@ -59,9 +59,9 @@ function colour(kind, value, largest) {
 }
 
 function said(strip, i) {
-  if (strip[3][i] === null) return "inserted, not sampled by the policy";
+  if (strip[3][i] === null) return "observed, not sampled by the policy";
   const gap = strip[1][i] === null ? "gap not known" : `gap ${strip[1][i]}`;
-  return `${gap} · advantage ${strip[2][i]} · version ${strip[3][i]}`;
+  return `log-probability ${strip[4][i]} · ${gap} · advantage ${strip[2][i]} · version ${strip[3][i]}`;
 }
 
 function drawn(strip) {
@@ -73,11 +73,12 @@ function drawn(strip) {
   [box.className, choice.className, legend.className, row.className, at.className] =
     ["strip", "shades", "legend", "row", "at"];
   strip[0].forEach((text, i) => {
+    if (i && strip[5].includes(i)) row.append(document.createElement("hr"));  // a new segment
     const token = document.createElement("span");
     token.textContent = texts[text];
     token.tabIndex = 0;
     token.title = said(strip, i);
-    if (strip[3][i] === null) token.className = "inserted";
+    if (strip[3][i] === null) token.className = "observed";
     const show = () => { at.textContent = `${JSON.stringify(texts[text])}: ${said(strip, i)}`; };
     token.addEventListener("mouseenter", show);
     token.addEventListener("focus", show);
@@ -87,7 +88,7 @@ function drawn(strip) {
   function shade(kind, name) {
     const values = strip[kind].filter((value) => value !== null);
     const largest = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-    [...row.children].forEach((token, i) => { token.style.background = colour(kind, strip[kind][i], largest); });
+    [...row.querySelectorAll("span")].forEach((token, i) => { token.style.background = colour(kind, strip[kind][i], largest); });
     for (const b of choice.children) b.setAttribute("aria-pressed", String(b.textContent === name));
     legend.textContent = kind === 3 ? "A colour for each version."
       : `Blue above zero, red below; the strongest is ±${largest}.`;

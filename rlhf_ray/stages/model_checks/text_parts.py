@@ -8,15 +8,18 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.answers import AnswerFormat, Prefills, TurnEnds
 from rlhf_ray.data.chat import ChatTemplate, Messages, PromptText
 from rlhf_ray.data.tokenizer import check_vocabulary
+from rlhf_ray.data.turn_template import TemplateKind, TurnTemplate
+from rlhf_ray.environments.tool_calls import format_of
 from rlhf_ray.errors import DataError, ModelError, first_line
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer
-from rlhf_ray.stages.model_checks.outcome import Outcome
+from rlhf_ray.models.stop_tokens import named_stop_tokens
+from rlhf_ray.stages.model_checks.outcome import Outcome, Verdict
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZER, STOP_TOKENS, CHAT_TEMPLATE = "tokenizer", "stop tokens", "chat template"
+TOKENIZER, STOP_TOKENS, CHAT_TEMPLATE, TURNS = "tokenizer", "stop tokens", "chat template", "several turns"
 TEXTS = ("The food was good, and it wasn't expensive: 12.50 EUR!", "def f(x):\n\n    return x  # two  spaces\n",
          "naïve façade, Straße, Ελλάδα", "日本語と中文", "👍🏽 done", " leading and trailing ")
 """Punctuation and numbers, code with its white space, accents and other alphabets, characters of several bytes."""
@@ -110,3 +113,39 @@ def _system(template: ChatTemplate) -> str:
     except ModelError:
         return "refused"
     return "taken" if SYSTEM in text else "left out"
+
+
+KINDS = {
+    TemplateKind.APPEND_ONLY: "append-only: an episode is one segment",
+    TemplateKind.APPEND_ONLY_IN_CYCLE: "append-only while tools answer: each message of a user begins a new segment",
+    TemplateKind.NEW_SEGMENT_EACH_TURN: "earlier turns are rewritten: each turn is a segment of its own",
+}
+
+
+def check_turns(model: ModelConfig) -> list[Outcome]:
+    """How episodes of several turns and tools are written: whether turns follow each other as tokens, what the template
+    knows of tools, and which format of calls is read.
+
+    Raises:
+        ModelError: the template refuses conversations of several turns.
+    """
+    tokenizer = load_tokenizer(model)
+    if not tokenizer.chat_template:
+        return [Outcome(TURNS, "does not apply", "no chat template", "for episodes, use a tokenizer with a template")]
+    template = TurnTemplate(tokenizer, named_stop_tokens(tokenizer, model))
+    kind, plain = template.kind(tools=template.knows_tools), template.kind(tools=False)
+    findings = [KINDS[kind]]
+    if plain != kind:
+        findings.append(f"without tools {KINDS[plain]}")
+    findings.append("tools are written" if template.knows_tools else "tools are left out")
+    findings.append("the role tool is known" if template.knows_tool_role
+                    else "results of tools become messages of the user")
+    findings.append(f"calls are read as {format_of(str(tokenizer.chat_template))!r}")
+    advice = []
+    if kind is TemplateKind.NEW_SEGMENT_EACH_TURN:
+        advice.append("each segment repeats the history before it; a template that keeps earlier turns is cheaper")
+    if not template.knows_tools:
+        advice.append("describe tools in the prompt's messages")
+    numbers = {"knows_tools": float(template.knows_tools), "knows_tool_role": float(template.knows_tool_role)}
+    verdict: Verdict = "warning" if kind is TemplateKind.NEW_SEGMENT_EACH_TURN else "works"
+    return [Outcome(TURNS, verdict, "; ".join(findings), "; ".join(advice), numbers)]

@@ -17,6 +17,12 @@ def test_options_and_overrides_are_passed_on(command_line, stage):
     assert calls == [((Path("/d"), "rloo", 3, ["--run.steps=2"]), {})]
 
 
+def test_the_tools_example_runs_in_its_own(command_line, stage):
+    calls = stage("tools_example")
+    assert command_line("example", "tools", "--run.steps=2").code == 0
+    assert calls == [((Path("runs/tools"), "grpo", 0, ["--run.steps=2"]), {})]
+
+
 def test_an_unknown_example_is_refused_with_those_there_are(command_line, stage):
     calls = stage("arithmetic_example")
     outcome = command_line("example", "poetry")

@@ -13,7 +13,7 @@ from rlhf_ray.errors import ConfigError
 NO_PATHS = {
     "prompt", "step", "stop", "column", "address", "job", "nodes", "cluster", "stage", "env", "host", "dtype",
     "revision",
-    "label", "name", "arguments", "tls_cert", "tls_key", "tokenizer", "shape", "skip",
+    "label", "name", "arguments", "tls_cert", "tls_key", "tokenizer", "shape", "skip", "cause",
 }
 """Parameters with text that are no path, or whose command expands them as the configuration does."""
 

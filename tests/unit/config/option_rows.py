@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, transport_of
+from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, episodes_deadline_s, transport_of
 from rlhf_ray.config.load import STAGES
 from rlhf_ray.config.stages import PPOConfig, role_facts
 from rlhf_ray.coordinator.run_state import kl_controller
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.engine.deepspeed_engine import adamw, deepspeed_config, learning_rate
+from rlhf_ray.environments.tool_calls import ToolCallParser
 from rlhf_ray.planning.bundle_packing import arrange
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.node_spec import parse_nodes
@@ -137,16 +138,24 @@ def whitened(config: Any, _: Any) -> list[float]:
     return list(training_batch([row], whiten=config.algorithm.whitens).advantages)
 
 
+def calls_read(_: Any, environment: Any) -> Any:
+    """The calls of tools that are read in a text."""
+    text = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+    return ToolCallParser.of(environment.tool_format).parse(text).calls
+
+
 # Rows
 
 GPU = {"pools.default.gpus": 2, "pools.default.cpus": 16}
 CPUS = {"pools.default.cpus": 16}
 EVALUATION = {"evaluation.prompts": "e.jsonl"}
+ENVIRONMENT = {"environments.NAME.path": "tools.py:look", "environments.NAME.max_tokens": 768}
 LOSS_OPTIONS = "tests/unit/roles/test_loss_options.py::"
 ASSEMBLER = "tests/unit/roles/test_assembler.py::"
 PROMPTS = "tests/unit/data/test_prompts.py::"
 READERS = "tests/unit/data/test_row_readers.py::"
 HTTP = "tests/unit/rewards/http/test_source.py::"
+EPISODES = "tests/unit/roles/test_episode_policies.py::"
 SERVING = "tests/unit/serving/"
 ROWS: list[Row] = [
     # The run
@@ -209,10 +218,10 @@ ROWS: list[Row] = [
     Refused(("pools.NAME.strategy",), "SPREAD", "places several bundles, and this pool has one"),
     Shown(("pools.NAME.strategy",),
           "tests/unit/planning/test_bundle_packing.py::test_a_strategy_bounds_what_the_nodes_hold"),
-    Refused(of_roles("pool", ROLES), "elsewhere", "is not one of the pools"),
-    Refused(of_roles("cpus", ROLES), 9, "more than a bundle"),
-    Refused(of_roles("gpus", ROLES), 1, "more than a bundle"),
-    Differs(of_roles("workers", ROLES), (1, 2), plan, given=CPUS),
+    Refused(of_roles("pool", ROLES), "elsewhere", "is not one of the pools", given=ENVIRONMENT),
+    Refused(of_roles("cpus", ROLES), 9, "more than a bundle", given=ENVIRONMENT),
+    Refused(of_roles("gpus", ROLES), 1, "more than a bundle", given=ENVIRONMENT),
+    Differs(of_roles("workers", ROLES), (1, 2), plan, given={**CPUS, **ENVIRONMENT}),
     Differs(("generator.threads",), (1, 2), lambda config, _: generator_environment(config.generator)),
     Shown(of_roles("threads", tuple(role for role in ROLES if role != "generator")),
           "tests/unit/workers/test_workers.py::test_the_environment_limits_threads_and_the_roles_own_settings_win"),
@@ -425,6 +434,49 @@ ROWS: list[Row] = [
     Differs(("evaluation.sampling.top_k", "evaluation.sampling.max_tokens", "evaluation.sampling.min_tokens"), (2, 3),
             sampled, given=EVALUATION),
     Differs(("evaluation.sampling.repetition_penalty",), (1.0, 1.5), sampled, given=EVALUATION),
+    # Environments
+    Shown(("environments.NAME.path",),
+          "tests/unit/environments/test_shapes.py::test_a_class_with_reset_and_typed_methods_is_a_class_with_tools"),
+    Shown(("environments.NAME.max_turns",), EPISODES + "test_an_episode_has_at_most_max_turns"),
+    Differs(("environments.NAME.max_turns", "environments.NAME.concurrency"), (2, 4), plan, given=ENVIRONMENT),
+    Shown(("environments.NAME.max_tokens",), EPISODES + "test_an_episode_has_at_most_max_tokens_with_what_it_read"),
+    Differs(("environments.NAME.max_tokens",), (768, 1024), plan, given=ENVIRONMENT),
+    Differs(("environments.NAME.processes",), (1, 2), plan, given=ENVIRONMENT),
+    Shown(("environments.NAME.timeout_s.step",),
+          "tests/unit/environments/test_failures.py::test_what_hangs_in_a_step_is_killed_and_its_neighbours_go_on"),
+    Shown(("environments.NAME.timeout_s.reset",),
+          "tests/unit/environments/test_failures.py::test_a_reset_that_fails_gives_its_place_back"),
+    Differs(("environments.NAME.timeout_s.episode",), (100.0, 200.0), lambda c, _: episodes_deadline_s(c),
+            given=ENVIRONMENT),
+    Warned(("environments.NAME.timeout_s.reset", "environments.NAME.timeout_s.step"), 90, "the episode ends before",
+           given={**ENVIRONMENT, "environments.NAME.timeout_s.episode": 80}),
+    Shown(("environments.NAME.on_failure.parse",),
+          EPISODES + "test_a_call_that_cannot_be_read_may_end_the_episode"),
+    Shown(("environments.NAME.on_failure.timeout",),
+          EPISODES + "test_an_episode_past_a_deadline_is_used_as_configured"),
+    Shown(("environments.NAME.on_failure.environment",),
+          EPISODES + "test_an_episode_whose_environment_failed_is_used_as_configured"),
+    Shown(("environments.NAME.on_failure.overflow",),
+          EPISODES + "test_an_episode_that_ran_out_of_turns_is_used_as_configured"),
+    Shown(("environments.NAME.on_failure.retries",),
+          EPISODES + "test_a_failed_episode_begins_again_so_often_and_is_quarantined_then"),
+    Warned(("environments.NAME.on_failure.retries",), 5, "begins no episode again",
+           given={**ENVIRONMENT, "environments.NAME.on_failure.environment": "mask"}),
+    Differs(("environments.NAME.tool_format",), ("hermes", "json"), calls_read, given=ENVIRONMENT),
+    Shown(("environments.NAME.concurrency",),
+          "tests/unit/environments/test_failures.py::test_whoever_waits_for_a_place_gets_it_or_an_error_at_its_deadline"),
+    Warned(("environments.NAME.processes",), 3, "gives each episode a process of its own",
+           given={**ENVIRONMENT, "environments.NAME.isolated": True}),
+    Warned(("environments.NAME.processes",), 9, "no more processes than these start",
+           given={**ENVIRONMENT, "environments.NAME.concurrency": 8}),
+    Shown(("environments.NAME.isolated",), "tests/unit/environments/test_failures.py::"
+          "test_isolated_episodes_have_a_process_each_that_ends_with_them"),
+    Shown(("environments.NAME.memory_mib",),
+          "tests/unit/environments/test_failures.py::test_out_of_memory_is_the_failure_of_the_one_that_takes_it"),
+    Shown(("episode_runner.column",),
+          EPISODES + "test_a_column_names_the_environment_where_there_are_several"),
+    Warned(("episode_runner.workers",), 2, "there are no environments"),
+    Warned(("episode_runner.column",), "world", "there is one environment", given=ENVIRONMENT),
     # Preferences
     Shown(("pairs.judge",), "tests/unit/roles/test_texts.py::test_neighbours_form_pairs_and_the_better_is_chosen"),
     Shown(("pairs.min_margin",), "tests/unit/roles/test_texts.py::test_pairs_too_close_are_left_out_in_place"),
@@ -599,6 +651,8 @@ ROWS: list[Row] = [
     Shown(("evaluation.solved_at",),
           "tests/unit/coordinator/test_evaluation.py::test_which_components_count_as_solved_and_from_where"),
     Refused(("evaluation.solved_at",), 0.5, "is a function or a service", given=EVALUATION),
+    Shown(("rewards.NAME.solved_at",),
+          "tests/unit/coordinator/test_evaluation.py::test_an_environment_has_its_own_measure_of_solved"),
     Shown(("early_stop.kl_above",),
           "tests/unit/coordinator/test_early_stop.py::test_kl_must_be_over_its_limit_for_as_many_steps_in_a_row"),
     Shown(("early_stop.reward_below_start", "early_stop.patience"),

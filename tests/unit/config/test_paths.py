@@ -20,7 +20,7 @@ NO_PATHS = {
     "address", "wandb_project", "mlflow_experiment", "revision", "subset", "split", "system", "text",
     "prompt", "response", "messages", "column", "chosen", "rejected", "margin", "steps", "labels", "pool", "targets",
     "best_metric", "stop", "placeholder", "good", "bad", "separator", "label", "urls", "columns", "token_variable",
-    "allow_hosts", "answer", "after", "pattern", "group", "host", "derived",
+    "allow_hosts", "answer", "after", "pattern", "group", "host", "derived", "tool_format",
 }
 """Fields with text that names no file. One that is new belongs here, or has the type `UserPath`."""
 

@@ -218,6 +218,17 @@ def test_which_components_count_as_solved_and_from_where():
     assert solved_at(solved_at=0.5) == {"sum": 2.0, "tests": 0.5}
 
 
+def test_an_environment_has_its_own_measure_of_solved():
+    def solved_at(**reward):
+        environment = {"path": "m:f", "max_tokens": 900}
+        given = {"rewards": {"world": {"type": "environment", **reward}}} if reward else {}
+        return derive(PPOConfig(model={"path": "m"}, prompts={"path": "p"}, environments={"tools": environment},
+                                **given)).solved_at
+
+    assert solved_at() == {"environment": 1.0}, "the component that is added"
+    assert solved_at(solved_at=3.0) == {"world": 3.0}
+
+
 def evaluate_without(ppo_config, bad, warn, rows=5):
     config = ppo_config(chunk=4, evaluation={"prompts": "e", "samples_per_prompt": 2},
                         reward={"on_failure": "quarantine"})

@@ -224,24 +224,6 @@ def test_other_weights_and_pairs_without_loss_are_refused(layout, write_jsonl):
                  layout("chatml"))
 
 
-TOOLS = [{"type": "function", "function": {"name": "add"}}]
-
-
-def test_tools_are_refused_by_name(layout, write_jsonl):
-    rows = write_jsonl({"messages": [USER, GOOD], "tools": TOOLS}), write_jsonl(
-        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": TOOLS}, name="pairs.jsonl")
-    with pytest.raises(DataError, match="line 1: the row has tools"):
-        demonstrations_of(rows[0], layout("chatml"), messages="messages")
-    with pytest.raises(DataError, match="line 1: the row has tools"):
-        pairs_of(rows[1], layout("chatml"))
-    with pytest.raises(DataError, match="line 1: the row has tools"):
-        list(stream_prompts(PromptsConfig(path=write_jsonl({"prompt": "a", "tools": TOOLS})), layout("chatml"),
-                            LoadReport("rows")))
-    with pytest.raises(DataError, match="line 1: the row has tools"):
-        list(stream_prompts(PromptsConfig(path=write_jsonl({"prompt": [USER], "tools": TOOLS})), layout("chatml"),
-                            LoadReport("rows")))
-
-
 def test_options_of_the_template_act_or_are_refused(layout, write_jsonl):
     tokenizer = layout("chatml")
     tokenizer.chat_template = "{% if brief %}Be brief. {% endif %}" + TEMPLATES["chatml"]

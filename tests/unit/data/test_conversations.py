@@ -123,9 +123,12 @@ def test_keys_without_a_value_are_not_rendered(chat, tmp_path):
     """Parquet gives every message the keys of all, with null where a message has none: the same rows as JSON lines
     give the same text."""
     tokenizer = chat("{% for m in messages %}{{ m }}{% endfor %}")
-    call = {**turn("assistant", ""), "tool_calls": [{"name": "f", "arguments": {"a": "1"}}]}
-    rows = [{"prompt": [turn("user", "Hi"), call, {**turn("tool", "2"), "tool_calls": [
-        {"name": "g", "arguments": {"b": "2"}}], "name": "g"}]}]
+
+    def call(name, arguments):
+        return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+    calls = [{**turn("assistant", ""), "tool_calls": [call(name, {argument: "1"})]} for name, argument in ("fa", "gb")]
+    rows = [{"prompt": [turn("user", "Hi"), *calls, {**turn("tool", "2"), "name": "g"}]}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     found = open_prompts(PromptsConfig(path=str(tmp_path / "rows.parquet")), tokenizer).training.rows([0])
     assert "None" not in found.texts[0] and found.messages == [rows[0]["prompt"]]

@@ -31,7 +31,8 @@ def write_rows(run_dir, rows):
 
 
 def ppo_row(step):
-    values = {name: step / 10 for plan in CHARTS for name in plan.metrics if name.split("/")[0] not in ("sft", "eval")}
+    values = {name: step / 10 for plan in CHARTS for name in plan.metrics
+              if name.split("/")[0] not in ("sft", "eval") or name == "eval/solved"}
     values |= {f"time/{phase}": 1.0 for phase in PHASE_COLOURS} | {"time/step": 5.0}
     return values | {"share/generator/busy": 0.75, "share/generator/policy_learner": 0.25,
                      "share/policy_learner/busy": 1.0}
@@ -90,6 +91,15 @@ def test_figures_cannot_end_their_script_element_and_read_back_as_they_were():
     assert "<" not in text
     assert json.loads(text) == [{"data": [{"type": "scatter", "x": [1], "y": [0.5], "name": EVIL}],
                                  "layout": {"xaxis": {"title": {"text": EVIL}}}}]
+
+
+def test_causes_of_episodes_are_zero_in_rows_that_lack_them_and_have_no_line_where_none_occurred(tmp_path):
+    whole = {"episodes/turns": 2.0, "episodes/cause/completed": 1.0}
+    rows = [{"step": 1, **whole}, {"step": 2, **whole, "episodes/cause/completed": 0.75,
+                                   "episodes/cause/error_timeout": 0.25}, {"step": 3, "eval/solved": 0.5}]
+    [chart] = [chart for chart in charts_of(rows) if chart.title == "How episodes end"]
+    assert {line.name: [*zip(line.x, line.y, strict=True)] for line in chart.data} == {
+        "completed": [(1, 1.0), (2, 0.75)], "error timeout": [(1, 0.0), (2, 0.25)]}
 
 
 def test_all_plots_are_there_with_axis_titles_and_a_sentence(run):

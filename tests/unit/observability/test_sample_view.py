@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from rlhf_ray.errors import DataError
-from rlhf_ray.observability import sample_view
+from rlhf_ray.observability import sample_choice, sample_view
 from rlhf_ray.observability.conversation import escaped, turns_of
+from rlhf_ray.observability.sample_choice import Choice, NumberRange
 from rlhf_ray.observability.sample_files import SampleTexts, SampleWriter, sample_table
 from rlhf_ray.observability.sample_view import extremes, print_samples, sample_page, samples_of
 from rlhf_ray.records import Experience, SampleKey, offsets_of
@@ -45,7 +46,7 @@ def save(run, step, scores, responses=None, chat=False, first_row=0):
                         {2: "q", 3: " a", 4: EVIL, 5: "\x1b[0m", 6: "�"})
     numbers = {"score": np.array(scores, np.float32), "reward/right": np.array(scores, np.float32) / 2,
                "kl": None, "gold": None}
-    SampleWriter(run / "samples").write(step, sample_table(step, experience_of(keys), texts, numbers, True))
+    SampleWriter(run / "samples").write(step, sample_table(step, experience_of(keys), texts, numbers))
 
 
 def printed(samples, shown):
@@ -58,9 +59,10 @@ def test_the_newest_step_is_shown_unless_another_one_is_asked_for(tmp_path):
     for step in (1, 2):
         save(tmp_path, step, [0.0, 1.0, 2.0, 3.0])
     assert {sample.step for sample in samples_of(tmp_path)} == {2}
-    assert [sample.key for sample in samples_of(tmp_path, 1)] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
+    first = samples_of(tmp_path, Choice(NumberRange(1, 1)))
+    assert [sample.key for sample in first] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1)]
     with pytest.raises(DataError, match="no samples of step 7; it has those of 2 steps from 1 to 2"):
-        samples_of(tmp_path, 7)
+        samples_of(tmp_path, Choice(NumberRange(7, 7)))
 
 
 def test_a_run_without_samples_says_why_there_may_be_none(tmp_path):
@@ -79,19 +81,19 @@ def test_numbers_of_a_sample_by_hand(tmp_path):
 
 
 def test_prompts_are_found_by_their_text_in_the_newest_steps_that_have_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(sample_view, "STEPS_SEARCHED", 2)
+    monkeypatch.setattr(sample_choice, "STEPS_SEARCHED", 2)
     for step, row in ((1, 0), (2, 8), (3, 0), (4, 0), (5, 8)):
         save(tmp_path, step, [0.0, 1.0], first_row=row)
-    assert [(sample.step, sample.key[1]) for sample in samples_of(tmp_path, prompt="QUESTION 0")] == [
+    assert [(sample.step, sample.key[1]) for sample in samples_of(tmp_path, Choice(prompt="QUESTION 0"))] == [
         (3, 0), (3, 0), (4, 0), (4, 0)]
-    assert {sample.step for sample in samples_of(tmp_path, 1, "question 0")} == {1}
-    with pytest.raises(DataError, match="no prompt of 5 steps in .* contains 'question 9'"):
-        samples_of(tmp_path, prompt="question 9")
+    assert {sample.step for sample in samples_of(tmp_path, Choice(NumberRange(1, 1), "question 0"))} == {1}
+    with pytest.raises(DataError, match="no sample of 5 steps in .* has a prompt that contains 'question 9'"):
+        samples_of(tmp_path, Choice(prompt="question 9"))
 
 
 def test_a_message_of_a_conversation_is_found_too(tmp_path):
     save(tmp_path, 1, [0.0, 1.0], chat=True)
-    assert len(samples_of(tmp_path, prompt="be KIND")) == 2
+    assert len(samples_of(tmp_path, Choice(prompt="be KIND"))) == 2
 
 
 @pytest.mark.parametrize("worst, best, titles, scores", [
@@ -167,15 +169,16 @@ def test_the_page_has_a_card_for_each_prompt_with_its_samples_side_by_side(tmp_p
     assert [float(side["data-score"]) for side in found.of("article")] == [0, 1, 2, 3]
     assert [button["data-strip"] for button in found.of("button") if "data-strip" in button] == ["0", "1", "2", "3"]
     texts, strips = json.loads(found.scripts[0])
-    places, gaps, advantages, versions = strips[2]
+    places, gaps, advantages, versions, logprobs, starts = strips[2]
     assert [texts[place] for place in places] == [" a", EVIL, "\\x1b[0m", "�"]
     assert (gaps, advantages, versions) == ([-0.25, 0, None, 0], [0.5, 0.5, None, 2], [3, 3, None, 4])
+    assert (logprobs, starts) == ([-1.25, -1, None, -1], [0])
 
 
 def test_steps_can_be_chosen_where_the_page_has_several(tmp_path):
     for step in (1, 2):
         save(tmp_path, step, [0.0, 1.0])
-    found = Page(sample_page(tmp_path, samples_of(tmp_path, prompt="question")))
+    found = Page(sample_page(tmp_path, samples_of(tmp_path, Choice(prompt="question"))))
     assert [button["data-step"] for button in found.of("button") if "data-step" in button] == ["all", "1", "2"]
 
 

@@ -50,7 +50,8 @@ def planned(config, nodes="1x8xH100"):
 def recipe(name):
     text = (RECIPES / name).read_text()
     nodes = NAMED_NODES.search(text)[2]
-    config = derive_gpu_settings(load(PPOConfig, RECIPES / name, []), parse_nodes(nodes), shape_of)
+    loaded = load(PPOConfig, RECIPES / name, [], has_gpus=lambda _: True)
+    config = derive_gpu_settings(loaded, parse_nodes(nodes), shape_of)
     return text, config, planned(config, nodes)
 
 
@@ -87,6 +88,12 @@ class TestRecipes:
         _, config, _ = recipe("eight_gpu_7b_grpo.yaml")
         assert {name: pool.bundles for name, pool in config.pools.items()} == {
             "generation": 2, "scoring": 1, "policy": 5}
+
+    def test_tools_on_eight(self):
+        _, config, plan = recipe("eight_gpu_7b_tools.yaml")
+        assert {name: pool.bundles for name, pool in config.pools.items()} == {"generation": 4, "policy": 4}
+        assert not config.episode_runner.gpus and config.policy.micro_batch_tokens >= 12288
+        assert "192 are open at the same time at most" in plan.geometry["episodes"]
 
     def test_seventy_billion_on_sixty_four(self):
         _, config, _ = recipe("multi_node_70b_ppo.yaml")

@@ -21,6 +21,7 @@ from rlhf_ray.planning.model_shape import ModelShape
 from rlhf_ray.planning.node_spec import parse_nodes
 from rlhf_ray.planning.plan import make_plan
 from rlhf_ray.planning.roofline import Workload
+from rlhf_ray.planning.step_time import workload_of
 
 PLACED = Path(__file__).parent / "placed"
 """Configurations whose roles are placed by pools, with the nodes that they are for in a comment."""
@@ -44,7 +45,7 @@ class TestPlaced:
 
     def test_each_names_its_nodes(self):
         assert {param.id for param in recipes()} == {path.name for path in PLACED.glob("*.yaml")}
-        assert len(recipes()) == 5
+        assert len(recipes()) == 6
 
     @pytest.mark.parametrize(("name", "nodes"), recipes())
     def test_fits_the_nodes_it_names_with_room_to_spare(self, name, nodes):
@@ -81,6 +82,46 @@ class TestPlaced:
         assert plan.memory["policy"].host_bytes < plan.roles[0].models[0].weight_bytes / 2
         assert sum(first.holders["policy/0"].values()) > plan.roles[0].models[0].weight_bytes
         assert [sum(other.holders["policy/8"].values()) for other in others] == [plan.memory["policy"].host_bytes]
+
+
+class TestEpisodes:
+    """What episodes take, by hand."""
+
+    def plan(self, *overrides):
+        return planned("eight_gpu_7b_tools.yaml", "1x8xH100", *overrides)
+
+    @pytest.mark.parametrize(("override", "processes"), [
+        ("--environments.tools.processes=4", 4), ("--environments.tools.isolated=true", 96)])
+    def test_a_runner_is_a_process_with_those_of_its_environments(self, override, processes):
+        host = self.plan(override).memory["episode_runner"].host
+        assert host == {"runtime": 350 * 2**20, "environments": (processes * 25 + 220) * 2**20}
+
+    def test_turns_tokens_and_open_episodes_are_named(self):
+        text = self.plan().geometry["episodes"]
+        assert "up to 12 turns of up to 1024 tokens, 12288 in all, 96 open in each runner" in text
+        assert text.endswith("2 runners, so 192 are open at the same time at most")  # of 4 x 2 x 64 in flight
+        assert "512 episodes of up to 12288 tokens" in self.plan().geometry["batch"]
+
+    def test_a_cache_that_holds_less_than_half_of_the_open_episodes_is_tight(self):
+        # 57344 bytes a token (keys, values; 28 layers, 4 heads of 128; bfloat16): 20000 MiB hold 29.8 episodes
+        findings = self.plan("--generator.kv_cache_mb=20000", "--environments.tools.concurrency=256").findings
+        assert any("holds 30 episodes of environments.tools.max_tokens=12288 tokens, and 128 may be open"
+                   in finding.text for finding in findings)
+        assert not self.plan().findings
+
+    def test_a_turn_is_prefilled_with_what_is_new_or_with_all_before_it(self):
+        work = Workload(samples=1, prompt=10, response=12, read=6, turns=3)
+        assert work.row == 28 and work.prefills == [16]
+        assert replace(work, prefix_cached=False).prefills == [10, 16, 22]
+        assert Workload(prompt=10).prefills == [10]
+
+    def test_time_is_of_half_the_turns_and_tokens(self):
+        config = load(PPOConfig, PLACED / "eight_gpu_7b_tools.yaml", [])
+        work = workload_of(config)
+        # 6 turns of 512 tokens; 12288 / 2 - 512 - 3072 are read
+        assert (work.turns, work.prompt, work.response, work.read) == (6, 512, 3072, 2560)
+        assert work.prefix_cached and not workload_of(load(PPOConfig, PLACED / "eight_gpu_7b_tools.yaml", [
+            "--generator.vllm.enable_prefix_caching=false"])).prefix_cached
 
 
 class TestShardedScorer:

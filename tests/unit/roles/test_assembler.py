@@ -303,7 +303,7 @@ def test_saved_samples_have_texts_and_all_that_is_known_of_each_token(saved):
                                            "reward/a", "kl", "gold", "finish_reason", "row_lengths")} == {
         "step": 7, "epoch": 0, "row": 7, "sample": 0, "prompt": "w2", "messages": None, "response": "w3 w4",
         "score": 3.0, "reward/a": 1.0, "kl": -0.5, "gold": 0.25, "finish_reason": "stop", "row_lengths": [4]}
-    assert (second["response"], second["score"], second["finish_reason"]) == ("w7 w8 w9 w7", -2.0, "length")
+    assert (second["response"], second["score"], second["finish_reason"]) == ("w7\nw7", -2.0, "length")
     assert second["token_ids"] == TOKENS[4:] and second["token_texts"] == [f"w{i}" for i in TOKENS[4:]]
     assert second["response_mask"] == MASK[4:].tolist() and second["versions"] == [-1, -1, 5, -1, -1, 5]
     for name, values in (("behaviour_logprobs", BEHAVIOUR), ("old_logprobs", OLD), ("reference_logprobs", REFERENCE)):
@@ -396,7 +396,7 @@ def test_an_evaluation_without_a_reference_has_neither_kl_nor_perplexity(two_row
     assembler = Assembler(AlgorithmConfig(), policy_model, LONGEST)
     assembler.start()
     part = assembler.measure(0, two_rows, [RewardScores(column(SCORES))], None)
-    metrics, _ = assembler.sum_up(True, {}, part)
+    metrics, _ = assembler.sum_up(True, {}, None, part)
     assert part.kl is None and part.reference_logprobs is None
     assert not {"kl", "perplexity"} & set(metrics) and metrics["reward"] == pytest.approx(np.mean(SCORES))
 
@@ -410,7 +410,7 @@ def test_an_evaluation_part_by_hand(two_rows, policy_model):
     assert part.kl == pytest.approx([(-1.1 + 1.5) + (-2.0 + 1.0) + 0.0, (-1.5 + 2.5) + (-1.2 + 1.25)], abs=1e-6)
     assert part.reference_logprobs == pytest.approx([-3.0, -3.75])
     assert part.lengths.tolist() == [3, 2] and part.finished.tolist() == [True, False]
-    assert part.digests.tolist() == [stable_hash("w3 w4"), stable_hash("w7 w8 w9 w7")]
+    assert part.digests.tolist() == [stable_hash("w3 w4"), stable_hash("w7\nw7")]
     assert part.bigrams.tolist() == [3 * 2**31 + 4, 4 * 2**31 + 1, 7 * 2**31 + 7]
     assert part.texts == [{"prompt": "w2", "response": "w3 w4"}]
 

@@ -14,7 +14,7 @@ from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.observability.sample_files import read_samples
-from rlhf_ray.records import Prompts, RewardScores, RewardTerms, SampleKey, TokenScores, offsets_of
+from rlhf_ray.records import Episode, Prompts, RewardScores, RewardTerms, SampleKey, TokenScores, Turn, offsets_of
 from rlhf_ray.rewards.protocol import finished, requests_of, rollout_texts
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.policy_learner import PolicyLearner
@@ -92,6 +92,25 @@ def test_samples_of_several_rows_are_saved_as_one_each(segments, policy_model, t
                                                     [len(MASKS[3]), len(MASKS[4])]]
     assert [row["finish_reason"] for row in rows] == ["length", "stop", "stop"]
     assert [(row["row"], row["sample"]) for row in rows] == [(key.row, key.sample) for key in KEYS]
+
+
+def test_turns_of_episodes_are_saved_with_the_text_that_was_sampled(segments, policy_model, tmp_path):
+    """A turn's tokens are in a row of its sample: the second turn of the first sample in the second row."""
+    experience, summary = assembled(segments, policy_model, estimator="dr_grpo")
+    places = [[(0, 1, 3), (1, 2, 5)], [], [(1, 2, 3)]]
+    episodes = [Episode("shop", "completed", turns=[Turn(row, start, stop, 1, "stop") for row, start, stop in each])
+                for each in places]
+    prompts = Prompts(offsets_of([1, 1]), np.zeros(2, np.int32), ["p9", "p4"], [{}, {}], np.array([9, 4]))
+    assembler = Assembler(AlgorithmConfig(), policy_model, 8)
+    assembler.start()
+    asyncio.run(assembler.save_samples(str(tmp_path), None, 1, None, True, [summary], prompts,
+                                       [replace(experience, episodes=episodes)]))
+    def words(row, places):
+        """In this tokenizer each token is a word."""
+        return " ".join(f"w{token}" for token in segments.row(row, "tokens")[places])
+
+    assert [[turn["text"] for turn in saved["turns"]] for saved in read_samples(tmp_path, 1)] == [
+        [words(0, slice(1, 3)), words(1, slice(2, 5))], [], [words(4, slice(2, 3))]]
 
 
 def test_with_one_row_a_sample_advantages_have_the_bytes_of_the_estimate_by_row(policy_model):

@@ -29,7 +29,7 @@ def texts():
 
 
 def test_prompts_and_responses_without_special_tokens(texts, tokenizer):
-    assert rollout_texts(tokenizer, texts, 2) == (["w2 w3", "w5"], ["w4", "w6 w7 w8"])
+    assert rollout_texts(tokenizer, texts, 2) == (["w2 w3", "w5"], ["w4", "w6\nw8"])
     assert rollout_texts(tokenizer, texts, 1) == (["w2 w3"], ["w4"])
     assert rollout_texts(tokenizer, texts, 0) == ([], [])
     assert rollout_texts(tokenizer, texts, 9) == rollout_texts(tokenizer, texts, 2), "no more than there are"

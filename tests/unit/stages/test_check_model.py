@@ -118,5 +118,5 @@ def test_a_model_that_is_none_starts_nothing(tmp_path, monkeypatch):
 
 
 def test_parts_name_the_rows_that_they_give(model):
-    for name in ("tokenizer", "stops", "chat"):
+    for name in ("tokenizer", "stops", "chat", "turns"):
         assert tuple(o.name for o in outcomes_of(PARTS[name], ModelConfig(path=str(model)), 40)) == PARTS[name].rows

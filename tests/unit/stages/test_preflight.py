@@ -155,12 +155,17 @@ def test_a_model_that_reads_the_policy_s_ids_has_all_its_embeddings(llama, copy)
 
 
 def test_prompt_and_response_fill_the_context_and_no_more(llama):
-    fields = ("prompts.max_tokens", "generator.sampling.max_tokens")
-    check_context(config(llama), 32, 32, fields)
+    check_context(config(llama), 64, "prompts.max_tokens=32 + generator.sampling.max_tokens=32")
     said = (r"^prompts\.max_tokens=33 \+ generator\.sampling\.max_tokens=32 = 65 tokens is over the context of "
             r"'.*llama', 64; lower one of them")
     with pytest.raises(ModelError, match=said):
-        check_context(config(llama), 33, 32, fields)
+        check_context(config(llama), 65, "prompts.max_tokens=33 + generator.sampling.max_tokens=32")
+
+
+def test_an_episode_fills_the_context_and_no_more(llama):
+    said = r"^environments\.tools\.max_tokens=65 tokens are over the context of '.*llama', 64; lower it"
+    with pytest.raises(ModelError, match=said):
+        check_context(config(llama), 65, "environments.tools.max_tokens=65")
 
 
 def test_rows_fit_into_the_context(llama):
@@ -494,7 +499,7 @@ def test_the_context_is_found_by_each_family_s_name_for_it(copy, family, limit):
     config_of(family, **DECODERS[family]).save_pretrained(copy)
     assert context_length(config(copy)) == limit
     with pytest.raises(ModelError, match="context of .*, 32") if limit else nullcontext():
-        check_context(config(copy), 30, 3, ("a", "b"))
+        check_context(config(copy), 33, "a=30 + b=3")
 
 
 def test_a_family_s_own_context_holds_where_config_json_is_silent(copy):

@@ -8,7 +8,13 @@ import pytest
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from rlhf_ray.errors import ModelError
-from rlhf_ray.stages.model_checks.text_parts import check_chat_template, check_stop_tokens, check_tokenizer
+from rlhf_ray.stages.model_checks.text_parts import (
+    check_chat_template,
+    check_stop_tokens,
+    check_tokenizer,
+    check_turns,
+)
+from tests import chat_templates
 from tests.models import make_tiny_llama
 from tests.real_models import KINDS, make_real_model
 
@@ -111,3 +117,40 @@ def test_without_a_template_there_is_nothing_to_check(plain):
     (outcome,) = check_chat_template(of(plain))
     assert outcome.verdict == "does not apply"
     assert check_stop_tokens(of(plain))[0].verdict == "works"
+
+
+@pytest.mark.parametrize(("kind", "turns", "tools", "role", "calls"), [
+    ("qwen2.5", "append-only: an episode is one segment", "are written", "the role tool is known", "hermes"),
+    ("qwen3", "append-only while tools answer: each message of a user begins a new segment", "are written",
+     "the role tool is known", "hermes"),
+    ("llama3.1", "append-only: an episode", "are written", "the role tool is known", "llama3"),
+    ("gemma", "append-only: an episode", "are left out", "results of tools become messages of the user", "json"),
+    ("mistral", "append-only while tools answer", "are written", "the role tool is known", "mistral"),
+])
+def test_how_episodes_of_several_turns_are_written(kind, turns, tools, role, calls, plain, tmp_path):
+    model = shutil.copytree(plain, tmp_path / "m")
+    chat_templates.make_chat_tokenizer(model, kind)
+    (outcome,) = check_turns(of(model))
+    assert outcome.verdict == "works" and outcome.detail.startswith(turns)
+    assert f"tools {tools}; {role}; calls are read as {calls!r}" in outcome.detail
+    assert ("describe tools" in outcome.advice) is (tools == "are left out")
+
+
+def test_a_template_that_rewrites_each_turn_is_a_warning(models, tmp_path):
+    model = with_template(models, tmp_path, "{% for m in messages %}<|im_start|> {{ m.role }} "
+                          "{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
+                          "{% if add_generation_prompt %}<|im_start|> assistant{% endif %}")
+    (outcome,) = check_turns(model)
+    assert outcome.verdict == "warning" and "each turn is a segment of its own" in outcome.detail
+
+
+def test_a_template_that_refuses_a_second_turn_is_an_error(models, tmp_path):
+    model = with_template(models, tmp_path, "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}"
+                          "{{ messages[0].content }}")
+    with pytest.raises(ModelError, match="refuses the messages.*one turn"):
+        check_turns(model)
+
+
+def test_without_a_template_there_are_no_turns_to_check(plain):
+    (outcome,) = check_turns(of(plain))
+    assert outcome.verdict == "does not apply" and "use a tokenizer with a template" in outcome.advice

@@ -1,0 +1,302 @@
+"""One attempt at an episode: turn by turn, from the first message to the reason why it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from rlhf_ray.config.environments import EnvironmentConfig
+from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.data.chat import TOOLS
+from rlhf_ray.data.turn_template import TurnTemplate, call_id
+from rlhf_ray.environments.pool import EnvironmentPool, OpenEnvironment
+from rlhf_ray.environments.protocol import Message, Reply, Start, Step
+from rlhf_ray.environments.tool_calls import Parsed, ToolCallParser, plain_turn
+from rlhf_ray.errors import DataError, EpisodeFailed, ModelError, first_line, with_lines
+from rlhf_ray.records import SampleKey, Turn
+from rlhf_ray.roles.engines.interface import Completion, SampleRequest
+from rlhf_ray.roles.episode_tokens import EpisodeTokens
+from rlhf_ray.roles.rollout_rows import sample_request
+
+SampleTurn = Callable[[SampleRequest], Awaitable[Completion]]
+"""Has a turn sampled by a generator."""
+
+
+def turn_seed(sample_seed: int, segment: int, turn: int) -> int:
+    """The seed of one turn, in [0, 2**63); turns are counted from 0 in the whole episode."""
+    named = f"{sample_seed}/{segment}/{turn}".encode()
+    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) >> 1
+
+
+def environment_seed(run_seed: int, key: SampleKey) -> int:
+    """The seed of an environment, in [0, 2**31): all samples of a prompt meet one world."""
+    named = f"environment/{run_seed}/{key.epoch}/{key.row}".encode()
+    return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) >> 33
+
+
+def observed(prompt: list[Message], observation: str) -> list[Message]:
+    """The prompt's messages with what the reset of a class with tools returned at the end of the user's last one, as it
+    is, or in a message of its own after another role's."""
+    if not observation:
+        return prompt
+    if prompt and prompt[-1]["role"] == "user":
+        return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+    return [*prompt, {"role": "user", "content": observation}]
+
+
+@dataclass(frozen=True)
+class TextTools:
+    """What turns messages into tokens and sampled tokens into messages."""
+
+    template: TurnTemplate
+    parser: ToolCallParser
+    decode: Callable[[Sequence[int]], str]
+    """Text of sampled tokens, special tokens included."""
+    stop_tokens: Sequence[int]
+    vocabulary: int
+    """See `rollout_rows.sample_request`."""
+
+
+@dataclass
+class Activity:
+    """What an episode under way does."""
+
+    key: SampleKey
+    environment: str
+    began: float
+    """By the monotonic clock, as `since`."""
+    turn: int = 0
+    doing: str = "start"
+    since: float = 0.0
+
+    def enter(self, doing: str) -> None:
+        """It does something else from now on."""
+        self.doing = doing
+        self.since = time.monotonic()
+
+
+class Ended(NamedTuple):
+    """How an attempt ended."""
+
+    cause: str
+    error: str
+    tokens: EpisodeTokens
+    turns: list[Turn]
+
+
+class Attempt:
+    """One attempt at an episode in an environment."""
+
+    def __init__(
+        self, key: SampleKey, config: EnvironmentConfig, sampling: SamplingConfig, texts: TextTools,
+        sample: SampleTurn, seed: int, activity: Activity, options: dict[str, Any],
+    ) -> None:
+        """
+        Args:
+            seed: of the sample.
+            activity: kept up to date.
+            options: of the chat template, and the row's tools, for an environment that has none of its own.
+        """
+        self._key = key
+        self._config = config
+        self._sampling = sampling
+        self._texts = texts
+        self._sample = sample
+        self._seed = seed
+        self._activity = activity
+        self._row_tools = options.pop(TOOLS, [])
+        self._options = options
+        self.events: Counter[str] = Counter()
+        self.metrics: dict[str, float] = {}
+        self.messages: list[Message] = []
+        """What the policy read first."""
+        self.tools: list[dict[str, Any]] = []
+        self._conversation: list[Message] = []
+        self._tokens = EpisodeTokens(())
+        self._turns: list[Turn] = []
+        self._text = ""
+        """What the policy wrote in its last turn."""
+
+    async def play(self, pool: EnvironmentPool, row: dict[str, Any], seed: int, prompt: list[Message]) -> Ended:
+        """Play it to its end. Whatever goes wrong in it becomes its cause.
+
+        Args:
+            row: the columns of the prompt's row.
+            seed: of the environment.
+            prompt: what the policy reads first, if the environment does not say.
+
+        Raises:
+            ReplayDiverged: it has to begin again: its environment was lost because of another episode.
+            RLHFError: a generator's error, or that no generator is available.
+        """
+        environment: OpenEnvironment | None = None
+        cause, error = "error_environment", ""
+        try:
+            async with asyncio.timeout(self._config.timeout_s.episode) as limit:
+                self._activity.enter("reset")
+                environment = await pool.open(row, seed)
+                begins = observed(prompt, environment.observation)
+                cause, error = await self._turn_by_turn(environment, environment.start, begins)
+                if self._turns and cause != "error_parse":
+                    self._activity.enter("its reward")
+                    reward = self._turns[-1].reward + await environment.reward()
+                    self._turns[-1] = replace(self._turns[-1], reward=reward)
+        except EpisodeFailed as failure:
+            cause, error = failure.cause, str(failure)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            cause = "error_timeout"
+            error = (f"the episode had not ended after {self._config.timeout_s.episode:g} s "
+                     f"(environments.{self._activity.environment}.timeout_s.episode): in turn "
+                     f"{self._activity.turn + 1} it waited for {self._activity.doing} for "
+                     f"{time.monotonic() - self._activity.since:.1f} s")
+        finally:
+            if environment is not None:
+                self._activity.enter("close")
+                await asyncio.shield(environment.close())
+                self.events["interrupted"] += environment.interrupted
+        return self.ended(cause, error)
+
+    def ended(self, cause: str, error: str) -> Ended:
+        """What was played, with the reason why it ended."""
+        return Ended(cause, error, self._tokens, self._turns)
+
+    async def _turn_by_turn(
+        self, environment: OpenEnvironment, start: Start, prompt: list[Message]
+    ) -> tuple[str, str]:
+        """The turns; returns cause and error."""
+        self.messages = prompt if start.messages is None else start.messages
+        self.tools = start.tools or self._row_tools
+        self._conversation = list(self.messages)
+        with self._blaming_environment("reset", start.messages is not None):
+            self._tokens = EpisodeTokens(self._opened(self.messages))
+        while True:
+            # The policy's turn.
+            turn = len(self._turns)
+            self._activity.turn = turn
+            room = self._config.max_tokens - len(self._tokens.context)
+            if room < 1:
+                at = "its first turn" if not turn else f"turn {turn + 1}"
+                tokens = len(self._tokens.context)
+                if not turn:  # other roles take no longer rows
+                    self._tokens = EpisodeTokens(self._tokens.context[:self._config.max_tokens])
+                return "truncated_episode", (
+                    f"no token is left for {at}: the {tokens} tokens before it fill "
+                    f"environments.{self._activity.environment}.max_tokens={self._config.max_tokens}")
+            completion = await self._sampled(turn, room)
+            parsed = self._parsed(completion)
+            if completion.finish_reason != "stop":
+                whole = len(completion.tokens) < self._sampling.max_tokens
+                return "truncated_episode" if whole else "truncated_turn", ""
+
+            # The environment's answer.
+            if parsed.errors:
+                step = self._feedback(parsed)
+                if self._config.on_failure.parse != "feedback":
+                    return "error_parse", parsed.errors[0]
+            else:
+                step = await self._stepped(environment, parsed, completion)
+            self._turns[-1] = replace(self._turns[-1], messages=step.messages, reward=step.reward)
+            over = self._how_it_ended(step)
+            if over is not None:
+                return over, ""
+            with self._blaming_environment("step", not parsed.errors):
+                self._read(step.messages)
+
+    @contextmanager
+    def _blaming_environment(self, call: str, answered: bool) -> Iterator[None]:
+        """The chat template or the tokenizer refuses messages: if the environment gave them in `call`, its episode has
+        failed, and not the run."""
+        try:
+            yield
+        except (ModelError, DataError, ValueError, TypeError) as error:
+            if not answered:
+                raise
+            raise EpisodeFailed("error_environment", with_lines(
+                f"environments.{self._activity.environment}: {call} answered with messages that cannot be read: "
+                f"{first_line(error)}", "", "Answer with other messages")) from error
+
+    async def _sampled(self, turn: int, room: int) -> Completion:
+        """What the policy samples in a turn, recorded."""
+        self._activity.enter("a generator")
+        most = min(self._sampling.max_tokens, room)
+        context = self._tokens.context
+        seed = turn_seed(self._seed, self._tokens.row, turn)
+        request = sample_request(context, self._sampling, most, seed, self._texts.stop_tokens,
+                                 self._texts.vocabulary)
+        completion = await self._sample(request)
+        self._tokens.sample(request, completion)
+        self._turns.append(Turn(self._tokens.row, len(context), len(self._tokens.context), seed,
+                                completion.finish_reason))
+        return completion
+
+    def _parsed(self, completion: Completion) -> Parsed:
+        """What the policy said, in the conversation and in the record of its turn."""
+        tokens = completion.tokens.tolist()
+        stopped = bool(tokens) and tokens[-1] in self._texts.stop_tokens
+        text = self._texts.decode(tokens[:-1] if stopped else tokens)
+        opened = self._texts.template.opens_reasoning(self.tools, self._options)
+        parsed = (self._texts.parser.parse if self.tools else plain_turn)(text, opened=opened)
+        turn = len(self._turns) - 1
+        self._text = text
+        calls = [replace(call, id=call_id(turn, i)) for i, call in enumerate(parsed.calls)]
+        parsed = replace(parsed, calls=calls)
+        self._conversation.append(self._texts.template.assistant(
+            text, content=parsed.content, reasoning=parsed.reasoning, tool_calls=[asdict(call) for call in calls]))
+        written = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        self._turns[-1] = replace(self._turns[-1], tool_calls=[*written, *({"error": e} for e in parsed.errors)])
+        self.events["tool_calls"] += len(calls)
+        self.events["parse_failures"] += len(parsed.errors)
+        return parsed
+
+    def _feedback(self, parsed: Parsed) -> Step:
+        """What the policy reads after a tool call that could not be read."""
+        said = "\n".join(parsed.errors)
+        return Step([{"role": "tool", "name": "error", "tool_call_id": call_id(len(self._turns) - 1, 0),
+                      "content": f"error: {said}"}])
+
+    async def _stepped(self, environment: OpenEnvironment, parsed: Parsed, completion: Completion) -> Step:
+        """The environment's answer to a turn."""
+        names = ", ".join(f"`{call.name}`" for call in parsed.calls)
+        self._activity.enter(f"tool {names}" if names else "the environment")
+        step = await environment.step(Reply(
+            self._text, parsed.content, parsed.reasoning, list(parsed.calls), completion.finish_reason))
+        self.events["tool_failures"] += step.tool_errors
+        self.metrics.update({name: float(value) for name, value in step.info.items()
+                             if isinstance(value, (bool, int, float))})
+        return step
+
+    def _how_it_ended(self, step: Step) -> str | None:
+        """The cause, if the episode ends with this answer."""
+        if step.done:
+            return "completed"
+        if step.truncated or len(self._turns) >= self._config.max_turns:
+            return "truncated_turns"
+        return None
+
+    def _read(self, messages: list[Message]) -> None:
+        """Let the policy read an answer: in the present segment, or in a new one if the template rewrites history."""
+        template = self._texts.template
+        self._conversation += messages
+        last = self._tokens.context[-1]
+        system = any(message["role"] == "system" for message in self._conversation)
+        if template.continues(messages, self.tools, options=self._options, system=system):
+            stopped_by = last if last in self._texts.stop_tokens else None
+            self._tokens.read(template.delta(
+                messages, self.tools, stopped_by=stopped_by, options=self._options, place=self._place))
+        else:
+            self._tokens.begin_segment(self._opened(self._conversation))
+
+    def _opened(self, messages: list[Message]) -> list[int]:
+        return self._texts.template.open(messages, self.tools, options=self._options, place=self._place)
+
+    @property
+    def _place(self) -> str:
+        return f"environments.{self._activity.environment}, row {self._key.row}"

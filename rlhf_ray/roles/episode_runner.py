@@ -1,0 +1,274 @@
+"""The episode runner: plays the episodes of chunks, with generators that sample and environments that answer.
+
+Its coroutines only wait: generators are workers of their own, and environments live in processes of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from itertools import count
+from typing import Any, Literal, Protocol, cast
+
+from rlhf_ray.config.derived import Derived
+from rlhf_ray.config.environments import EnvironmentConfig
+from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.data.answers import stop_tokens
+from rlhf_ray.data.chat import template_options
+from rlhf_ray.data.prompts import sample_seed
+from rlhf_ray.data.turn_template import TurnTemplate
+from rlhf_ray.environments.pool import EnvironmentPool
+from rlhf_ray.errors import DataError, ReplayDiverged
+from rlhf_ray.models.config_json import pretrained_config
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.stop_tokens import named_stop_tokens
+from rlhf_ray.records import Episode, Prompts, Rollout, SampleKey
+from rlhf_ray.roles.engines.interface import Completion, SampleRequest
+from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
+from rlhf_ray.roles.episode import Activity, Attempt, Ended, TextTools, environment_seed
+from rlhf_ray.roles.generator import Generator
+from rlhf_ray.roles.rollout_rows import Segment, rollout_of
+
+FINISHES = {"completed": "stop", "truncated_turn": "length", "truncated_episode": "length",
+            "truncated_turns": "length"}
+"""Finish reason of an episode's last row by its cause; that of others is "abort"."""
+OVERFLOWS = ("truncated_turn", "truncated_episode", "truncated_turns")
+POLICY_OF_CAUSE = {"error_parse": "parse", "error_timeout": "timeout", "error_environment": "environment",
+                   **dict.fromkeys(OVERFLOWS, "overflow")}
+"""Field of `on_failure` by cause."""
+MOST_DIVERGED = 5
+"""An episode is begun again so many times because its environment was lost with a neighbour and cannot be replayed."""
+
+
+class Generators(Protocol):
+    """The generators, as a worker of another role calls them (`workers.peers.PeerGroup`)."""
+
+    async def call(self, method: Any, *args: Any, work: int = 1, sticky: Hashable = None, **named: Any) -> Any:
+        """The result of a method of `Generator` at one of them."""
+
+
+class EpisodeRunner:
+    """Plays episodes. An episode follows from its key, the run's seed, the weights and its environment alone, whichever
+    generator and process it meets.
+
+    Example:
+        runner = EpisodeRunner({"tools": EnvironmentConfig(path="my_env.py:Calculator")}, model, sampling, generators)
+        await runner.start()
+        rollout = await runner.play(prompts, keys, run_seed=0)
+        rollout.episodes[0].cause  # "completed"
+    """
+
+    def __init__(
+        self, environments: Mapping[str, EnvironmentConfig], model: ModelConfig, sampling: SamplingConfig,
+        generators: Generators, column: str = "environment", name: str = "episode_runner/0", least_scored: int = 1,
+    ) -> None:
+        """
+        Args:
+            model: whose tokenizer and chat template are used.
+            sampling: of a turn.
+            column: of the prompts' rows that names the environment, if there are several.
+            least_scored: a prompt of which fewer samples have a reward is quarantined: 2 where they are compared.
+        """
+        self._environments = dict(environments)
+        self._model = model
+        self._sampling = sampling
+        self._generators = generators
+        self._column = column
+        self._name = f"{name}/{secrets.token_hex(4)}"  # generators may still have requests of the process before
+        self._least_scored = least_scored
+        self._numbers = count()
+        self._pools = {key: EnvironmentPool(key, config) for key, config in environments.items()}
+        self._slots = {key: asyncio.Semaphore(config.concurrency) for key, config in environments.items()}
+        self._open: dict[int, Activity] = {}
+        """By number: a sample of an evaluation may have the key of one of training."""
+
+    @staticmethod
+    def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
+        """Arguments of a rank in a run, but for `generators`."""
+        return {
+            "environments": config.environments,
+            "model": config.model,
+            "sampling": config.generator.sampling,
+            "column": config.episode_runner.column,
+            "name": f"episode_runner/{rank}",
+            "least_scored": 2 if config.algorithm.compares_groups else 0,
+        }
+
+    async def start(self) -> dict[str, Any]:
+        """Load the tokenizer and the environments; returns facts about each, by name.
+
+        Raises:
+            ModelError: the tokenizer has no chat template.
+            ConfigError: an environment's `tool_format` is none.
+            EnvironmentFailed: an environment cannot be loaded.
+        """
+        tokenizer = load_tokenizer(self._model)
+        named = named_stop_tokens(tokenizer, self._model)
+        template = TurnTemplate(tokenizer, named)
+        stops = stop_tokens(tokenizer, named)
+        vocabulary = pretrained_config(self._model).vocab_size
+
+        def decode(tokens: Any) -> str:
+            return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+        facts = dict(zip(self._pools, await asyncio.gather(*(pool.start() for pool in self._pools.values())),
+                         strict=True))
+        self._texts = {
+            name: TextTools(template, tool_call_parser(config.tool_format, tokenizer, facts[name].tools), decode, stops,
+                            vocabulary)
+            for name, config in self._environments.items()}
+        return facts
+
+    async def play(
+        self, prompts: Prompts, keys: list[SampleKey], run_seed: int, sampling: SamplingConfig | None = None,
+        held_out: bool = False,
+    ) -> Rollout:
+        """One episode per key, in the order of `keys`.
+
+        Args:
+            prompts: the rows of the data set that the keys refer to (each once), matched by `prompts.rows`.
+            sampling: overrides the configured sampling, as for evaluation.
+            held_out: for an evaluation, which has no quarantine: an episode that failed is masked.
+
+        Raises:
+            DataError: a row does not say which environment, or its prompt cannot be read.
+            RLHFError: a generator's own error, or that none is available.
+        """
+        places = {row: i for i, row in enumerate(prompts.rows.tolist())}
+        tasks = [asyncio.ensure_future(self._episode(prompts, places[key.row], key, run_seed, sampling, held_out))
+                 for key in keys]
+        try:
+            played = await asyncio.gather(*tasks)
+        finally:  # when one raises an error, the others end before it is raised
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        rows = [row for segments, _ in played for row in segments]
+        samples = [number for number, (segments, _) in enumerate(played) for _ in segments]
+        masks = (sampling or self._sampling).same_distribution(self._sampling)
+        episodes = [episode for _, episode in played]
+        if not held_out:
+            episodes = self._without_lonely(keys, episodes)
+        return rollout_of(rows, keys, samples, masks, episodes)
+
+    def _without_lonely(self, keys: list[SampleKey], episodes: list[Episode]) -> list[Episode]:
+        """The episodes; those of prompts of which too few have a reward to be compared are to be quarantined."""
+        causes: dict[tuple[int, int], list[str]] = {}
+        scored: Counter[tuple[int, int]] = Counter()
+        for key, episode in zip(keys, episodes, strict=True):
+            prompt = (key.epoch, key.row)
+            causes.setdefault(prompt, []).append(episode.cause)
+            scored[prompt] += episode.use in ("train", "zero")
+        found = []
+        for key, episode in zip(keys, episodes, strict=True):
+            of_prompt = causes[key.epoch, key.row]
+            number = scored[key.epoch, key.row]
+            if number < self._least_scored:
+                failed = ", ".join(f"{each} x {many}" for each, many in Counter(of_prompt).items())
+                error = episode.error or f"only {number} of {len(of_prompt)} episodes have a reward ({failed})"
+                episode = replace(episode, use="quarantine", error=error)
+            found.append(episode)
+        return found
+
+    def activity(self) -> list[dict[str, Any]]:
+        """The open episodes: key (three numbers), environment, turn (from 1), doing (what it waits for), since_s and
+        age_s in seconds."""
+        now = time.monotonic()
+        return [{"key": list(each.key.numbers), "environment": each.environment, "turn": each.turn + 1,
+                 "doing": each.doing, "since_s": round(now - each.since, 3), "age_s": round(now - each.began, 3)}
+                for each in self._open.values()]
+
+    def printed(self) -> list[str]:
+        """The lines that environments have printed since the last call."""
+        return [line for pool in self._pools.values() for line in pool.printed()]
+
+    async def stop(self) -> None:
+        """End all environments."""
+        await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
+
+    async def _episode(
+        self, prompts: Prompts, place: int, key: SampleKey, run_seed: int, sampling: SamplingConfig | None,
+        held_out: bool,
+    ) -> tuple[list[Segment], Episode]:
+        metadata = prompts.metadata[place]
+        name = self._chosen(metadata, key)
+        config = self._environments[name]
+        messages = None if prompts.messages is None else prompts.messages[place]
+        options = template_options(metadata, f"row {key.row}")
+        prompt = messages or [{"role": "user", "content": prompts.texts[place]}]
+        row = {"prompt": messages or prompts.texts[place], **metadata}
+        chosen = sampling or self._sampling
+        texts = self._texts[name]
+        if not chosen.same_distribution(self._sampling):
+            texts = replace(texts, vocabulary=0)
+        seed = sample_seed(run_seed, key)
+        events: Counter[str] = Counter()
+        async with self._slots[name]:
+            number = next(self._numbers)
+            activity = self._open[number] = Activity(key, name, time.monotonic())
+            try:
+                while True:
+                    attempt = Attempt(key, config, chosen, texts, self._sampler(key), seed, activity, dict(options))
+                    try:
+                        ended = await attempt.play(self._pools[name], row, environment_seed(run_seed, key), prompt)
+                    except ReplayDiverged as error:
+                        events["diverged"] += 1
+                        if events["diverged"] <= MOST_DIVERGED:
+                            continue
+                        ended = attempt.ended("error_environment", str(error))
+                    use = self._use(config, ended, events["retries"], held_out)
+                    if use != "retry":
+                        break
+                    events["retries"] += 1
+            finally:
+                del self._open[number]
+        counted = {event: number for event, number in (attempt.events + events).items() if number}
+        episode = Episode(name, ended.cause, use, attempt.messages, attempt.tools, ended.turns, attempt.metrics,
+                          counted, ended.error)
+        return ended.tokens.segments(seed, FINISHES.get(ended.cause, "abort")), episode
+
+    def _chosen(self, metadata: Mapping[str, Any], key: SampleKey) -> str:
+        """The name of a row's environment."""
+        names = list(self._environments)
+        if len(names) == 1:
+            return names[0]
+        chosen = metadata.get(self._column)
+        if chosen not in self._environments:
+            raise DataError(f"row {key.row}: column {self._column!r} is {chosen!r}, and names one of the environments "
+                            f"{', '.join(names)} (episode_runner.column); correct the row")
+        return str(chosen)
+
+    def _use(self, config: EnvironmentConfig, ended: Ended, retries: int, held_out: bool
+             ) -> Literal["train", "mask", "zero", "quarantine", "retry"]:
+        """What is done with an episode."""
+        use = "train"
+        if ended.cause != "completed":
+            use = getattr(config.on_failure, POLICY_OF_CAUSE[ended.cause])
+        if use == "retry" and retries >= config.on_failure.retries:
+            use = "quarantine"
+        if use != "retry" and not ended.tokens.sampled:
+            use = "quarantine"
+        if use == "quarantine" and held_out:
+            use = "mask"
+        return cast(Literal["train", "mask", "zero", "quarantine", "retry"], use)
+
+    def _sampler(self, key: SampleKey) -> Any:
+        """A function that has turns of one attempt sampled, at the generator that has the earlier ones if possible."""
+        attempt = next(self._numbers)
+        sticky = (self._name, attempt)
+
+        async def sample(request: SampleRequest) -> Completion:
+            ticket = f"{self._name}/{attempt}/{next(self._numbers)}"
+            work = len(request.prompt) + request.max_tokens
+            # Until the engine has confirmed the end of a cancelled request, it counts as open.
+            [completion] = await self._generators.call(
+                Generator.sample, [request], ticket, sticky=sticky, work=work, undo=(Generator.cancel, ticket))
+            return cast(Completion, completion)
+
+        return sample

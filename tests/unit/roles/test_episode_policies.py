@@ -1,0 +1,282 @@
+"""What an episode runner does with each cause, by the fields of an environment; and which environment a row gets.
+
+Generators, environments and the chat template are stand-ins: a token is a character, and 0 ends a turn.
+"""
+
+import asyncio
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from rlhf_ray.config.environments import EnvironmentConfig
+from rlhf_ray.config.generation import SamplingConfig
+from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.environments.protocol import Start, Step
+from rlhf_ray.environments.tool_calls import ToolCallParser
+from rlhf_ray.errors import DataError, EpisodeFailed, ModelError, ReplayDiverged
+from rlhf_ray.records import Prompts, SampleKey
+from rlhf_ray.roles.engines.interface import Completion
+from rlhf_ray.roles.episode import TextTools
+from rlhf_ray.roles.episode_runner import EpisodeRunner
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+CALL = '{"name": "look", "arguments": {}}'
+BROKEN = '{"name": "look", "arguments": '
+
+
+class Template:
+    """Messages are the characters of their contents."""
+
+    def open(self, messages, tools=None, **_):
+        return [ord(c) for message in messages for c in message["content"]]
+
+    def delta(self, messages, tools=None, **_):
+        return self.open(messages)
+
+    def continues(self, messages, tools=None, **_):
+        return True
+
+    def assistant(self, text, **_):
+        return {"role": "assistant", "content": text}
+
+
+class Writer:
+    """Generators that write given turns, one after the other, and the last one again and again."""
+
+    def __init__(self, *turns):
+        self.turns = list(turns)
+
+    async def call(self, method, requests, *args, **named):
+        [request] = requests
+        text = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        whole = [*map(ord, text), 0]
+        kept = whole[:request.max_tokens]
+        column = np.zeros(len(kept))
+        reason = "stop" if len(kept) == len(whole) else "length"
+        return [Completion(np.array(kept, np.int32), column.astype(np.float32), column.astype(np.int32), reason)]
+
+
+class World:
+    """A pool of environments whose steps do what is given: an answer, or an error that is raised."""
+
+    def __init__(self, *steps, tools=TOOLS):
+        self.steps, self.start, self.opened, self.interrupted = list(steps), Start(None, tools), 0, 0
+        self.observation = ""
+
+    async def open(self, row, seed):
+        self.opened += 1
+        return self
+
+    async def step(self, reply):
+        step = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+    async def reward(self):
+        return 0.0
+
+    async def close(self):
+        pass
+
+
+MORE = Step([{"role": "tool", "content": "seen"}])
+DONE = Step(done=True, reward=1.0)
+LATE, BUG = EpisodeFailed("error_timeout", "late"), EpisodeFailed("error_environment", "a bug")
+
+
+def runner_of(worlds, writer, fields, **options):
+    environments = {name: EnvironmentConfig(path="world.py:World", **fields) for name in worlds}
+    sampling = SamplingConfig(max_tokens=40)
+    runner = EpisodeRunner(environments, ModelConfig(path="m"), sampling, writer, least_scored=0, **options)
+    runner._pools = worlds
+    texts = TextTools(Template(), ToolCallParser.of("json"), lambda tokens: "".join(map(chr, tokens)), [0], 0)
+    runner._texts = dict.fromkeys(worlds, texts)
+    return runner
+
+
+def play(worlds, writer, rows=({},), held_out=False, fields=None, **options):
+    """One episode for each row; returns the rollout."""
+    prompts = Prompts(
+        offsets=np.arange(len(rows) + 1), tokens=np.zeros(len(rows), np.int32), texts=["go"] * len(rows),
+        metadata=[dict(row) for row in rows], rows=np.arange(len(rows)))
+    runner = runner_of(worlds, writer, fields or {}, **options)
+    keys = [SampleKey(0, row, 0) for row in range(len(rows))]
+    return asyncio.run(runner.play(prompts, keys, 0, held_out=held_out))
+
+
+def episode(world, *turns, held_out=False, **fields):
+    [found] = play({"world": world}, Writer(*turns), held_out=held_out, fields=fields).episodes
+    return found
+
+
+def test_an_episode_that_completes_is_trained_on_with_its_rewards():
+    found = episode(World(MORE, DONE), CALL)
+    assert (found.cause, found.use) == ("completed", "train")
+    assert [turn.reward for turn in found.turns] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_an_episode_has_at_most_max_turns(turns):
+    found = episode(World(MORE), CALL, max_turns=turns)
+    assert (found.cause, len(found.turns)) == ("truncated_turns", turns)
+
+
+def test_an_episode_has_at_most_max_tokens_with_what_it_read():
+    rollout = play({"world": World(MORE)}, Writer(CALL), fields={"max_tokens": 50})
+    [found] = rollout.episodes
+    assert found.cause == "truncated_episode" and rollout.lengths.tolist() == [50]
+    # 2 of the prompt, 34 of a call with its end, 4 of the answer, and the 10 that are left
+    assert len(CALL) == 33 and [turn.stop - turn.start for turn in found.turns] == [34, 10]
+
+
+def test_a_call_that_cannot_be_read_is_answered_and_the_episode_continues():
+    found = episode(World(DONE), BROKEN, CALL)
+    assert (found.cause, found.events["parse_failures"]) == ("completed", 1)
+    assert "cannot be read" in found.turns[0].messages[0]["content"]
+
+
+@pytest.mark.parametrize("policy", ["train", "mask", "zero"])
+def test_a_call_that_cannot_be_read_may_end_the_episode(policy):
+    found = episode(World(DONE), BROKEN, CALL, on_failure={"parse": policy})
+    assert (found.cause, found.use, len(found.turns)) == ("error_parse", policy, 1)
+
+
+@pytest.mark.parametrize("policy", ["train", "mask", "zero", "quarantine"])
+def test_an_episode_past_a_deadline_is_used_as_configured(policy):
+    found = episode(World(LATE), CALL, on_failure={"timeout": policy})
+    assert (found.cause, found.use, found.error) == ("error_timeout", policy, "late")
+
+
+@pytest.mark.parametrize("policy", ["mask", "zero", "quarantine"])
+def test_an_episode_whose_environment_failed_is_used_as_configured(policy):
+    found = episode(World(BUG), CALL, on_failure={"environment": policy})
+    assert (found.cause, found.use, found.error) == ("error_environment", policy, "a bug")
+
+
+@pytest.mark.parametrize("policy", ["train", "mask", "zero"])
+def test_an_episode_that_ran_out_of_turns_is_used_as_configured(policy):
+    found = episode(World(MORE), CALL, max_turns=2, on_failure={"overflow": policy})
+    assert (found.cause, found.use) == ("truncated_turns", policy)
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_failed_episode_begins_again_so_often_and_is_quarantined_then(retries):
+    world = World(BUG)
+    found = episode(world, CALL, on_failure={"environment": "retry", "retries": retries})
+    assert (found.use, world.opened) == ("quarantine", 1 + retries)
+    again = World(BUG, DONE)
+    found = episode(again, CALL, on_failure={"environment": "retry", "retries": 2})
+    assert (found.cause, found.events["retries"], again.opened) == ("completed", 1, 2)
+
+
+def test_an_evaluation_has_no_quarantine():
+    assert episode(World(BUG), CALL, held_out=True, on_failure={"environment": "quarantine"}).use == "mask"
+
+
+def test_a_column_names_the_environment_where_there_are_several():
+    worlds = {"one": World(DONE), "two": World(DONE)}
+    rows = [{"world": "two"}, {"world": "two"}, {"world": "one"}]
+    found = play(worlds, Writer(CALL), rows, column="world").episodes
+    assert [each.environment for each in found] == ["two", "two", "one"]
+    assert (worlds["one"].opened, worlds["two"].opened) == (1, 2)
+
+
+def test_a_row_that_names_none_of_several_environments_is_an_error_with_its_value():
+    worlds = {"one": World(DONE), "two": World(DONE)}
+    with pytest.raises(DataError, match=r"row 0: column 'environment' is 'three'.*one, two"):
+        play(worlds, Writer(CALL), [{"environment": "three"}])
+    assert episode(World(DONE), CALL).environment == "world", "one environment needs no column"
+
+
+class Refuses(Template):
+    """Refuses or cannot encode some messages, and writes nothing for an empty one."""
+
+    def open(self, messages, tools=None, **_):
+        for message in messages:
+            if message["role"] == "narrator":
+                raise ModelError("the chat template refuses the role narrator")
+            message["content"].encode()
+        return super().open(messages)
+
+
+NARRATED, HALF = {"role": "narrator", "content": "x"}, {"role": "tool", "content": "\ud800"}
+
+
+@pytest.mark.parametrize("message, begins", [
+    (NARRATED, False), (NARRATED, True), (HALF, False), (HALF, True), ({"role": "tool", "content": ""}, False)])
+def test_messages_of_the_environment_that_cannot_be_read_are_its_failure_and_not_the_run_s(message, begins):
+    world = World(DONE) if begins else World(Step([message]))
+    if begins:
+        world.start = Start([message])
+    runner = runner_of({"world": world}, Writer("a"), {"on_failure": {"environment": "mask"}})
+    runner._texts = {"world": TextTools(Refuses(), ToolCallParser.of("json"), lambda t: "".join(map(chr, t)), [0], 0)}
+    prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1))
+    [found] = asyncio.run(runner.play(prompts, [SampleKey(0, 0, 0)], 0)).episodes
+    assert (found.cause, found.use) == ("error_environment", "quarantine" if begins else "mask")
+    assert f"environments.world: {'reset' if begins else 'step'} answered with messages that" in found.error
+
+
+def test_a_prompt_of_the_row_that_the_template_refuses_is_an_error_of_the_run():
+    runner = runner_of({"world": World(DONE)}, Writer("a"), {})
+    runner._texts = {"world": TextTools(Refuses(), ToolCallParser.of("json"), lambda t: "".join(map(chr, t)), [0], 0)}
+    prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1),
+                      messages=[[{"role": "narrator", "content": "go"}]])
+    with pytest.raises(ModelError, match="narrator"):
+        asyncio.run(runner.play(prompts, [SampleKey(0, 0, 0)], 0))
+
+
+def test_the_policy_reads_what_reset_of_a_class_with_tools_returned_at_the_end_of_its_prompt():
+    world = World(DONE)
+    world.observation = " Level 3."
+    rollout = play({"world": world}, Writer("a"))
+    assert rollout.episodes[0].messages == [{"role": "user", "content": "go Level 3."}]
+    read = rollout.tokens[~rollout.response_mask].tolist()
+    assert "".join(map(chr, read)) == "go Level 3."
+
+
+def test_a_beginning_without_room_for_a_turn_is_quarantined_and_no_longer_than_an_episode():
+    world = World(DONE)
+    world.start = Start([{"role": "user", "content": "x" * 1000}])
+    rollout = play({"world": world}, Writer("a"), fields={"max_tokens": 50})
+    [found] = rollout.episodes
+    assert (found.cause, found.use, rollout.lengths.tolist()) == ("truncated_episode", "quarantine", [50])
+    assert "the 1000 tokens before it fill environments.world.max_tokens=50" in found.error
+
+
+def test_an_environment_that_is_lost_with_neighbours_again_and_again_fails_and_the_run_goes_on():
+    class Lost(World):
+        async def step(self, reply):
+            raise ReplayDiverged("lost with another episode")
+
+    world = Lost(DONE)
+    found = episode(world, "a", on_failure={"environment": "mask"})
+    assert (found.cause, found.use, found.events["diverged"], world.opened) == ("error_environment", "mask", 6, 6)
+    assert found.error == "lost with another episode"
+
+
+def test_one_sample_may_be_played_twice_at_a_time_as_in_training_and_evaluation():
+    async def run():
+        runner = runner_of({"world": World(DONE)}, Writer("a"), {})
+        prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1))
+        keys = [SampleKey(0, 0, 0)]
+        found = await asyncio.gather(*(runner.play(prompts, keys, seed) for seed in range(2)))
+        assert not runner.activity()
+        return [each.episodes[0].cause for each in found]
+
+    assert asyncio.run(run()) == ["completed", "completed"]
+
+
+def test_no_two_processes_of_a_runner_give_a_turn_the_same_ticket():
+    class Seen(Writer):
+        tickets = Counter()
+
+        async def call(self, method, requests, ticket, *args, undo=None, **named):
+            assert undo[1:] == (ticket,)
+            self.tickets[ticket] += 1
+            return await super().call(method, requests, ticket, *args, **named)
+
+    for _ in range(2):
+        play({"world": World(MORE, DONE)}, Seen("a"))
+    assert sorted(Seen.tickets.values()) == [1, 1, 1, 1]
