@@ -40,6 +40,9 @@ class ArchitectureConfig(Section):
     """Longest context, in tokens."""
     tie_embeddings: bool = True
     """Share the token embedding with the output projection."""
+    initializer_range: float = Field(0.02, gt=0, le=1)
+    """Standard deviation of the weights at the start: 0.02 as in transformers' configurations of these families, for
+    widths of thousands. A narrow model learns sooner with about 1/sqrt(hidden_size)."""
 
     @model_validator(mode="after")
     def _divides(self) -> "ArchitectureConfig":
@@ -67,6 +70,7 @@ class ArchitectureConfig(Section):
             "intermediate_size": self.intermediate_size,
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": self.tie_embeddings,
+            "initializer_range": self.initializer_range,
         }
         if self.family == "gemma2":  # its defaults are a head's width of 256 and a scale of 1/16, whatever hidden_size
             width = self.hidden_size // self.heads

@@ -1,5 +1,6 @@
 """The row of metrics of one step, from summaries and statistics."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,21 +18,21 @@ from rlhf_ray.roles.episode_numbers import episode_metrics
 
 
 def mean_kl(summaries: Sequence[ExperienceSummary]) -> float | None:
-    """Mean sequence KL of a batch in nats; None without a reference."""
+    """Mean sequence KL of a batch in nats; None without a reference, NaN if all its samples are masked."""
     each = [s.kl for s in summaries if s.kl is not None]
     return mean(np.concatenate(each)) if each else None
 
 
 def mean(numbers: np.ndarray) -> float:
-    """Mean of those that are not NaN, as those of masked episodes are; 0 without any."""
+    """Mean of those that are not NaN, as those of masked episodes are; NaN without any."""
     counted = numbers[~np.isnan(numbers)]
-    return float(counted.mean()) if len(counted) else 0.0
+    return float(counted.mean()) if len(counted) else math.nan
 
 
 def deviation(numbers: np.ndarray) -> float:
     """Standard deviation (n) likewise."""
     counted = numbers[~np.isnan(numbers)]
-    return float(counted.std()) if len(counted) else 0.0
+    return float(counted.std()) if len(counted) else math.nan
 
 
 @dataclass(frozen=True)

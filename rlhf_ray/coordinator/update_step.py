@@ -102,7 +102,7 @@ class Learning:
             self._ledger.consumed(lease.keys, state.step)
             policy_moved = learned.policy is not None and learned.policy.applied
             if policy_moved and (kl := mean_kl(summaries)) is not None:
-                state.kl.update(kl, lease.samples)
+                state.kl.update(kl, sum(int((~np.isnan(s.scores)).sum()) for s in summaries))
             state.observe_scores(np.concatenate([s.scores for s in summaries]))
         else:
             self._ledger.not_applied(lease.keys, state.step, "no loss and gradient of the update was finite")

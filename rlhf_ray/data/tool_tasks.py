@@ -3,7 +3,8 @@
 A question, "How much are plum and pear?", names two items of a table that the prompt does not contain; every task has
 a table of its own, so no price can be learned by heart. A right episode has five turns: `lookup` of each item,
 `calculator`, `submit`, and a last word. Most demonstrations are hasty: they look up the first item twice, submit
-a price for the sum, or calculate with names. The environment's own methods answer their calls. The seed determines all
+a price for the sum, or calculate with names; a model that imitates them is seldom right, and its likeliest answer
+never. The environment's own methods answer their calls. The seed determines all
 files.
 """
 
@@ -27,8 +28,8 @@ STOCK = 6
 """Items in the table of a task."""
 HELD_OUT = 48
 """Pairs of items that only the held-out questions name, of 496."""
-HASTE = 0.4
-"""Probability of each of the mistakes of a demonstration that looks prices up."""
+HASTE = 0.6
+"""Probability of each of the two mistakes of a demonstration that looks prices up: the likeliest is always wrong."""
 GUESSES = 0.1
 """Probability that a demonstration calculates with names, reads an error, and guesses."""
 LAST_WORD = "Done."
@@ -108,12 +109,11 @@ class Player:
 
 
 def demonstrate(player: Player, task: Task, lapses: Iterator[bool]) -> list[dict[str, Any]]:
-    """A conversation in which a lapse looks the first item up twice, another one leaves the sum out, and a third one
-    submits the first price in spite of the sum."""
+    """A conversation in which the first lapse looks the first item up twice, and the second leaves the sum out and
+    submits a price."""
     first = player.call("lookup", item=task.first)
     second = player.call("lookup", item=task.first if next(lapses) else task.second)
-    total = second if next(lapses) else player.call("calculator", expression=f"{first}+{second}")
-    return player.end(first if next(lapses) else total)
+    return player.end(second if next(lapses) else player.call("calculator", expression=f"{first}+{second}"))
 
 
 def guess(player: Player, task: Task, rng: random.Random) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ def guess(player: Player, task: Task, rng: random.Random) -> list[dict[str, Any]
 
 
 def write_tool_tasks(directory: Path, seed: int, environment: Callable[[], Any], tools: list[dict[str, Any]], *,
-                     sft: int = 12_000, prompts: int = 8_000, eval_prompts: int = 512) -> ToolTaskFiles:
+                     sft: int = 4_000, prompts: int = 8_000, eval_prompts: int = 512) -> ToolTaskFiles:
     """Write the example's data into `directory` (created if missing); counts are lines per file.
 
     Args:
@@ -143,7 +143,7 @@ def write_tool_tasks(directory: Path, seed: int, environment: Callable[[], Any],
         player = Player(environment, task)
         if rng.random() < GUESSES:
             return guess(player, task, rng)
-        return demonstrate(player, task, iter([rng.random() < HASTE for _ in range(3)]))
+        return demonstrate(player, task, iter([rng.random() < HASTE for _ in range(2)]))
 
     files.sft.write_bytes(json_lines(
         {"messages": demonstration(task), "tools": tools} for task in make_tasks(asked[False], sft, rng)))

@@ -4,7 +4,6 @@ code."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -14,6 +13,8 @@ from rlhf_ray.user_code.loading import brief
 
 ANSWER_BYTES = 1 << 24
 """Longest valid answer."""
+LARGEST_REWARD = 1e30
+"""Rewards, and the numbers of `info`, are added up in single precision, whose largest number is 3.4e38."""
 STEP_TUPLE = ("messages", "reward", "done", "truncated", "info")
 """What a tuple of a step has, in this order, which is gymnasium's."""
 
@@ -61,8 +62,8 @@ def plain_reward(value: Any, who: str) -> float:
     number = _number(value)
     if number is None:
         raise TypeError(f"{who} returned the reward {brief(value)}, which must be a number")
-    if not math.isfinite(number):
-        raise ValueError(f"{who} returned the reward {number}, which must be finite")
+    if not abs(number) <= LARGEST_REWARD:
+        raise ValueError(f"{who} returned the reward {number}, which must be finite (at most {LARGEST_REWARD:g})")
     return number
 
 
@@ -96,7 +97,8 @@ def tool_content(result: Any, tool: str) -> str:
     Raises:
         TypeError, ValueError: it is neither; shows the value.
     """
-    return result if isinstance(result, str) else _json(result, f"the result of the tool `{tool}`")
+    written = _json(result, f"the result of the tool `{tool}`")
+    return result if isinstance(result, str) else written
 
 
 def _fields_of(answer: Any, kind: type, who: str, order: tuple[str, ...]) -> Mapping[str, Any]:
@@ -134,11 +136,11 @@ def _flag(value: Any, name: str) -> bool:
 
 
 def _numbers(info: Any) -> dict[str, float]:
-    """The numbers of `info`; what else is in it does not leave the process."""
+    """The finite numbers of `info`; what else is in it does not leave the process."""
     if not isinstance(info, Mapping):
         raise TypeError(f"step returned info={brief(info)}, which must be a dict")
-    numbers = {str(name): _number(value) for name, value in info.items()}
-    return {name: number for name, number in numbers.items() if number is not None}
+    numbers = {str(name).encode(errors="replace").decode(): _number(value) for name, value in info.items()}
+    return {name: number for name, number in numbers.items() if number is not None and abs(number) <= LARGEST_REWARD}
 
 
 def _number(value: Any) -> float | None:
@@ -152,6 +154,8 @@ def _number(value: Any) -> float | None:
 
 def _json(value: Any, who: str) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()  # half of a surrogate pair is no character
+        return text
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"{who} is {brief(value)}, which JSON cannot hold: {error}") from None

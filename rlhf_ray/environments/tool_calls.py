@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_ray.environments.protocol import ToolCall
 from rlhf_ray.errors import ConfigError
 
-ExternalParser = Callable[[str], tuple[str, list[tuple[str, str]]]]
-"""Of a text without reasoning: (its content, [(name, arguments as JSON text)] of its calls)."""
+Tools = Sequence[dict[str, Any]]
+"""JSON schemas of functions."""
+ExternalParser = Callable[[str, Tools], tuple[str, list[tuple[str, str]]]]
+"""Of a text without reasoning, and the tools that may be called in it: (its content, [(name, arguments as JSON text)]
+of its calls)."""
 THINK, THOUGHT = "<think>", "</think>"
 EXAMPLE = '{"name": "TOOL", "arguments": {"ARGUMENT": "VALUE"}}'
 EXTERNAL_BY_TEMPLATE = {
@@ -50,7 +53,7 @@ class ToolCallParser:
         [ToolCall(name='add', arguments={'a': 1, 'b': 2}, id='')]
     """
 
-    def __init__(self, name: str, read: Callable[[str], Parsed]) -> None:
+    def __init__(self, name: str, read: Callable[[str, Tools], Parsed]) -> None:
         self.name = name
         """Of the format."""
         self._read = read
@@ -69,21 +72,22 @@ class ToolCallParser:
         """
         name = format_of(chat_template) if name == "auto" else name
         if name in READERS:
-            return cls(name, READERS[name])
+            return cls(name, _own_reader(name))
         if external is None:
             raise ConfigError(f"tool_format={name!r} is not one of {', '.join(['auto', *READERS])}, and no other "
                               "parsers are given here; choose one of these")
         return cls(name, _external_reader(name, external(name)))
 
-    def parse(self, text: str, *, opened: bool = False) -> Parsed:
+    def parse(self, text: str, *, opened: bool = False, tools: Tools = ()) -> Parsed:
         """Read a turn; no text raises an error.
 
         Args:
             text: all of it, special tokens included, without the token that ended it.
             opened: its prompt ended within <think>.
+            tools: that may be called. Some parsers of vLLM read the types of arguments from their schemas.
         """
         reasoning, rest = _reasoning(text, opened)
-        parsed = self._read(rest)
+        parsed = self._read(rest, tools)
         parsed.reasoning = reasoning
         parsed.content = parsed.content.strip()
         return parsed
@@ -356,10 +360,17 @@ READERS: dict[str, Callable[[str], Parsed]] = {
     "hermes": _read_hermes, "llama3": _read_llama, "mistral": _read_mistral, "json": _read_json}
 
 
-def _external_reader(name: str, parser: ExternalParser) -> Callable[[str], Parsed]:
-    def read(text: str) -> Parsed:
+def _own_reader(name: str) -> Callable[[str, Tools], Parsed]:
+    def read(text: str, tools: Tools) -> Parsed:
+        return READERS[name](text)
+
+    return read
+
+
+def _external_reader(name: str, parser: ExternalParser) -> Callable[[str, Tools], Parsed]:
+    def read(text: str, tools: Tools) -> Parsed:
         try:
-            content, calls = parser(text)
+            content, calls = parser(text, tools)
         except Exception as error:  # a parser of a library, given a text that it was not written for
             return Parsed(text, errors=[f"The tool call cannot be read by the parser {name}: {error}. Write it as the "
                                         "tools' description says"])

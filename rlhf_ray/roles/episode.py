@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from rlhf_ray.data.turn_template import TurnTemplate, call_id
 from rlhf_ray.environments.pool import EnvironmentPool, OpenEnvironment
 from rlhf_ray.environments.protocol import Message, Reply, Start, Step
 from rlhf_ray.environments.tool_calls import Parsed, ToolCallParser, plain_turn
-from rlhf_ray.errors import EpisodeFailed
+from rlhf_ray.errors import DataError, EpisodeFailed, ModelError, first_line, with_lines
 from rlhf_ray.records import SampleKey, Turn
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 from rlhf_ray.roles.episode_tokens import EpisodeTokens
@@ -37,6 +38,16 @@ def environment_seed(run_seed: int, key: SampleKey) -> int:
     """The seed of an environment, in [0, 2**31): all samples of a prompt meet one world."""
     named = f"environment/{run_seed}/{key.epoch}/{key.row}".encode()
     return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) >> 33
+
+
+def observed(prompt: list[Message], observation: str) -> list[Message]:
+    """The prompt's messages with what the reset of a class with tools returned at the end of the user's last one, as it
+    is, or in a message of its own after another role's."""
+    if not observation:
+        return prompt
+    if prompt and prompt[-1]["role"] == "user":
+        return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+    return [*prompt, {"role": "user", "content": observation}]
 
 
 @dataclass(frozen=True)
@@ -109,16 +120,21 @@ class Attempt:
         self._conversation: list[Message] = []
         self._tokens = EpisodeTokens(())
         self._turns: list[Turn] = []
+        self._reasoning_opened = False
+        """Whether prompts end within <think>."""
         self._text = ""
         """What the policy wrote in its last turn."""
 
-    async def play(self, pool: EnvironmentPool, row: dict[str, Any], seed: int, prompt: list[Message]) -> Ended:
+    async def play(
+        self, pool: EnvironmentPool, row: dict[str, Any], seed: int, prompt: list[Message], deadline: float
+    ) -> Ended:
         """Play it to its end. Whatever goes wrong in it becomes its cause.
 
         Args:
             row: the columns of the prompt's row.
             seed: of the environment.
             prompt: what the policy reads first, if the environment does not say.
+            deadline: of the episode, in the event loop's time.
 
         Raises:
             ReplayDiverged: it has to begin again: its environment was lost because of another episode.
@@ -127,10 +143,12 @@ class Attempt:
         environment: OpenEnvironment | None = None
         cause, error = "error_environment", ""
         try:
-            async with asyncio.timeout(self._config.timeout_s.episode) as limit:
+            async with asyncio.timeout_at(deadline) as limit:
+                self._activity.turn = 0
                 self._activity.enter("reset")
                 environment = await pool.open(row, seed)
-                cause, error = await self._turn_by_turn(environment, environment.start, prompt)
+                begins = observed(prompt, environment.observation)
+                cause, error = await self._turn_by_turn(environment, environment.start, begins)
                 if self._turns and cause != "error_parse":
                     self._activity.enter("its reward")
                     reward = self._turns[-1].reward + await environment.reward()
@@ -150,6 +168,18 @@ class Attempt:
                 self._activity.enter("close")
                 await asyncio.shield(environment.close())
                 self.events["interrupted"] += environment.interrupted
+        return self.ended(cause, error, prompt)
+
+    def ended(self, cause: str, error: str, prompt: list[Message]) -> Ended:
+        """What was played, with the reason why it ended. One that did not begin has the tokens of the row's prompt:
+        sums over the tokens of samples need at least one of each.
+
+        Args:
+            prompt: of the row.
+        """
+        if not self._tokens.context:
+            self.messages = self.messages or prompt
+            self._tokens = EpisodeTokens(self._opened(prompt)[: self._config.max_tokens])
         return Ended(cause, error, self._tokens, self._turns)
 
     async def _turn_by_turn(
@@ -159,7 +189,9 @@ class Attempt:
         self.messages = prompt if start.messages is None else start.messages
         self.tools = start.tools or self._row_tools
         self._conversation = list(self.messages)
-        self._tokens = EpisodeTokens(self._opened(self.messages))
+        with self._blaming_environment("reset", start.messages is not None or bool(start.tools)):
+            self._tokens = EpisodeTokens(self._opened(self.messages))
+        self._reasoning_opened = self._texts.template.opens_reasoning(self.tools, self._options)
         while True:
             # The policy's turn.
             turn = len(self._turns)
@@ -167,8 +199,11 @@ class Attempt:
             room = self._config.max_tokens - len(self._tokens.context)
             if room < 1:
                 at = "its first turn" if not turn else f"turn {turn + 1}"
+                tokens = len(self._tokens.context)
+                if not turn:  # other roles take no longer rows
+                    self._tokens = EpisodeTokens(self._tokens.context[:self._config.max_tokens])
                 return "truncated_episode", (
-                    f"no token is left for {at}: the {len(self._tokens.context)} tokens before it fill "
+                    f"no token is left for {at}: the {tokens} tokens before it fill "
                     f"environments.{self._activity.environment}.max_tokens={self._config.max_tokens}")
             completion = await self._sampled(turn, room)
             parsed = self._parsed(completion)
@@ -187,7 +222,21 @@ class Attempt:
             over = self._how_it_ended(step)
             if over is not None:
                 return over, ""
-            self._read(step.messages)
+            with self._blaming_environment("step", not parsed.errors):
+                self._read(step.messages)
+
+    @contextmanager
+    def _blaming_environment(self, call: str, answered: bool) -> Iterator[None]:
+        """The chat template or the tokenizer refuses messages: if the environment gave them in `call`, its episode has
+        failed, and not the run."""
+        try:
+            yield
+        except (ModelError, DataError, ValueError, TypeError) as error:
+            if not answered:
+                raise
+            raise EpisodeFailed("error_environment", with_lines(
+                f"environments.{self._activity.environment}: {call} answered with messages that cannot be read: "
+                f"{first_line(error)}", "", "Answer with other messages")) from error
 
     async def _sampled(self, turn: int, room: int) -> Completion:
         """What the policy samples in a turn, recorded."""
@@ -208,15 +257,16 @@ class Attempt:
         tokens = completion.tokens.tolist()
         stopped = bool(tokens) and tokens[-1] in self._texts.stop_tokens
         text = self._texts.decode(tokens[:-1] if stopped else tokens)
-        opened = self._texts.template.opens_reasoning(self.tools, self._options)
-        parsed = (self._texts.parser.parse if self.tools else plain_turn)(text, opened=opened)
+        parsed = plain_turn(text, opened=self._reasoning_opened)
+        if self.tools:
+            parsed = self._texts.parser.parse(text, opened=self._reasoning_opened, tools=self.tools)
         turn = len(self._turns) - 1
         self._text = text
         calls = [replace(call, id=call_id(turn, i)) for i, call in enumerate(parsed.calls)]
         parsed = replace(parsed, calls=calls)
         self._conversation.append(self._texts.template.assistant(
             text, content=parsed.content, reasoning=parsed.reasoning, tool_calls=[asdict(call) for call in calls]))
-        written = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        written = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in calls]
         self._turns[-1] = replace(self._turns[-1], tool_calls=[*written, *({"error": e} for e in parsed.errors)])
         self.events["tool_calls"] += len(calls)
         self.events["parse_failures"] += len(parsed.errors)

@@ -6,6 +6,7 @@ Its coroutines only wait: generators are workers of their own, and environments 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -42,7 +43,8 @@ POLICY_OF_CAUSE = {"error_parse": "parse", "error_timeout": "timeout", "error_en
                    **dict.fromkeys(OVERFLOWS, "overflow")}
 """Field of `on_failure` by cause."""
 MOST_DIVERGED = 5
-"""An episode is begun again so many times because its environment was lost with a neighbour and cannot be replayed."""
+"""An episode is begun again so many times because its environment was lost with a neighbour and cannot be replayed;
+then it has failed."""
 
 
 class Generators(Protocol):
@@ -79,13 +81,13 @@ class EpisodeRunner:
         self._sampling = sampling
         self._generators = generators
         self._column = column
-        self._name = name
+        self._name = f"{name}/{secrets.token_hex(4)}"  # generators may still have requests of the process before
         self._least_scored = least_scored
         self._numbers = count()
         self._pools = {key: EnvironmentPool(key, config) for key, config in environments.items()}
         self._slots = {key: asyncio.Semaphore(config.concurrency) for key, config in environments.items()}
-        self._open: dict[SampleKey, Activity] = {}
-        self._waiting: Counter[str] = Counter()
+        self._open: dict[int, Activity] = {}
+        """By number: a sample of an evaluation may have the key of one of training."""
 
     @staticmethod
     def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
@@ -119,8 +121,7 @@ class EpisodeRunner:
         facts = dict(zip(self._pools, await asyncio.gather(*(pool.start() for pool in self._pools.values())),
                          strict=True))
         self._texts = {
-            name: TextTools(template, tool_call_parser(config.tool_format, tokenizer, facts[name].tools), decode, stops,
-                            vocabulary)
+            name: TextTools(template, tool_call_parser(config.tool_format, tokenizer), decode, stops, vocabulary)
             for name, config in self._environments.items()}
         return facts
 
@@ -209,23 +210,30 @@ class EpisodeRunner:
         seed = sample_seed(run_seed, key)
         events: Counter[str] = Counter()
         async with self._slots[name]:
-            activity = self._open[key] = Activity(key, name, time.monotonic())
+            number = next(self._numbers)
+            activity = self._open[number] = Activity(key, name, time.monotonic())
+            diverged = 0
+            deadline = asyncio.get_running_loop().time() + config.timeout_s.episode
             try:
                 while True:
                     attempt = Attempt(key, config, chosen, texts, self._sampler(key), seed, activity, dict(options))
                     try:
-                        ended = await attempt.play(self._pools[name], row, environment_seed(run_seed, key), prompt)
-                    except ReplayDiverged:
-                        events["diverged"] += 1
-                        if events["diverged"] > MOST_DIVERGED:
-                            raise
-                        continue
+                        ended = await attempt.play(
+                            self._pools[name], row, environment_seed(run_seed, key), prompt, deadline)
+                    except ReplayDiverged as error:
+                        diverged += 1
+                        events["interrupted"] += 1
+                        if diverged <= MOST_DIVERGED:
+                            continue  # with the deadline that it has: a step waits no longer for it
+                        ended = attempt.ended("error_environment", str(error), prompt)
                     use = self._use(config, ended, events["retries"], held_out)
                     if use != "retry":
                         break
                     events["retries"] += 1
+                    events["interrupted"] += attempt.events["interrupted"]
+                    deadline = asyncio.get_running_loop().time() + config.timeout_s.episode
             finally:
-                del self._open[key]
+                del self._open[number]
         counted = {event: number for event, number in (attempt.events + events).items() if number}
         episode = Episode(name, ended.cause, use, attempt.messages, attempt.tools, ended.turns, attempt.metrics,
                           counted, ended.error)
@@ -264,13 +272,9 @@ class EpisodeRunner:
         async def sample(request: SampleRequest) -> Completion:
             ticket = f"{self._name}/{attempt}/{next(self._numbers)}"
             work = len(request.prompt) + request.max_tokens
-            try:
-                [completion] = await self._generators.call(
-                    Generator.sample, [request], ticket, sticky=sticky, work=work)
-            except asyncio.CancelledError:
-                # Until the engine has confirmed it, the request counts as open.
-                await asyncio.shield(self._generators.call(Generator.cancel, ticket, sticky=sticky, work=0))
-                raise
+            # Until the engine has confirmed the end of a cancelled request, it counts as open.
+            [completion] = await self._generators.call(
+                Generator.sample, [request], ticket, sticky=sticky, work=work, undo=(Generator.cancel, ticket))
             return cast(Completion, completion)
 
         return sample

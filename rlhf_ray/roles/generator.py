@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -56,6 +57,10 @@ __all__ = ["Generator", "generator_environment"]
 
 LARGEST_COMPARED = 2 << 30
 """Bytes of the weights of the largest model that commands without a learner load once more, to compare it."""
+
+
+CANCELLED_TICKETS = 1000
+"""Tickets that were cancelled before their calls arrived are remembered, the oldest forgotten."""
 
 
 class GeneratorActivity(NamedTuple):
@@ -114,6 +119,8 @@ class Generator:
         self._open_calls: dict[object, tuple[float, int]] = {}
         """Calls of the engine under way: when each began, by the monotonic clock, and its number of requests."""
         self._tickets: dict[str, asyncio.Task[Any]] = {}
+        self._cancelled: OrderedDict[str, None] = OrderedDict()
+        """Tickets that were cancelled while no call had them."""
         """The calls of `sample` under way that have a ticket."""
 
     @staticmethod
@@ -212,11 +219,15 @@ class Generator:
         return completions
 
     async def cancel(self, ticket: str) -> None:
-        """End the call of `sample` with this ticket, if it is under way. When this returns, the engine does not have
-        its requests any more."""
+        """End the call of `sample` with this ticket. When this returns, the engine does not have its requests any more;
+        a call that arrives later is refused."""
         if (task := self._tickets.get(ticket)) is not None:
             task.cancel()
             await asyncio.wait([task])
+        else:
+            self._cancelled[ticket] = None
+            if len(self._cancelled) > CANCELLED_TICKETS:
+                self._cancelled.popitem(last=False)
 
     @contextmanager
     def _cancellable(self, ticket: str) -> Iterator[None]:
@@ -224,6 +235,8 @@ class Generator:
         if not ticket or task is None:
             yield
             return
+        if ticket in self._cancelled:
+            raise WorkerError(f"{self.name}: the call {ticket!r} was cancelled before it arrived")
         self._tickets[ticket] = task
         try:
             yield

@@ -11,6 +11,7 @@ from rlhf_ray.models.loading import has_scalar_head
 from rlhf_ray.models.model_families import POLICY, Use, check_family
 from rlhf_ray.models.router_balance import check_router
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
+from rlhf_ray.stages.environment_preflight import check_environments
 from rlhf_ray.stages.ppo_roles import check_pretraining_text
 from rlhf_ray.stages.preflight import (
     check_adapters,
@@ -48,6 +49,7 @@ def preflight(config: PPOConfig, uses: Set[Use] = POLICY) -> None:
     rows = derived.longest_sample, re.sub(r"=\d+", "", derived.longest_sample_field)
     check_family(config.model, "model", uses, rows)
     check_rewards(config, derived)
+    check_environments(config)
     check_adapters(config.policy, config.model, "policy", scalar=False)
     check_router(config.model, "policy", config.policy.router_aux_loss_coef)
     if config.reference.path:

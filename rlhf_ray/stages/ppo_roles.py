@@ -24,6 +24,7 @@ from rlhf_ray.models.model_families import Use, check_family, model_family
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.roles.data_readers import DataReader, PromptReader
 from rlhf_ray.roles.policy_learner import PolicyLearner
+from rlhf_ray.stages.environment_preflight import in_words
 from rlhf_ray.stages.preflight import check_data, check_row_length
 from rlhf_ray.stages.runtime import Runtime, ending_note, learner_notes, probe_note, start_learners
 from rlhf_ray.workers.health_monitor import HealthMonitor
@@ -81,6 +82,10 @@ async def start_roles(
     for group, sizes in zip(learners, started, strict=True):
         for sentence in learner_notes(group.role, sizes[0]):
             note(sentence)
+    for group, reports in zip(frozen, of_frozen, strict=True):
+        if roles.runners is not None and group.role == roles.runners.role:
+            for name, facts in reports[0].items():
+                note(in_words(name, facts))
     for group, reports in zip([*learners, *frozen], [*started, *of_frozen], strict=True):
         if reports[0] and "probe_seconds" in reports[0]:
             roles.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in reports), 3)

@@ -64,7 +64,7 @@ def trials_of(sections: Iterable[PromptsConfig | None], model: ModelConfig) -> l
         for field, part in section.named_parts():
             with suppress(DataError, ModelError):
                 if is_local(part.location):
-                    rows = _first_rows(part)
+                    rows = first_rows(part)
                     columns.update(*(rows.others(i, part.column) for i in range(len(rows))))
                     form, two = prompt_format(part, tokenizer), range(min(len(rows), len(RESPONSES)))
                     prompts = [form.read(rows, i) for i in two]
@@ -74,7 +74,8 @@ def trials_of(sections: Iterable[PromptsConfig | None], model: ModelConfig) -> l
     return trials
 
 
-def _first_rows(part: PromptsConfig) -> Rows:
+def first_rows(part: PromptsConfig) -> Rows:
+    """The first rows of a data set, at most `FIRST_ROWS`."""
     first = part.model_copy(update={"limit": min(part.limit or FIRST_ROWS, FIRST_ROWS)})
     return next(section_rows(first, RowErrors()))
 

@@ -69,7 +69,8 @@ def error_text(error: BaseException) -> str:
         text = str(error)
     except Exception:  # its class is the user's
         text = "(its text cannot be read)"
-    return f"{type(error).__name__}: {text[:ERROR_LENGTH]}".removesuffix(": ")
+    text = text[:ERROR_LENGTH].encode(errors="replace").decode()  # half of a surrogate pair is no character
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def users_line(frames: Iterable[tuple[str, int]]) -> str:

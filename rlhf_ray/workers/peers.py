@@ -27,6 +27,10 @@ MOST_LOST_RESULTS = 3
 """A call is repeated so many times because its result was lost with a node."""
 
 
+Undo = tuple[Any, ...]
+"""A method of the peers' class, and its arguments."""
+
+
 class Peer(NamedTuple):
     """A peer's process, as a table describes it."""
 
@@ -137,14 +141,14 @@ class PeerGroup(Generic[Role]):
 
     @overload
     async def call(self, method: AsyncMethod[Role, Result], *args: Any, work: int = 1, sticky: Hashable = None,
-                   deadline: Deadline | None = None, **named: Any) -> Result: ...
+                   deadline: Deadline | None = None, undo: Undo | None = None, **named: Any) -> Result: ...
 
     @overload
     async def call(self, method: Method[Role, Result], *args: Any, work: int = 1, sticky: Hashable = None,
-                   deadline: Deadline | None = None, **named: Any) -> Result: ...
+                   deadline: Deadline | None = None, undo: Undo | None = None, **named: Any) -> Result: ...
 
     async def call(self, method: Any, *args: Any, work: int = 1, sticky: Hashable = None,
-                   deadline: Deadline | None = None, **named: Any) -> Any:
+                   deadline: Deadline | None = None, undo: Undo | None = None, **named: Any) -> Any:
         """The result of a method at the peer with the least work of this worker.
 
         Args:
@@ -154,6 +158,8 @@ class PeerGroup(Generic[Role]):
                 while it is available and not much busier than others (`scheduler.PREFERRED_LOAD`).
             deadline: how long one peer may take to answer, and how long to wait until one is available; the group's if
                 None. A peer that exceeds it is lost.
+            undo: called at the peer that has the call, whichever that is, if the caller is cancelled; the caller waits
+                until it has returned or the peer is lost.
 
         Raises:
             WorkerLost: this process itself was given up, or results were lost with nodes repeatedly.
@@ -165,7 +171,7 @@ class PeerGroup(Generic[Role]):
         while True:
             worker = await self._acquire(method.__name__, work, sticky, deadline)
             try:
-                return await self._attempt(worker, work, method, *args, deadline=deadline, **named)
+                return await self._attempt(worker, work, method, *args, deadline=deadline, undo=undo, **named)
             except WorkerLost as error:
                 if (error.role, error.rank) != (worker.role, worker.rank):
                     raise  # this process was given up
@@ -240,7 +246,7 @@ class PeerGroup(Generic[Role]):
         return rank if worker is not None and worker.fence.incarnation == incarnation else None
 
     async def _attempt(self, worker: WorkerHandle, work: int, method: Any, *args: Any, deadline: Deadline,
-                       **named: Any) -> Any:
+                       undo: Undo | None, **named: Any) -> Any:
         number = next(self._numbers)
         attempt = _Attempt(worker, method.__name__, time.monotonic(), work)
         self._under_way[number] = attempt
@@ -248,8 +254,25 @@ class PeerGroup(Generic[Role]):
             result = await worker.call(method, *args, deadline=deadline, **named).value()
             self._finished.append((attempt, time.monotonic()))
             return result
+        except asyncio.CancelledError:
+            if undo is not None:
+                undone = asyncio.ensure_future(self._undo(worker, undo))
+                while not undone.done():
+                    with suppress(asyncio.CancelledError):  # it is raised below
+                        await asyncio.wait([undone])
+            raise
         finally:
             del self._under_way[number]
+
+    async def _undo(self, worker: WorkerHandle, undo: Undo) -> None:
+        method, *args = undo
+        try:
+            await worker.call(method, *args, deadline=self.deadline).value()
+        except WorkerLost as error:  # with what it had
+            if (error.role, error.rank) == (worker.role, worker.rank) and error.kind != "result":
+                self._lost(worker, error, 0)
+        except RLHFError:  # its own; another call will meet it
+            pass
 
     def _lost(self, worker: WorkerHandle, error: WorkerLost, work: int) -> None:
         """A call of `work` to a peer was lost. Its other calls end too, and the driver is told."""

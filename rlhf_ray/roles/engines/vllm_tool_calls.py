@@ -12,18 +12,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def tool_call_parser(name: str, tokenizer: PreTrainedTokenizerBase,
-                     tools: Sequence[dict[str, Any]] = ()) -> ToolCallParser:
-    """The parser of a format: ours, or vLLM's own of this name, with the tools whose calls it reads.
+def tool_call_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolCallParser:
+    """The parser of a format: ours, or vLLM's own of this name.
 
     Raises:
         ConfigError: there is none of this name.
     """
     template = str(tokenizer.chat_template or "")
-    return ToolCallParser.of(name, template, lambda other: vllm_parser(other, tokenizer, tools))
+    return ToolCallParser.of(name, template, lambda other: vllm_parser(other, tokenizer))
 
 
-def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[dict[str, Any]] = ()) -> ExternalParser:
+def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ExternalParser:
     """vLLM's parser of this name. A new one reads each text, as they keep what they read.
 
     Raises:
@@ -37,15 +36,15 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[d
     except KeyError:
         known = ", ".join(["auto", *READERS, *ToolParserManager.list_registered()])
         raise ConfigError(f"tool_format={name!r} is no format of tool calls; choose one of {known}") from None
-    request = ChatCompletionRequest(
-        model="policy", messages=[{"role": "user", "content": ""}], **({"tools": list(tools)} if tools else {}))
 
-    def read(text: str) -> tuple[str, list[tuple[str, str]]]:
+    def read(text: str, tools: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, str]]]:
+        request = ChatCompletionRequest(
+            model="policy", messages=[{"role": "user", "content": ""}], **({"tools": list(tools)} if tools else {}))
         found = kind(tokenizer, request.tools).extract_tool_calls(text, request)  # type: ignore[arg-type]
         return found.content or "", [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
     try:
-        read("")
+        read("", ())
     except Exception as error:  # a parser wants tokens that this tokenizer lacks, for example
         raise ConfigError(f"tool_format={name!r}: vLLM's parser of this name cannot be used with the tokenizer "
                           f"{tokenizer.name_or_path or '(unnamed)'} ({type(error).__name__}: {error}); choose another "

@@ -113,3 +113,37 @@ def test_every_unusable_row_is_written_to_a_file(tmp_path, model):
     by_row = {row["row"]: row for row in named}
     assert by_row[31]["reason"].startswith("no column 'prompt'") and by_row[32]["reason"].startswith("not valid JSON")
     assert by_row[33] == {"source": str(tmp_path / "rows.jsonl"), "row": 33, "reason": "longer than max_tokens=4"}
+
+
+def test_a_conversation_with_tools_is_shown_turn_by_turn(tmp_path, model):
+    template = model / "chat_template.jinja"
+    own = template.read_text()
+    template.write_text(
+        "{% for t in tools or [] %}{{ 'w9' if t.function.name }} {% endfor %}{% for m in messages %}"
+        "{% if m.role == 'assistant' %}w3 {% endif %}{% for c in m.tool_calls or [] %}{{ c.function.name }} "
+        "{{ c.function.arguments.item }} {% endfor %}{{ m.content }} </s> {% endfor %}"
+        "{% if add_generation_prompt %}w3 {% endif %}")
+    tools = [{"name": "w20", "parameters": {"properties": {"item": {}, "shop": {}}}}]
+    talk = [{"role": "user", "content": "w5"},
+            {"role": "assistant", "tool_calls": [{"name": "w20", "arguments": '{"item": "w21"}'}]},
+            {"role": "tool", "name": "w20", "content": "w22"},
+            {"role": "assistant", "content": "w6 w7", "weight": 0}, {"role": "user", "content": "w8"},
+            {"role": "assistant", "content": "w6"}]
+    try:
+        error, output = inspect(tmp_path, model, [{"messages": [{"role": "user", "content": " "}]},
+                                                  {"messages": talk, "tools": tools}], "--kind=demonstrations",
+                                "--messages=messages", "--rows=1")
+    finally:
+        template.write_text(own)
+    assert error.code == 1 and "1 rows to use, 1 malformed" in output
+    assert output.endswith("""\
+  tools: w20(item, shop)
+  user: w5
+  assistant: calls w20(item="w21")  (3 tokens with loss)
+  tool w20: w22
+  assistant: w6 w7  (no loss)
+  user: w8
+  assistant: w6  (2 tokens with loss)
+  as the model reads it:
+  w9 w5 </s> w3«w20 w21 </s>»w22 </s> w3 w6 w7 </s> w8 </s> w3«w6 </s>»
+""")

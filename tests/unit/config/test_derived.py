@@ -3,7 +3,14 @@
 import pytest
 
 from rlhf_ray.config.conditional_fields import without_effect
-from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, model_paths, placements_of
+from rlhf_ray.config.derived import (
+    buffer_capacity_mb,
+    concurrency_of,
+    derive,
+    episodes_deadline_s,
+    model_paths,
+    placements_of,
+)
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.load import STAGES, as_yaml, load, resolve
@@ -145,3 +152,15 @@ def test_layers_are_compiled_on_gpus_up_to_stage_2_unless_somebody_says_otherwis
     assert LearnerConfig(**fields).compiles_layers is compiled
     with pytest.raises(ConfigError, match="compile_layers=true compiles layers with the parameters they have"):
         LearnerConfig(gpus=1, zero_stage=3, compile_layers=True)
+
+
+@pytest.mark.parametrize(("policy", "seconds"), [
+    ({"environment": "mask", "timeout": "mask"}, 3 * 120 + 600),
+    ({"environment": "mask", "timeout": "retry"}, 3 * 3 * 120 + 600),
+    ({"environment": "retry", "retries": 1}, 2 * 3 * 120 + 600),
+])
+def test_a_call_to_a_runner_lasts_as_long_as_all_attempts_of_its_episodes(policy, seconds):
+    environment = {"path": "e.py:E", "concurrency": 4, "timeout_s": {"episode": 100, "step": 10}, "on_failure": policy}
+    config = PPOConfig(model={"path": "m"}, prompts={"path": "p"}, environments={"e": environment},
+                       coordinator={"concurrency": 12}, cluster={"call_timeout_s": 600})
+    assert episodes_deadline_s(config) == seconds  # 12 episodes, 4 at a time, and two steps' time to close each

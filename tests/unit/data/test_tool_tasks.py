@@ -51,7 +51,7 @@ TASK = tool_tasks.Task("plum", "pear", {"plum": 37, "fig": 11, "pear": 21})
 
 
 def test_a_demonstration_without_a_lapse_solves_its_task_in_five_turns():
-    messages, reward = demonstrated(TASK, False, False, False)
+    messages, reward = demonstrated(TASK, False, False)
     assert reward == 1.0 and messages[0] == {"role": "user", "content": "How much are plum and pear?"}
     assert [(call["function"]["name"], call["function"]["arguments"], result["content"])
             for call, result in zip((m["tool_calls"][0] for m in messages[1:-1:2]), messages[2::2], strict=True)] == [
@@ -61,14 +61,14 @@ def test_a_demonstration_without_a_lapse_solves_its_task_in_five_turns():
 
 
 @pytest.mark.parametrize(("lapses", "submitted"), [
-    ((True, False, False), 74), ((False, True, False), 21), ((False, False, True), 37), ((True, True, True), 37)])
+    ((True, False), 74), ((False, True), 21), ((True, True), 37)])
 def test_each_lapse_submits_another_number(lapses, submitted):
     messages, reward = demonstrated(TASK, *lapses)
     assert reward == 0.0 and messages[-3]["tool_calls"][0]["function"]["arguments"] == {"answer": submitted}
 
 
-def test_one_of_five_demonstrations_is_right(files):
-    """0.9 * 0.6 ** 3 = 0.19 of them. The last call submits; it is right if the looked up prices are of the items that
+def test_one_of_seven_demonstrations_is_right(files):
+    """0.9 * 0.4 ** 2 = 0.144 of them. The last call submits; it is right if the looked up prices are of the items that
     were asked for, and add up to it."""
     right = 0
     for row in read_lines(files.sft):
@@ -76,7 +76,7 @@ def test_one_of_five_demonstrations_is_right(files):
         prices = {call["item"]: int(result["content"]) for call, result in zip(
             calls, row["messages"][2::2], strict=True) if "item" in call}
         right += prices.keys() == asked(row["messages"]) and sum(prices.values()) == calls[-1]["answer"]
-    assert right / 4000 == pytest.approx(0.9 * 0.6**3, abs=0.02)
+    assert right / 4000 == pytest.approx(0.9 * 0.4**2, abs=0.02)
 
 
 def test_demonstrations_are_rows_that_training_reads(files):

@@ -27,6 +27,7 @@ from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.rewards.request_encoding import encode_request
 from rlhf_ray.roles.prompt_input import PromptInput, formatted_prompt
 from tests.layouts import CHATML, make_layout
+from tests.pages import ROOT, fences
 
 QWEN = """
 {%- if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
@@ -155,6 +156,15 @@ def test_calls_come_to_the_same_in_whatever_form_they_and_the_template_have_them
     row = {"messages": [USER, {"role": "assistant", "tool_calls": calls}, {**RESULT, "tool_call_id": "call_1"},
                         ANSWER], "tools": TOOLS}
     assert demonstration(tokenizer, write_jsonl(row)) == joined(tokenizer, PARTS)
+
+
+def test_the_row_of_the_documentation_is_read(chat, write_jsonl):
+    [row] = [json.loads(fence.text) for fence in fences(ROOT / "docs/data.md")
+             if fence.language == "json" and '"tool_calls"' in fence.text]
+    tokenizer = chat(TOOL_TEMPLATE)
+    tokens, mask = demonstration(tokenizer, write_jsonl(row))
+    learned = tokenizer.decode([token for token, loss in zip(tokens, mask, strict=True) if loss])
+    assert learned == f"{CALLED}A plum costs 37.<|im_end|>"
 
 
 @pytest.mark.parametrize("tools", [json.dumps(TOOLS), [LOOKUP["function"]], json.dumps([LOOKUP["function"]])])

@@ -42,6 +42,8 @@ def test_a_step_may_be_a_step_a_dict_or_a_tuple(answer, expected):
     ({"done": True, "reward": "1"}, "the reward str '1', which must be a number"),
     ({"done": True, "reward": math.nan}, "the reward nan, which must be finite"),
     ({"done": True, "reward": -math.inf}, "the reward -inf, which must be finite"),
+    ({"done": True, "reward": 1e39}, r"the reward 1e\+39, which must be finite \(at most 1e\+30\)"),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "which JSON cannot hold.*surrogates not allowed"),
     ({"done": True, "reward": np.ones(2)}, "the reward ndarray"),
     ({"done": True, "info": 3}, "info=int 3, which must be a dict"),
     ({"done": True, "tool_errors": -1}, "tool_errors=int -1"),

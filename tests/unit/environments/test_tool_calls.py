@@ -199,7 +199,7 @@ def test_another_name_is_another_parser_s():
 
     def external(name):
         asked.append(name)
-        return {"other": lambda text: (text[:2], [("add", '{"a": 1}'), ("add", "[1]"), ("add", "{")])}[name]
+        return {"other": lambda text, tools: (text[:2], [("add", '{"a": 1}'), ("add", "[1]"), ("add", "{")])}[name]
 
     found = ToolCallParser.of("other", external=external).parse("<think>hm</think>so add")
     assert (found.content, found.reasoning, found.calls) == ("so", "hm", [ToolCall("add", {"a": 1})])
@@ -212,7 +212,7 @@ def test_another_name_is_another_parser_s():
 
 def test_a_parser_of_a_library_that_raises_is_an_error_of_the_call():
     def external(name):
-        def read(text):
+        def read(text, tools):
             raise KeyError(text)
         return read
 

@@ -240,7 +240,7 @@ def test_a_new_head_replaces_one_that_is_there(copy):
 
 def test_a_new_model_has_the_shape_asked_for(llama):
     shape = ArchitectureConfig(hidden_size=16, layers=3, heads=4, kv_heads=2, intermediate_size=40, max_positions=64,
-                               tie_embeddings=False)
+                               tie_embeddings=False, initializer_range=0.1)
     new = NewModelConfig(architecture=shape, tokenizer=str(llama))
     torch.manual_seed(0)
     model = load_causal_lm(new)
@@ -250,6 +250,7 @@ def test_a_new_model_has_the_shape_asked_for(llama):
     assert model.model.layers[0].mlp.up_proj.weight.shape == (40, 16)
     assert model.config.max_position_embeddings == 64 and model.config.eos_token_id == 1
     assert model.lm_head.weight is not model.get_input_embeddings().weight
+    assert model.lm_head.weight.std().item() == pytest.approx(0.1, rel=0.1)  # 640 draws
     torch.manual_seed(0)
     assert torch.equal(load_causal_lm(new).lm_head.weight, model.lm_head.weight)
 

@@ -51,6 +51,16 @@ def ledger(tmp_path):
     return Ledger.create(tmp_path / "ledger.sqlite", FACTS)
 
 
+def test_an_episode_that_did_not_complete_is_consumed_with_its_reason(ledger):
+    two = keys(0)
+    begin(ledger, two, 0)
+    ledger.generated(two, "episode_runner/0")
+    ledger.scored(two, 0, [None, "error_timeout, masked"])
+    ledger.consumed(two, 1)
+    found = [(row[4], row[8]) for row in table(ledger.path)]
+    assert found == [("consumed", None), ("consumed", "error_timeout, masked")]
+
+
 def test_a_sample_goes_from_admission_to_its_update_and_is_committed_with_the_checkpoint(ledger, tmp_path):
     trained(ledger, keys(0, 3), 1)
     begin(ledger, keys(1), 1)

@@ -4,6 +4,7 @@ Generators, environments and the chat template are stand-ins: a token is a chara
 """
 
 import asyncio
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.environments.protocol import Start, Step
 from rlhf_ray.environments.tool_calls import ToolCallParser
-from rlhf_ray.errors import DataError, EpisodeFailed
+from rlhf_ray.errors import DataError, EpisodeFailed, ModelError, ReplayDiverged
 from rlhf_ray.records import EvaluationPart, Prompts, RewardScores, SampleKey
 from rlhf_ray.roles.engines.interface import Completion
 from rlhf_ray.roles.episode import TextTools
@@ -42,6 +43,9 @@ class Template:
     def assistant(self, text, **_):
         return {"role": "assistant", "content": text}
 
+    def opens_reasoning(self, tools=None, options=None):
+        return False
+
 
 class Writer:
     """Generators that write given turns, one after the other, and the last one again and again."""
@@ -64,9 +68,14 @@ class World:
 
     def __init__(self, *steps, tools=TOOLS):
         self.steps, self.start, self.opened, self.interrupted = list(steps), Start(None, tools), 0, 0
+        self.observation = ""
+        self.resets = []
+        """What the first resets raise."""
 
     async def open(self, row, seed):
         self.opened += 1
+        if self.resets:
+            raise self.resets.pop(0)
         return self
 
     async def step(self, reply):
@@ -214,3 +223,131 @@ def test_a_row_that_names_none_of_several_environments_is_an_error_with_its_valu
     with pytest.raises(DataError, match=r"row 0: column 'environment' is 'three'.*one, two"):
         play(worlds, Writer(CALL), [{"environment": "three"}])
     assert episode(World(DONE), CALL).environment == "world", "one environment needs no column"
+
+
+class Refuses(Template):
+    """Refuses or cannot encode some messages, and writes nothing for an empty one."""
+
+    def open(self, messages, tools=None, **_):
+        for message in messages:
+            if message["role"] == "narrator":
+                raise ModelError("the chat template refuses the role narrator")
+            message["content"].encode()
+        return super().open(messages)
+
+
+NARRATED, HALF = {"role": "narrator", "content": "x"}, {"role": "tool", "content": "\ud800"}
+
+
+@pytest.mark.parametrize("message, begins", [
+    (NARRATED, False), (NARRATED, True), (HALF, False), (HALF, True), ({"role": "tool", "content": ""}, False)])
+def test_messages_of_the_environment_that_cannot_be_read_are_its_failure_and_not_the_run_s(message, begins):
+    world = World(DONE) if begins else World(Step([message]))
+    if begins:
+        world.start = Start([message])
+    runner = runner_of({"world": world}, Writer("a"), {"on_failure": {"environment": "mask"}})
+    runner._texts = {"world": TextTools(Refuses(), ToolCallParser.of("json"), lambda t: "".join(map(chr, t)), [0], 0)}
+    prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1))
+    [found] = asyncio.run(runner.play(prompts, [SampleKey(0, 0, 0)], 0)).episodes
+    assert (found.cause, found.use) == ("error_environment", "quarantine" if begins else "mask")
+    assert f"environments.world: {'reset' if begins else 'step'} answered with messages that" in found.error
+
+
+def test_a_prompt_of_the_row_that_the_template_refuses_is_an_error_of_the_run():
+    runner = runner_of({"world": World(DONE)}, Writer("a"), {})
+    runner._texts = {"world": TextTools(Refuses(), ToolCallParser.of("json"), lambda t: "".join(map(chr, t)), [0], 0)}
+    prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1),
+                      messages=[[{"role": "narrator", "content": "go"}]])
+    with pytest.raises(ModelError, match="narrator"):
+        asyncio.run(runner.play(prompts, [SampleKey(0, 0, 0)], 0))
+
+
+def test_the_policy_reads_what_reset_of_a_class_with_tools_returned_at_the_end_of_its_prompt():
+    world = World(DONE)
+    world.observation = " Level 3."
+    rollout = play({"world": world}, Writer("a"))
+    assert rollout.episodes[0].messages == [{"role": "user", "content": "go Level 3."}]
+    read = rollout.tokens[~rollout.response_mask].tolist()
+    assert "".join(map(chr, read)) == "go Level 3."
+
+
+def test_a_beginning_without_room_for_a_turn_is_quarantined_and_no_longer_than_an_episode():
+    world = World(DONE)
+    world.start = Start([{"role": "user", "content": "x" * 1000}])
+    rollout = play({"world": world}, Writer("a"), fields={"max_tokens": 50})
+    [found] = rollout.episodes
+    assert (found.cause, found.use, rollout.lengths.tolist()) == ("truncated_episode", "quarantine", [50])
+    assert "the 1000 tokens before it fill environments.world.max_tokens=50" in found.error
+
+
+def test_an_environment_that_is_lost_with_neighbours_again_and_again_fails_and_the_run_goes_on():
+    class Lost(World):
+        async def step(self, reply):
+            raise ReplayDiverged("lost with another episode")
+
+    world = Lost(DONE)
+    found = episode(world, "a", on_failure={"environment": "mask"})
+    assert (found.cause, found.use, found.events["interrupted"], world.opened) == ("error_environment", "mask", 6, 6)
+    assert found.error == "lost with another episode"
+
+
+def test_one_sample_may_be_played_twice_at_a_time_as_in_training_and_evaluation():
+    async def run():
+        runner = runner_of({"world": World(DONE)}, Writer("a"), {})
+        prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1))
+        keys = [SampleKey(0, 0, 0)]
+        found = await asyncio.gather(*(runner.play(prompts, keys, seed) for seed in range(2)))
+        assert not runner.activity()
+        return [each.episodes[0].cause for each in found]
+
+    assert asyncio.run(run()) == ["completed", "completed"]
+
+
+def test_no_two_processes_of_a_runner_give_a_turn_the_same_ticket():
+    class Seen(Writer):
+        tickets = Counter()
+
+        async def call(self, method, requests, ticket, *args, undo=None, **named):
+            assert undo[1:] == (ticket,)
+            self.tickets[ticket] += 1
+            return await super().call(method, requests, ticket, *args, **named)
+
+    for _ in range(2):
+        play({"world": World(MORE, DONE)}, Seen("a"))
+    assert sorted(Seen.tickets.values()) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_an_episode_that_never_begins_has_the_row_s_prompt_and_no_sampled_token(held_out):
+    world = World(DONE)
+    world.resets = [BUG]
+    rollout = play({"world": world}, Writer(CALL), [{}, {}], held_out, {"on_failure": {"environment": "mask"}})
+    assert [each.use for each in rollout.episodes] == ["mask" if held_out else "quarantine", "train"]
+    assert rollout.lengths.tolist() == [2, 2 + len(CALL) + 1]
+    assert rollout.tokens[:2].tolist() == [ord("g"), ord("o")] and not rollout.response_mask[:2].any()
+
+
+def test_the_beginnings_of_an_episode_that_is_lost_with_its_neighbours_share_one_deadline():
+    class Slow(World):
+        async def open(self, row, seed):
+            self.opened += 1
+            await asyncio.sleep(0.06)
+            raise ReplayDiverged("lost")
+
+    world = Slow(DONE)
+    found = episode(world, CALL, timeout_s={"episode": 0.1})
+    assert (found.cause, world.opened) == ("error_timeout", 2)
+
+
+def test_an_attempt_counts_its_turns_from_the_first_in_what_it_says():
+    seen = []
+
+    class Watched(World):
+        async def open(self, row, seed):
+            seen.append(runner.activity()[0]["turn"])
+            return await super().open(row, seed)
+
+    runner = runner_of({"world": Watched(MORE, BUG, DONE)}, Writer(CALL), {"on_failure": {"environment": "retry"}})
+    prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1))
+    asyncio.run(runner.play(prompts, [SampleKey(0, 0, 0)], 0))
+    assert seen == [1, 1]

@@ -15,10 +15,12 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.observability.sample_files import read_samples
 from rlhf_ray.records import Episode, Prompts, RewardScores, RewardTerms, SampleKey, TokenScores, Turn, offsets_of
+from rlhf_ray.rewards.environment_source import EnvironmentSource
 from rlhf_ray.rewards.protocol import finished, requests_of, rollout_texts
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.roles.ppo_update import Update, training_batch
+from rlhf_ray.roles.reward_scorer import of_episodes
 from tests.unit.roles.conftest import assemble_one, rollout_of
 
 # Sample 0 is rows 0 and 1, sample 1 is row 2, sample 2 is rows 3 and 4; the first two are of one prompt.
@@ -143,10 +145,81 @@ def test_a_sample_is_one_reward_request_with_the_tokens_of_all_its_rows(segments
     assert [r.finish_reason for r in requests] == ["length", "stop", "stop"]
     assert finished(segments).tolist() == [False, True, True]
     parts = [tokenizer.decode(segments.tokens[place].tolist()) for place in (slice(1, 3), slice(5, 8))]
-    assert requests[0].response == "".join(parts)
+    assert requests[0].response == "\n".join(parts)
     opening, responses = rollout_texts(tokenizer, segments, 2)
     assert opening == [tokenizer.decode(segments.tokens[[start]].tolist()) for start in STARTS[:2]]
     assert responses == [r.response for r in requests[:2]]
+
+
+def of_environment(rollout, episodes, tokenizer):
+    """The scores of some episodes by the rewards of their environment, from the scorer's own parts."""
+    prompts = Prompts(offsets_of([1, 1]), np.zeros(2, np.int32), ["p9", "p4"], [{}, {}], np.array([9, 4]))
+    requests = requests_of(replace(rollout, episodes=episodes), prompts, tokenizer)
+    kept = [i for i, episode in enumerate(episodes) if episode.use == "train"]
+    answer = asyncio.run(EnvironmentSource().score([requests[i] for i in kept]))
+    return of_episodes(RewardScores(answer.scores, token_rewards=answer.token_rewards), kept,
+                       replace(rollout, episodes=episodes))
+
+
+def episode_of(*turns, use="train"):
+    """With turns of (row, start, stop, reward)."""
+    return Episode("shop", "completed", use, turns=[
+        Turn(row, start, stop, 1, "stop", reward=reward) for row, start, stop, reward in turns])
+
+
+def test_the_reward_of_a_turn_is_on_the_last_token_that_was_sampled_in_it(policy_model):
+    # The policy reads 1 token, samples 2, reads 2 (of a tool), samples 1, and reads 1 more at the end.
+    rollout = rollout_of([[0, 1, 1, 0, 0, 1, 0], [0, 1]])
+    rollout = replace(rollout, keys=KEYS[:2])
+    episodes = [episode_of((0, 1, 3, 0.25), (0, 5, 6, 0.5)), episode_of((0, 1, 2, 0.0))]
+    scores = of_environment(rollout, episodes, load_tokenizer(policy_model))
+    assert scores.token_rewards.tolist() == [0, 0, 0.25, 0, 0, 0.5, 0, 0, 0]
+    assert scores.scores.tolist() == [0.75, 0.0]
+
+
+def test_turns_in_later_segments_have_their_rewards_there(segments, policy_model):
+    episodes = [episode_of((0, 1, 3, 1.0), (1, 2, 5, 2.0)), episode_of((0, 1, 2, 4.0)),
+                episode_of((0, 1, 2, 8.0), (1, 2, 3, 16.0))]
+    scores = of_environment(segments, episodes, load_tokenizer(policy_model))
+    assert scores.token_rewards.tolist() == [0, 0, 1, 0, 0, 0, 0, 2, 0, 4, 0, 8, 0, 0, 16]
+    assert scores.scores.tolist() == [3.0, 4.0, 24.0]
+
+
+def test_a_reward_of_zero_is_a_reward_and_a_masked_episode_has_none(segments, policy_model):
+    """Prompt 4 has a score of 0 and one of 2: with the 0 taken for missing, its baseline would be 2 and not 1."""
+    whole = [episode_of((0, 1, 3, 0.0), (1, 2, 5, 0.0)), episode_of((0, 1, 2, 2.0)), episode_of((0, 1, 2, 9.0))]
+    tokenizer = load_tokenizer(policy_model)
+    scores = of_environment(segments, whole, tokenizer)
+    experience, _ = assembled(segments, policy_model, scores.scores, estimator="dr_grpo")
+    assert scores.scores.tolist() == [0.0, 2.0, 9.0]
+    assert [experience.advantages[at] for at in (1, 9)] == [-1.0, 1.0]
+    masked = of_environment(segments, [replace(whole[0], use="mask"), *whole[1:]], tokenizer)
+    assert np.isnan(masked.scores[0]) and masked.scores[1:].tolist() == [2.0, 9.0]
+    zero = of_environment(segments, [whole[0], replace(whole[1], use="zero"), whole[2]], tokenizer)
+    assert zero.scores.tolist() == [0.0, 0.0, 9.0] and zero.token_rewards[9] == 0
+
+
+@pytest.mark.parametrize("estimator", ["dr_grpo", "rloo", "gae"])
+def test_a_masked_episode_is_in_no_baseline_mean_or_loss(segments, policy_model, estimator):
+    """The others have what they have where the masked one is not there at all."""
+    with_it = replace(segments, episodes=[episode_of(), episode_of(use="mask"), episode_of()],
+                      keys=[SampleKey(0, 4, 0), SampleKey(0, 4, 1), SampleKey(0, 4, 2)])
+    without = with_it.select(with_it.rows_of(np.array([0, 2])))
+    there, summary = assembled(with_it, policy_model, [1.0, np.nan, 5.0], 0.5, estimator=estimator)
+    columns = [column_of(with_it, seed).select([0, 1, 3, 4]) for seed in (0, 1, 2)]
+    assembler = Assembler(AlgorithmConfig(estimator=estimator), policy_model, 8)
+    values = columns[2:] if assembler.algorithm.has_critic else []
+    gone, _ = assemble_one(assembler, RewardTerms(0.5), 1, without,
+                           RewardScores(np.array([1.0, 5.0], np.float32)), *columns[:2], *values)
+    others = np.delete(np.arange(15), [8, 9])
+    assert there.advantages[others].tolist() == gone.advantages.tolist() and not there.advantages[8:10].any()
+    assert np.isnan(summary.kl[1]) and not np.isnan(summary.kl[[0, 2]]).any()
+    assert there.counted.tolist() == [True, True, False, True, True]
+    batch = training_batch([there], whiten=True)
+    assert batch.advantages[others].tolist() == training_batch([gone], whiten=True).advantages.tolist()
+    learner = PolicyLearner(PolicyConfig(), ModelConfig(path="m"), 0, 1, 0, 1, AlgorithmConfig(), 1.0, "update")
+    chosen = learner.chosen_rows(batch)
+    assert chosen.counted.tolist() == [0, 1, 3, 4] and 2 not in chosen.passed
 
 
 def test_losses_by_sequence_weigh_samples_equally(segments, policy_model):

@@ -18,16 +18,24 @@ def tokenizer(tmp_path_factory):
 
 
 def test_a_format_that_is_none_of_ours_is_read_by_vllm_s_parser(tokenizer):
-    parser = tool_call_parser("qwen3_coder", tokenizer, [ADD])
+    parser = tool_call_parser("qwen3_coder", tokenizer)
     for _ in range(2):  # a parser keeps nothing of the text before
-        found = parser.parse(f"<think>hm</think>{XML}")
+        found = parser.parse(f"<think>hm</think>{XML}", tools=[ADD])
         assert found.calls == [ToolCall("add", {"a": 1})] and found.content == "I add." and found.reasoning == "hm"
     assert parser.parse("no call").content == "no call"
 
 
+def test_types_of_arguments_are_those_of_the_tools_of_the_episode(tokenizer):
+    parser = tool_call_parser("qwen3_coder", tokenizer)
+    as_text = {**ADD, "function": {**ADD["function"], "parameters": {
+        "type": "object", "properties": {"a": {"type": "string"}}}}}
+    assert [parser.parse(XML, tools=[tools]).calls[0].arguments for tools in (ADD, as_text, ADD)] == [
+        {"a": 1}, {"a": "1"}, {"a": 1}]
+
+
 def test_auto_finds_a_parser_of_vllm_by_the_template(tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "<tool_call>\n<function=NAME>")
-    assert tool_call_parser("auto", tokenizer, [ADD]).name == "qwen3_coder"
+    assert tool_call_parser("auto", tokenizer).name == "qwen3_coder"
 
 
 def test_our_hermes_reads_what_vllm_s_reads(tokenizer):

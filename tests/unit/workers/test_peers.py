@@ -513,3 +513,43 @@ def test_ranks_that_hold_a_model_together_are_nobody_s_peers(monkeypatch):
     scorers.group.replica = lambda rank: [0, 1]
     with pytest.raises(ConfigError, match="runner cannot call reward_scorer/0, which holds a model together"):
         PeerTables(runners, scorers, 20.0)
+
+
+def test_a_cancelled_call_is_undone_at_the_peer_that_has_it_however_busy_that_is(two):
+    group, (a, b) = two
+
+    async def run():
+        [ours] = await begun(group, 1, work=4, sticky="episode", undo=(Generator.sample, "undo"))
+        [other] = await begun(group, 2, work=1)
+        await begun(group, 3, work=9, sticky="episode")  # its peer, a, has far more work than b from now on
+        ours.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert (a.seeds, b.seeds) == ([1, "undo"], [2, 3]) or (a.seeds, b.seeds) == ([1, 3, "undo"], [2])
+        ours.cancel()  # once more, by another deadline
+        await asyncio.sleep(0)
+        assert not ours.done(), "until the peer has confirmed it, the call counts as under way"
+        a.answer_all()
+        b.answer_all()
+        with pytest.raises(asyncio.CancelledError):
+            await ours
+        await other
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_to_a_peer_that_is_lost_meanwhile_ends_as_cancelled(two):
+    group, (a, _) = two
+
+    async def run():
+        [ours] = await begun(group, 1, undo=(Generator.sample, "undo"))
+        ours.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        a.die()
+        with pytest.raises(asyncio.CancelledError):
+            await ours
+        return await group.report(0.0)
+
+    [(loss, _)] = asyncio.run(run()).losses
+    assert (loss.rank, loss.kind) == (0, "died")

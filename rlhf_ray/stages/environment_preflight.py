@@ -1,0 +1,103 @@
+"""Environments are loaded once before anything starts, and begun with a real row: a wrong path, a missing type hint, a
+column that is not there and a template that knows no tools are found in a second."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.config.derived import derive
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.data.prompts import prompt_format
+from rlhf_ray.data.row_readers import is_local
+from rlhf_ray.data.turn_template import TurnTemplate
+from rlhf_ray.environments.pool import EnvironmentFacts, EnvironmentPool
+from rlhf_ray.errors import ConfigError, DataError, EpisodeFailed, ModelError
+from rlhf_ray.internals.asyncio import run_coroutine
+from rlhf_ray.models.loading import load_tokenizer
+from rlhf_ray.models.stop_tokens import named_stop_tokens
+from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
+from rlhf_ray.stages.reward_trial import first_rows
+
+TRIAL_S = 10.0
+"""Longest time for a reset. An environment that needs longer is not checked further."""
+SHAPES = {"tools": "tools", "class": "a class with tools", "environment": "an environment in messages"}
+
+
+def check_environments(config: PPOConfig) -> None:
+    """Refuse environments that cannot be used.
+
+    Raises:
+        ModelError: the tokenizer's chat template cannot write their episodes.
+        EnvironmentFailed: one cannot be loaded.
+        ConfigError: one fails with the first row of the data, or no format of tool calls has its name.
+        DataError: a row names none of them.
+    """
+    if not config.environments:
+        return
+    tokenizer = load_tokenizer(config.model)
+    template = TurnTemplate(tokenizer, named_stop_tokens(tokenizer, config.model))
+    rows: dict[str, dict[str, Any]] = {}
+    for section in filter(None, (config.prompts, derive(config).evaluation_prompts)):
+        for name, row in _first_rows(section, config):
+            rows.setdefault(name, row)
+    for name, environment in config.environments.items():
+        facts = run_coroutine(_begun(name, config, rows.get(name)))
+        if facts.tools:
+            template.require(f"environments.{name}", facts.tools)
+        try:
+            tool_call_parser(environment.tool_format, tokenizer)
+        except ConfigError as error:
+            raise ConfigError(f"environments.{name}.{error}") from error
+
+
+def in_words(name: str, facts: EnvironmentFacts) -> str:
+    """A loaded environment: "environments.tools is a class with tools (lookup, submit): env.py:4: class Shop"."""
+    tools = ", ".join(str(tool.get("function", tool).get("name")) for tool in facts.tools)
+    return f"environments.{name} is {SHAPES[facts.shape]}{f' ({tools})' if tools else ''}: {facts.place}"
+
+
+async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) -> EnvironmentFacts:
+    """Load an environment, and begin an episode with a row, if there is one."""
+    pool = EnvironmentPool(name, config.environments[name])
+    try:
+        facts = await pool.start()
+        if row is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TRIAL_S):
+                    await (await pool.open(dict(row), config.run.seed)).close()
+        return facts
+    except EpisodeFailed as error:
+        if error.cause == "error_timeout":
+            return facts
+        raise ConfigError(f"environments.{name} fails with a row of the data, before anything is trained: {error}"
+                          ) from error
+    finally:
+        await pool.stop()
+
+
+def _first_rows(section: PromptsConfig, config: PPOConfig) -> list[tuple[str, dict[str, Any]]]:
+    """The first rows of local data sets, each with the name of its environment. A data set whose rows cannot be read
+    has none: other checks report it."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    column = config.episode_runner.column
+    names = list(config.environments)
+    tokenizer = load_tokenizer(config.model)
+    for part in section.parts():
+        if not is_local(part.location):
+            continue
+        with suppress(ModelError, DataError):
+            form = prompt_format(part, tokenizer)
+            rows = first_rows(part)
+            for i in range(len(rows)):
+                prompt = form.read(rows, i)
+                row = rows.others(i, part.column)
+                name = names[0] if len(names) == 1 else row.get(column)
+                found.append((str(name), {"prompt": prompt.messages or prompt.text, **row}))
+        if unknown := [name for name, _ in found if name not in names]:
+            raise DataError(f"{part.location}: column {column!r} (episode_runner.column) is {unknown[0]!r} in one of "
+                            f"the first rows, and names one of the environments {', '.join(names)}; correct the rows")
+    return found

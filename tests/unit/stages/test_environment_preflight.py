@@ -1,0 +1,103 @@
+"""What is refused of environments before anything starts."""
+
+import json
+
+import pytest
+
+from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.errors import ConfigError, DataError, EnvironmentFailed, ModelError
+from rlhf_ray.stages.environment_preflight import check_environments, in_words
+from tests.chat_templates import make_chat_tokenizer
+from tests.models import make_tiny_llama
+
+CODE = """
+def add(a: int, b: int) -> int:
+    \"\"\"Add.
+
+    Args:
+        a: One.
+        b: Another.
+    \"\"\"
+    return a + b
+
+
+class Shop:
+    def reset(self, price: int) -> None:
+        self.price = price
+
+    def look(self) -> int:
+        \"\"\"Price.\"\"\"
+        return self.price
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    root = tmp_path_factory.mktemp("environments")
+    (root / "env.py").write_text(CODE)
+    for kind in ("qwen2.5", "gemma"):
+        make_tiny_llama(root / kind, 448)
+        make_chat_tokenizer(root / kind, kind)
+    make_tiny_llama(root / "plain", 448)
+    rows = [{"prompt": "how much?", "price": i, "environment": "one"} for i in range(3)]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def config(root, environments, model="qwen2.5", **more):
+    return PPOConfig(model={"path": str(root / model)}, prompts={"path": str(root / "rows.jsonl"), "max_tokens": 64},
+                     environments=environments, **more)
+
+
+def test_environments_that_can_be_used_are_accepted(root):
+    check_environments(config(root, {"one": {"path": f"{root}/env.py:add"}, "two": {"path": f"{root}/env.py:Shop"}}))
+
+
+def test_a_name_that_the_file_has_not_is_refused(root):
+    with pytest.raises(EnvironmentFailed, match=r"environments\.one.* has no attribute 'Nothing'"):
+        check_environments(config(root, {"one": {"path": f"{root}/env.py:Nothing"}}))
+
+
+def test_a_row_with_which_it_cannot_begin_is_refused(root):
+    (root / "other.jsonl").write_text('{"prompt": "how much?", "cost": 3}\n')
+    wrong = config(root, {"one": {"path": f"{root}/env.py:Shop"}})
+    wrong = wrong.model_copy(update={"prompts": wrong.prompts.model_copy(update={"path": str(root / "other.jsonl")})})
+    with pytest.raises(ConfigError, match=r"environments\.one fails with a row of the data.*price"):
+        check_environments(wrong)
+
+
+def test_a_row_that_names_no_environment_is_refused(root):
+    environments = {"two": {"path": f"{root}/env.py:add"}, "three": {"path": f"{root}/env.py:Shop"}}
+    with pytest.raises(DataError, match=r"'environment' \(episode_runner\.column\) is 'one'.* two, three"):
+        check_environments(config(root, environments))
+
+
+def test_a_model_without_a_chat_template_is_refused(root):
+    with pytest.raises(ModelError, match="no chat template"):
+        check_environments(config(root, {"one": {"path": f"{root}/env.py:add"}}, model="plain"))
+
+
+def test_a_template_that_knows_no_tools_is_refused(root):
+    with pytest.raises(ModelError, match=r"environments\.one: there are tools"):
+        check_environments(config(root, {"one": {"path": f"{root}/env.py:add"}}, model="gemma"))
+
+
+def test_an_unknown_format_of_tool_calls_is_refused_by_its_field(root):
+    with pytest.raises(ConfigError, match=r"environments\.one\.tool_format='smoke'"):
+        check_environments(config(root, {"one": {"path": f"{root}/env.py:add", "tool_format": "smoke"}}))
+
+
+def test_a_loaded_environment_is_told_with_its_shape_and_tools(root):
+    import asyncio
+
+    from rlhf_ray.environments.pool import EnvironmentPool
+
+    async def facts():
+        pool = EnvironmentPool("shop", config(root, {"shop": {"path": f"{root}/env.py:Shop"}}).environments["shop"])
+        try:
+            return await pool.start()
+        finally:
+            await pool.stop()
+
+    words = in_words("shop", asyncio.run(facts()))
+    assert words.startswith("environments.shop is a class with tools (look): ") and words.endswith("class Shop:")
