@@ -21,13 +21,13 @@ STOPS = list(range(30, 110))
 WORLD = """
 class Failing:
     def reset(self, row, seed):
-        if row["number"] % 3 == 0:
+        if row["number"] % 3 == 1:
             raise ValueError("this row has no world")
         self.row = row
         return {"messages": [{"role": "user", "content": f"say {row['number']}"}]}
 
     def step(self, reply):
-        return {"messages": [], "reward": self.row["number"] % 3 - 1, "done": True}
+        return {"messages": [], "reward": 1 - self.row["number"] % 3 / 2, "done": True}
 """
 
 
@@ -55,11 +55,11 @@ def test_episodes_are_measured_without_learners_and_failures_stay_in_the_denomin
     by_row = {sample.key[1]: sample for sample in samples}
     assert sorted(by_row) == list(range(9)), "without rows that are held out all prompts are taken, once each"
     for row, sample in by_row.items():
-        if row % 3 == 0:
+        if row % 3 == 1:
             assert (sample.cause, sample.use, sample.score) == ("error_environment", "mask", None)
             assert "this row has no world" in sample.error
         elif sample.cause == "completed":
-            assert sample.score == row % 3 - 1
+            assert sample.score == 1 - row % 3 / 2
         assert sample.advantage is None
     solved = sum(sample.score == 1.0 for sample in samples)
     scores = [sample.score for sample in samples if sample.score is not None]
