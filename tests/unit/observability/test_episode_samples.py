@@ -3,7 +3,6 @@
 import io
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -370,7 +369,7 @@ def test_tokens_of_one_text_share_its_entry(tmp_path):
     """With an entry twice in the dictionary, what pyarrow writes after it is memory of the process: other bytes in
     each, and perhaps a secret."""
     alike = {token: "\ufffd" if token % 2 else text for token, text in TOKENS.items()}
-    table = sample_table(1, experience_of_episodes(), replace(TEXTS, tokens=alike),
+    table = sample_table(1, experience_of_episodes(), TEXTS._replace(tokens=alike),
                          {"score": None, "reward/environment": None, "kl": None, "gold": None}, True)
     column = table["token_texts"].combine_chunks()
     entries = column.values.dictionary.to_pylist()
