@@ -5,7 +5,6 @@ accounted for."""
 import json
 import os
 import signal
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.observability.metrics import read_metrics
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import open_for_reading
 from tests.chat_templates import make_chat_tokenizer
@@ -27,6 +25,7 @@ from tests.models import make_tiny_llama
 pytestmark = pytest.mark.cluster
 WORLD = Path(__file__).parent / "episode_world.py"
 VOCAB = 448
+MOMENT_S = 0.05
 STOPS = list(range(30, 110))
 REPAIRED = ("episodes/retries", "episodes/interrupted")
 """Metrics that say what was repaired."""
@@ -47,7 +46,8 @@ def sections(tmp_path_factory):
         "prompts": {"path": str(root / "prompts.jsonl"), "max_tokens": 64, "held_out": 0.1},
         "environments": {"one": {**world, "max_turns": 3}, "two": {**world, "max_turns": 2}},
         "evaluation": {"prompts": None, "every": 0, "limit": 2},
-        "checkpoint": {"every": 1, "every_minutes": 0}, "policy": {"workers": 1, "ema_decay": None},
+        "checkpoint": {"every": 1, "every_minutes": 0},
+        "policy": {"workers": 1, "ema_decay": None, "micro_batch_tokens": 512},
         "generator": {"workers": 1, "chunk": 4, "kv_cache_mb": 16,
                       "sampling": {"max_tokens": 16, "stop_token_ids": STOPS}},
         "algorithm": {"estimator": "grpo", "epochs": 1, "mini_batches": 2, "kl": {"coef": 0.1}},
@@ -72,20 +72,25 @@ def undisturbed(configure, sections, tmp_path_factory):
     return play(configure, sections, tmp_path_factory.mktemp("undisturbed") / "run")
 
 
-class HostFault(WorkerFault):
-    """The signal goes to a process of an environment."""
+class EpisodeFault(WorkerFault):
+    """The signal is sent while episodes have been under way for a moment, to a worker or a process of "environment"."""
 
     def inject(self, coordinator):
-        """See `WorkerFault`; once the process is there."""
-        busy = {(task.role, task.phase) for task in coordinator.roles.clock.under_way}
-        if coordinator.state.step != self.step or ("episode_runner", self.phase) not in busy:
+        """See `WorkerFault`."""
+        roles = coordinator.roles
+        begun = [task.since for task in roles.clock.under_way
+                 if (task.role, task.phase) == ("episode_runner", self.phase)]
+        if coordinator.state.step != self.step or not begun or roles.clock.now() - min(begun) < MOMENT_S:
             return
-        pid = coordinator.roles.runners.processes(0).pid
-        for process in psutil.Process(pid).children(recursive=True):
-            if "rlhf_ray.environments.host" in process.cmdline():
-                self.pids = (process.pid,)
-                process.kill()
-                return
+        if self.worker == "environment":
+            children = psutil.Process(roles.runners.processes(0).pid).children(recursive=True)
+            pids = [each.pid for each in children if "rlhf_ray.environments.host" in each.cmdline()]
+        else:
+            (group,) = [group for group in roles.groups() if group.role == self.worker]
+            pids = [group.processes(0).pid]
+        if pids:
+            self.pids = (pids[0],)
+            os.kill(pids[0], self.signal)
 
 
 def audited(directory):
@@ -96,7 +101,8 @@ def audited(directory):
 
 
 def assert_the_same(directory, undisturbed):
-    assert (directory / "model/model.safetensors").read_bytes() == (undisturbed / "model/model.safetensors").read_bytes()
+    weights = [(d / "model/model.safetensors").read_bytes() for d in (directory, undisturbed)]
+    assert weights[0] == weights[1]
     rows = [without(steps(d), *CLOCKS, TRAFFIC, *REPAIRED) for d in (directory, undisturbed)]
     assert rows[0] == rows[1] and len(rows[0]) == 3
     assert samples(directory) == samples(undisturbed)
@@ -104,9 +110,8 @@ def assert_the_same(directory, undisturbed):
 
 def test_a_runner_a_generator_and_an_environment_that_are_killed_change_nothing(
         configure, sections, undisturbed, tmp_path):
-    faults = (WorkerFault("episode_runner/0", "play", 0, signal.SIGKILL),
-              WorkerFault("generator/0", "sample", 1, signal.SIGKILL),
-              HostFault("episode_runner/0", "play", 2, signal.SIGKILL))
+    faults = [EpisodeFault(worker, "episodes", step, signal.SIGKILL)
+              for step, worker in enumerate(("episode_runner", "generator", "environment"))]
     directory = play(configure, sections, tmp_path / "run", *faults)
     assert audited(directory)["committed"] == 3 * 8
     assert_the_same(directory, undisturbed)

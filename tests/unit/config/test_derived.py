@@ -3,7 +3,14 @@
 import pytest
 
 from rlhf_ray.config.conditional_fields import without_effect
-from rlhf_ray.config.derived import buffer_capacity_mb, concurrency_of, derive, model_paths, placements_of
+from rlhf_ray.config.derived import (
+    buffer_capacity_mb,
+    concurrency_of,
+    derive,
+    episodes_deadline_s,
+    model_paths,
+    placements_of,
+)
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.load import STAGES, as_yaml, load, resolve
@@ -145,3 +152,15 @@ def test_layers_are_compiled_on_gpus_up_to_stage_2_unless_somebody_says_otherwis
     assert LearnerConfig(**fields).compiles_layers is compiled
     with pytest.raises(ConfigError, match="compile_layers=true compiles layers with the parameters they have"):
         LearnerConfig(gpus=1, zero_stage=3, compile_layers=True)
+
+
+@pytest.mark.parametrize("policies, begins", [
+    ({"timeout": "mask", "environment": "mask"}, 1), ({"timeout": "retry", "environment": "mask", "retries": 2}, 3),
+    ({"timeout": "mask", "environment": "retry", "retries": 1}, 2), ({"environment": "retry", "retries": 0}, 1)])
+def test_a_runner_has_the_time_of_every_attempt_at_its_episodes(write, policies, begins):
+    config = load(STAGES["ppo"], write("ppo"), [
+        "--environments.world.path=world.py:World", "--environments.world.max_tokens=1024", "--environments.world.concurrency=1000",
+        "--environments.world.timeout_s.episode=100", "--environments.world.timeout_s.step=10",
+        "--cluster.call_timeout_s=30",
+        *[f"--environments.world.on_failure.{name}={value}" for name, value in policies.items()]])
+    assert episodes_deadline_s(config) == begins * (100 + 2 * 10) + 30
