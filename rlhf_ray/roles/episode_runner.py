@@ -32,6 +32,7 @@ from rlhf_ray.records import Episode, Prompts, Rollout, SampleKey
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
 from rlhf_ray.roles.episode import Activity, Attempt, Ended, TextTools, environment_seed
+from rlhf_ray.roles.episode_tokens import EpisodeTokens
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.rollout_rows import Segment, rollout_of
 
@@ -237,7 +238,10 @@ class EpisodeRunner:
         counted = {event: number for event, number in (attempt.events + events).items() if number}
         episode = Episode(name, ended.cause, use, attempt.messages, attempt.tools, ended.turns, attempt.metrics,
                           counted, ended.error)
-        return ended.tokens.segments(seed, FINISHES.get(ended.cause, "abort")), episode
+        tokens = ended.tokens
+        if not tokens.context:  # it did not begin; other roles take no empty rows
+            tokens = EpisodeTokens(prompts.row(place, "tokens").tolist()[:config.max_tokens])
+        return tokens.segments(seed, FINISHES.get(ended.cause, "abort")), episode
 
     def _chosen(self, metadata: Mapping[str, Any], key: SampleKey) -> str:
         """The name of a row's environment."""
