@@ -236,7 +236,7 @@ class Turn:
     finish_reason: str
     """As in `Rollout.finish_reasons`."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """{"name", "arguments"} of each call; {"error"} of one that could not be read."""
+    """{"id", "name", "arguments"} of each call; {"error"} of one that could not be read."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """What the environment answered."""
     reward: float = 0.0

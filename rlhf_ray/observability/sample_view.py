@@ -223,9 +223,10 @@ def _words_of(exchange: Exchange, several: bool) -> str:
 def outcome_of(sample: Sample) -> str:
     """How an episode ended, in words."""
     words = [f"{sample.environment}: {sample.cause}{USES.get(sample.use, f' ({sample.use})')}"]
-    numbers = {**(sample.metrics or {}), **(sample.events or {})}
+    happened = ((name, count) for name, count in (sample.events or {}).items() if count)
+    numbers = [*(sample.metrics or {}).items(), *happened]
     if numbers:
-        words.append(", ".join(f"{escaped(name)} {number(value)}" for name, value in numbers.items()))
+        words.append(", ".join(f"{escaped(name)} {number(value)}" for name, value in numbers))
     return " · ".join(words) + (f"\n{sample.error}" if sample.error else "")
 
 

@@ -266,7 +266,7 @@ class Attempt:
         parsed = replace(parsed, calls=calls)
         self._conversation.append(self._texts.template.assistant(
             text, content=parsed.content, reasoning=parsed.reasoning, tool_calls=[asdict(call) for call in calls]))
-        written = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        written = [{"id": call.id, "name": call.name, "arguments": call.arguments} for call in calls]
         self._turns[-1] = replace(self._turns[-1], tool_calls=[*written, *({"error": e} for e in parsed.errors)])
         self.events["tool_calls"] += len(calls)
         self.events["parse_failures"] += len(parsed.errors)

@@ -1,10 +1,17 @@
-"""The tools example: rewards of episodes teach what the demonstrations got wrong."""
+"""The tools example: rewards of episodes teach what the demonstrations got wrong, and nothing once they say nothing."""
 
 import json
+import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
+from ray import cloudpickle
 
+from rlhf_ray.records import Prompts, RewardScores, Rollout
+from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages import tools_example
+from tests.roles_in_runs import use_class
 from tests.slow.conftest import SEEDS
 
 pytestmark = pytest.mark.slow
@@ -17,3 +24,19 @@ def test_held_out_questions_come_out_right(seed, tmp_path):
     assert summary["success_after"] >= 0.8
     assert summary["turns_mean"] >= 4 and summary["tool_calls"] >= 3
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+class PermutedScores(RewardScorer):
+    """The environment's rewards, dealt out to the wrong episodes; evaluations read the components, which stay."""
+
+    async def score(self, rollout: Rollout, prompts: Prompts) -> RewardScores:
+        rewards = await super().score(rollout, prompts)
+        scores = np.random.default_rng(rollout.seeds[0]).permutation(rewards.scores)
+        return replace(rewards, scores=scores, token_rewards=None)
+
+
+def test_permuted_rewards_teach_nothing(tmp_path, monkeypatch):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
+    use_class(monkeypatch, PermutedScores)
+    summary = tools_example.run(tmp_path, "grpo", 0, [])
+    assert summary["success_after"] < 0.3

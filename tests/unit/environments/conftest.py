@@ -10,7 +10,7 @@ from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Reply
 
-OBEDIENT = '''
+OBEDIENT = r'''
 import asyncio, ctypes, os, re, signal, subprocess, sys, time
 
 class Strange(Exception):

@@ -158,6 +158,33 @@ def test_out_of_memory_is_the_failure_of_the_one_that_takes_it(pool_of):
     assert idle == 1
 
 
+def test_a_call_is_not_to_blame_for_a_lock_that_another_holds(pool_of, monkeypatch):
+    """Its deadline passes first, since it began first."""
+    monkeypatch.setattr(host_process, "ANSWERING_S", 0.3)
+
+    async def live():
+        async with pool_of(processes=1, timeout_s={"step": 0.8}) as pool:
+            first, holder = [await pool.open({}, seed) for seed in (0, 1)]
+            call = asyncio.create_task(say(first, "time.sleep(0.3)"))
+            await asyncio.sleep(0.1)
+            held, step = await asyncio.gather(say(holder, "holds_the_lock()"), call, return_exceptions=True)
+            assert content(step) == "0:1" and first.interrupted == 1
+            return held
+
+    held = asyncio.run(live())
+    assert isinstance(held, EpisodeFailed) and held.cause == "error_timeout"
+
+
+def test_an_episode_is_not_to_blame_for_memory_that_another_keeps(pool_of):
+    async def live():
+        async with pool_of(processes=1, memory_mib=250) as pool:
+            keeps, other = [await pool.open({}, seed) for seed in (0, 1)]
+            assert content(await say(keeps, "globals().update(kept=bytearray(150 << 20))")) == "0:1"
+            assert content(await say(other, "(bytearray(100 << 20), None)[1]")) == "1:1" and other.interrupted == 1
+
+    asyncio.run(live())
+
+
 @pytest.mark.slow
 def test_torch_can_be_imported_within_the_default_memory(pool_of):
     code = OBEDIENT + ("\n    def close(self):\n        import torch\n"

@@ -26,7 +26,7 @@ EPISODES = [
     ], metrics={"items": 1.0}, events={"parse_failures": 1}),
     Episode("shop", "error_timeout", "mask", QUESTION, TOOLS, [
         Turn(0, 3, 5, 21, "length", [{"name": "look_up", "arguments": {"item": "tea"}}], []),
-    ], events={"interrupted": 1}, error="the tool look_up did not answer within 60 s\x1b[0m"),
+    ], events={"interrupted": 1, "tool_failures": 0}, error="the tool look_up did not answer within 60 s\x1b[0m"),
 ]
 TURNS = [["Let me look. look_up", "3*4", "They cost 12."], ["Let me look. look_up"]]
 TEXTS = SampleTexts(["<user>teas?"] * 2, [None, None], ["\n".join(texts) for texts in TURNS], TOKENS, TURNS)
