@@ -32,7 +32,6 @@ from rlhf_ray.records import Episode, Prompts, Rollout, SampleKey
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
 from rlhf_ray.roles.episode import Activity, Attempt, Ended, TextTools, environment_seed
-from rlhf_ray.roles.episode_tokens import EpisodeTokens
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.rollout_rows import Segment, rollout_of
 
@@ -214,6 +213,7 @@ class EpisodeRunner:
             number = next(self._numbers)
             activity = self._open[number] = Activity(key, name, time.monotonic())
             diverged = 0
+            # Of all attempts together: a step waits no longer for a sample.
             deadline = asyncio.get_running_loop().time() + config.timeout_s.episode
             try:
                 while True:
@@ -225,23 +225,21 @@ class EpisodeRunner:
                         diverged += 1
                         events["interrupted"] += 1
                         if diverged <= MOST_DIVERGED:
-                            continue  # with the deadline that it has: a step waits no longer for it
+                            continue
                         ended = attempt.ended("error_environment", str(error), prompt)
-                    use = self._use(config, ended, events["retries"], held_out)
+                    may_begin = asyncio.get_running_loop().time() < deadline
+                    retries = events["retries"] if may_begin else config.on_failure.retries
+                    use = self._use(config, ended, retries, held_out)
                     if use != "retry":
                         break
                     events["retries"] += 1
                     events["interrupted"] += attempt.events["interrupted"]
-                    deadline = asyncio.get_running_loop().time() + config.timeout_s.episode
             finally:
                 del self._open[number]
         counted = {event: number for event, number in (attempt.events + events).items() if number}
         episode = Episode(name, ended.cause, use, attempt.messages, attempt.tools, ended.turns, attempt.metrics,
                           counted, ended.error)
-        tokens = ended.tokens
-        if not tokens.context:  # it did not begin; other roles take no empty rows
-            tokens = EpisodeTokens(prompts.row(place, "tokens").tolist()[:config.max_tokens])
-        return tokens.segments(seed, FINISHES.get(ended.cause, "abort")), episode
+        return ended.tokens.segments(seed, FINISHES.get(ended.cause, "abort")), episode
 
     def _chosen(self, metadata: Mapping[str, Any], key: SampleKey) -> str:
         """The name of a row's environment."""

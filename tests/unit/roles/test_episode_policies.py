@@ -190,7 +190,7 @@ def test_an_episode_that_did_not_begin_has_the_tokens_of_its_prompt():
     prompts = Prompts(np.array([0, 2, 5]), np.array([7, 8, 1, 2, 3], np.int32), ["a", "b"], [{}, {}], np.arange(2))
     runner = runner_of({"world": Broken()}, Writer("a"), {"max_tokens": 2})
     rollout = asyncio.run(runner.play(prompts, [SampleKey(0, 1, 0), SampleKey(0, 0, 0)], 0, held_out=True))
-    assert [rollout.row(i, "tokens").tolist() for i in range(2)] == [[1, 2], [7, 8]]
+    assert [rollout.row(i, "tokens").tolist() for i in range(2)] == [[ord("b")], [ord("a")]]
     assert [episode.use for episode in rollout.episodes] == ["mask", "mask"] and not rollout.response_mask.any()
 
 
