@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from rlhf_ray.config.algorithm import OldLogprobs
 from rlhf_ray.config.data import EvaluationPrompts, PromptsConfig
-from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.estimators import GDPOEstimator
 from rlhf_ray.config.generation import (
     BUCKET_BETWEEN_GPUS_MB,
@@ -282,19 +281,11 @@ def concurrency_of(coordinator: CoordinatorConfig, generator: GenerationConfig, 
 
 def episodes_deadline_s(config: PPOConfig) -> float:
     """Seconds for the episodes of one call to a runner: an environment may have to play all samples in flight, as many
-    at a time as its `concurrency`, and each wave lasts until the deadlines of its episodes and of closing them, for as
-    often as they may begin."""
+    at a time as its `concurrency`, and each wave lasts until the deadlines of its episodes and of closing them."""
     in_flight = concurrency_of(config.coordinator, config.generator)
-    waves = [(-(-in_flight // each.concurrency) * (1 + _retries(each)), each.timeout_s)
-             for each in config.environments.values()]
+    waves = [(-(-in_flight // each.concurrency), each.timeout_s) for each in config.environments.values()]
     longest = max((number * (limit.episode + 2 * limit.step) for number, limit in waves), default=0.0)
     return longest + config.cluster.call_timeout_s
-
-
-def _retries(environment: EnvironmentConfig) -> int:
-    """How often an episode may begin again."""
-    policy = environment.on_failure
-    return policy.retries if "retry" in (policy.timeout, policy.environment) else 0
 
 
 def buffer_capacity_mb(buffer: BufferConfig, cluster: ClusterConfig) -> int | None:

@@ -26,13 +26,14 @@ class EpisodeTimeouts(Section):
     step: float = Field(60.0, gt=0)
     """Of the answer to one turn, and of closing the environment."""
     episode: float = Field(600.0, gt=0)
-    """Of the whole episode, with all sampling and waiting."""
+    """Of the whole episode, with all sampling and waiting, however often it is begun again: a step waits no longer for
+    a sample."""
 
 
 class FailurePolicy(Section):
     """What is done with an episode that did not complete: "train" on it with the reward that it has, "mask" it (it is
     in no loss, baseline or mean), give it "zero" reward, "quarantine" its prompt within `reward.quarantine_limit`, or
-    begin it again ("retry", up to `retries` times, then quarantine)."""
+    begin it again ("retry", up to `retries` times within `timeout_s.episode`, then quarantine)."""
 
     parse: Literal["feedback", "train", "mask", "zero"] = "feedback"
     """A tool call that cannot be read: "feedback" lets the policy read what was wrong, and the episode continues; the

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -286,7 +287,8 @@ class Coordinator:
         row = step_metrics(outcome, depth, self.roles.clock, self.roles.workers(), self.roles.by_section)
         if self.pipeline.quarantine:
             row["reward/quarantined"] = float(self.pipeline.quarantine.samples)
-        self.state.early_stop.observe(self.state.step, row.get("kl/sequence"), row["reward/mean"])
+        if not math.isnan(row["reward/mean"]):  # that of a step whose episodes are all masked says nothing
+            self.state.early_stop.observe(self.state.step, row.get("kl/sequence"), row["reward/mean"])
         self._row = asyncio.create_task(self._write(self.state.step, row, saving))
         shown = {"reward": "reward/mean", "gold": "reward/gold", "kl": "kl/sequence",
                  "samples_per_second": "throughput/samples_per_second"}

@@ -92,7 +92,9 @@ def sample_table(
         return lists(pa.array(values, pa.float32()))
 
     ids, places = np.unique(experience.tokens, return_inverse=True)
-    pieces = pa.array([texts.tokens[int(i)] for i in ids], pa.string())
+    # Several tokens may have one text. With a text twice in a dictionary, pyarrow's files end in memory of the process.
+    pieces, which = np.unique(np.array([texts.tokens[int(i)] for i in ids], dtype=object), return_inverse=True)
+    dictionary = pa.array(pieces, pa.string())
     messages = list(texts.messages)
     if experience.episodes is not None:
         messages = [json.dumps(episode.messages) if episode.messages else own
@@ -111,7 +113,7 @@ def sample_table(
         "row_lengths": pa.ListArray.from_arrays(pa.array(first_rows, pa.int32()),
                                                 pa.array(experience.lengths, pa.int32())),
         "token_ids": lists(pa.array(experience.tokens, pa.int32())),
-        "token_texts": lists(pa.DictionaryArray.from_arrays(pa.array(places, pa.int32()), pieces)),
+        "token_texts": lists(pa.DictionaryArray.from_arrays(pa.array(which[places], pa.int32()), dictionary)),
         "response_mask": lists(pa.array(experience.response_mask, pa.bool_())),
         **{name: numbers_of_tokens(name) for name in PER_TOKEN},
         "versions": lists(pa.array(experience.versions, pa.int32())),

@@ -387,13 +387,17 @@ class Assembler:
     def _sample_scores(
         self, rollout: Rollout, scores: torch.Tensor, terms: RewardTerms, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """[S] rewards on the last tokens: normalised scores less penalties for a response's end and length, clipped."""
+        """[S] rewards on the last tokens: normalised scores less penalties for a response's end and length, clipped. An
+        episode whose failure is given no reward ("zero") has no penalty either."""
         a = self.algorithm
         scores = (scores - terms.score_mean) / terms.score_deviation
+        penalised = torch.ones_like(scores)
+        if rollout.episodes is not None:
+            penalised[[i for i, episode in enumerate(rollout.episodes) if episode.use == "zero"]] = 0.0
         if a.missing_eos_penalty:
-            scores -= a.missing_eos_penalty * torch.from_numpy(~finished(rollout)).float()
+            scores -= penalised * a.missing_eos_penalty * torch.from_numpy(~finished(rollout)).float()
         if a.overlong_buffer:
-            scores += a.overlong_penalty * overlong_penalty(lengths, self._longest, a.overlong_buffer)
+            scores += penalised * a.overlong_penalty * overlong_penalty(lengths, self._longest, a.overlong_buffer)
         return self._clipped(scores)
 
     def _clipped(self, rewards: torch.Tensor) -> torch.Tensor:

@@ -149,7 +149,7 @@ class Attempt:
                 environment = await pool.open(row, seed)
                 begins = observed(prompt, environment.observation)
                 cause, error = await self._turn_by_turn(environment, environment.start, begins)
-                if self._turns and cause != "error_parse":
+                if self._turns:
                     self._activity.enter("its reward")
                     reward = self._turns[-1].reward + await environment.reward()
                     self._turns[-1] = replace(self._turns[-1], reward=reward)

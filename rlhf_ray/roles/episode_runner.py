@@ -213,6 +213,7 @@ class EpisodeRunner:
             number = next(self._numbers)
             activity = self._open[number] = Activity(key, name, time.monotonic())
             diverged = 0
+            # Of all attempts together: a step waits no longer for a sample.
             deadline = asyncio.get_running_loop().time() + config.timeout_s.episode
             try:
                 while True:
@@ -224,14 +225,15 @@ class EpisodeRunner:
                         diverged += 1
                         events["interrupted"] += 1
                         if diverged <= MOST_DIVERGED:
-                            continue  # with the deadline that it has: a step waits no longer for it
+                            continue
                         ended = attempt.ended("error_environment", str(error), prompt)
-                    use = self._use(config, ended, events["retries"], held_out)
+                    may_begin = asyncio.get_running_loop().time() < deadline
+                    retries = events["retries"] if may_begin else config.on_failure.retries
+                    use = self._use(config, ended, retries, held_out)
                     if use != "retry":
                         break
                     events["retries"] += 1
                     events["interrupted"] += attempt.events["interrupted"]
-                    deadline = asyncio.get_running_loop().time() + config.timeout_s.episode
             finally:
                 del self._open[number]
         counted = {event: number for event, number in (attempt.events + events).items() if number}

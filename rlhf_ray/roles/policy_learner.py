@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlhf_ray.algorithms.logprob_gap import gap_histogram, gap_quantile
@@ -166,9 +167,9 @@ class PolicyLearner(PPOLearner):
         if gaps := [stats.metrics.pop(name) for name in list(stats.metrics) if name.startswith(GAPS)]:
             stats.metrics["logprob_gap_p99"] = gap_quantile(gaps, 0.99)
         # Without an entropy bonus, report the sampled entropy, which costs nothing: minus the mean log-probability.
-        stats.metrics.setdefault("entropy", -float(batch.old_logprobs[batch.response_mask].mean()))
-        stats.metrics["advantage_mean"] = float(np.concatenate([  # of the batch it is 0 if whitened
-            part.advantages[counted_tokens(part)] for part in experiences]).mean())
+        stats.metrics.setdefault("entropy", -_mean(batch.old_logprobs[counted_tokens(batch)]))
+        stats.metrics["advantage_mean"] = _mean(np.concatenate([  # of the batch it is 0 if whitened
+            part.advantages[counted_tokens(part)] for part in experiences]))
         text = self.ptx.config.coef * stats.metrics.get("ptx_loss", math.nan) if self.ptx else 0.0
         stats.metrics["total_loss"] = stats.metrics.get("loss", math.nan) + text  # no step may have been applied
         if self.algorithm.target_kl is not None:
@@ -324,3 +325,8 @@ class PolicyLearner(PPOLearner):
             self.average.load(*average_files(path))
         if self.ptx:
             self.ptx.load(path / "ptx_0.json")  # the same on all ranks
+
+
+def _mean(numbers: NDArray[np.float32]) -> float:
+    """Their mean; NaN without any, as where all episodes are masked."""
+    return float(numbers.mean()) if len(numbers) else math.nan

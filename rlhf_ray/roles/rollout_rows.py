@@ -85,6 +85,7 @@ def rollout_of(
         tokens += [np.asarray(each, dtype=np.int32) for each in of_row]
         lengths.append(sum(map(len, of_row)))
     versions = column(-1, "versions", np.int32)
+    sampled = np.array([sum(len(part.completion.tokens) for part in row.parts) for row in rows])
     mask_sizes, mask_tokens = sampling_masks(rows) if masks else (None, None)
     return Rollout(
         offsets=offsets_of(lengths),
@@ -93,11 +94,19 @@ def rollout_of(
         logprobs=column(0.0, "logprobs", np.float32),
         versions=versions,
         samples=np.asarray(samples, dtype=np.int64),
+        row_weights=_shares(sampled, np.asarray(samples, dtype=np.int64)),
         keys=list(keys),
         seeds=np.asarray([row.seed for row in rows], dtype=np.int64),
         finish_reasons=[row.finish_reason for row in rows],
         mask_sizes=mask_sizes, mask_tokens=mask_tokens, episodes=episodes,
     )
+
+
+def _shares(sampled: NDArray[np.int64], samples: NDArray[np.int64]) -> NDArray[np.float32]:
+    """[N] each row's share of the tokens that were sampled in its sample; equal shares where none were."""
+    of_sample = np.bincount(samples, weights=sampled)[samples]
+    equal = 1 / np.bincount(samples)[samples]
+    return np.divide(sampled, of_sample, out=equal, where=of_sample > 0).astype(np.float32)
 
 
 def sampling_masks(rows: Sequence[Segment]) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:

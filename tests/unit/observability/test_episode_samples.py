@@ -15,9 +15,18 @@ from rlhf_ray.observability.conversation import call_in_words, response_of, turn
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.sample_choice import Choice, NumberRange, rows_of
 from rlhf_ray.observability.sample_export import json_of, write_json_lines
-from rlhf_ray.observability.sample_files import SampleWriter, read_samples, steps_with_samples
+from rlhf_ray.observability.sample_files import SampleWriter, read_samples, sample_table, steps_with_samples
 from rlhf_ray.observability.sample_view import extremes, print_samples, sample_page, samples_of
-from tests.unit.observability.episode_samples import EPISODES, LOGPROBS, ROWS, SAMPLED, TEXTS, save_episodes
+from tests.unit.observability.episode_samples import (
+    EPISODES,
+    LOGPROBS,
+    ROWS,
+    SAMPLED,
+    TEXTS,
+    TOKENS,
+    experience_of_episodes,
+    save_episodes,
+)
 from tests.unit.observability.test_sample_view import Page, save
 
 FILE = "samples/step_000001.parquet"
@@ -354,3 +363,17 @@ def test_messages_with_calls_or_without_text_are_turns():
     assert turns_of({"messages": messages}) == [
         ("assistant", ""), ("call", "f()"), ("tool", '[{"type": "text", "text": "é"}]')]
     assert response_of({"response": "\x1b"}) == [("response", "\\x1b")]
+
+
+def test_tokens_of_one_text_share_its_entry(tmp_path):
+    """With an entry twice in the dictionary, what pyarrow writes after it is memory of the process: other bytes in
+    each, and perhaps a secret."""
+    alike = {token: "\ufffd" if token % 2 else text for token, text in TOKENS.items()}
+    table = sample_table(1, experience_of_episodes(), TEXTS._replace(tokens=alike),
+                         {"score": None, "reward/environment": None, "kl": None, "gold": None}, True)
+    column = table["token_texts"].combine_chunks()
+    entries = column.values.dictionary.to_pylist()
+    assert sorted(entries) == sorted({alike[token] for row in ROWS for token in row})
+    SampleWriter(tmp_path).write(1, table)
+    read = [row["token_texts"] for row in read_samples(tmp_path, 1)]
+    assert read == [[alike[token] for row in ROWS[:2] for token in row], [alike[token] for token in ROWS[2]]]

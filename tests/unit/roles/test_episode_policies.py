@@ -5,6 +5,7 @@ Generators, environments and the chat template are stand-ins: a token is a chara
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -181,6 +182,18 @@ def test_a_failed_episode_begins_again_so_often_and_is_quarantined_then(retries)
     assert (found.cause, found.events["retries"], again.opened) == ("completed", 1, 2)
 
 
+def test_an_episode_that_did_not_begin_has_the_tokens_of_its_prompt():
+    class Broken(World):
+        async def open(self, row, seed):
+            raise BUG
+
+    prompts = Prompts(np.array([0, 2, 5]), np.array([7, 8, 1, 2, 3], np.int32), ["a", "b"], [{}, {}], np.arange(2))
+    runner = runner_of({"world": Broken()}, Writer("a"), {"max_tokens": 2})
+    rollout = asyncio.run(runner.play(prompts, [SampleKey(0, 1, 0), SampleKey(0, 0, 0)], 0, held_out=True))
+    assert [rollout.row(i, "tokens").tolist() for i in range(2)] == [[ord("b")], [ord("a")]]
+    assert [episode.use for episode in rollout.episodes] == ["mask", "mask"] and not rollout.response_mask.any()
+
+
 def test_an_evaluation_has_no_quarantine():
     assert episode(World(BUG), CALL, held_out=True, on_failure={"environment": "quarantine"}).use == "mask"
 
@@ -351,3 +364,52 @@ def test_an_attempt_counts_its_turns_from_the_first_in_what_it_says():
     prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1))
     asyncio.run(runner.play(prompts, [SampleKey(0, 0, 0)], 0))
     assert seen == [1, 1]
+
+
+class Rewrites(Template):
+    """Writes earlier turns in capitals once others follow, and a call as it would write it itself."""
+
+    def continues(self, messages, tools=None, **_):
+        return False
+
+    def assistant(self, text, **_):
+        return {"role": "assistant", "content": text.upper()}
+
+
+ODD_CALL = '{"name":   "look","arguments":{}}'
+
+
+@pytest.mark.parametrize("template", [Template(), Rewrites()])
+def test_a_sampled_turn_is_never_written_again_from_what_was_read_in_it(template):
+    """Nor does a template that rewrites history stall an episode: a new segment of the same sample begins."""
+    runner = runner_of({"world": World(MORE, MORE, DONE)}, Writer(ODD_CALL), {})
+    runner._texts["world"] = replace(runner._texts["world"], template=template)
+    prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1))
+    rollout = asyncio.run(runner.play(prompts, [SampleKey(0, 0, 0)], 0))
+    sampled = "".join(map(chr, rollout.tokens[rollout.response_mask]))
+    assert sampled == f"{ODD_CALL}\0" * 3
+    assert (rollout.sample_count, len(rollout)) == (1, 3 if isinstance(template, Rewrites) else 1)
+    assert [turn.row for turn in rollout.episodes[0].turns] == (
+        [0, 1, 2] if isinstance(template, Rewrites) else [0, 0, 0])
+
+
+def test_an_error_and_a_straggler_take_nothing_from_the_other_episodes_of_a_step():
+    class Sleepy(World):
+        async def step(self, reply):
+            await asyncio.sleep(30)
+
+    worlds = {"good": World(MORE, DONE), "bad": World(BUG), "slow": Sleepy(DONE)}
+    found = play(worlds, Writer(CALL), [{"environment": name} for name in ("good", "bad", "slow", "good")],
+                 fields={"timeout_s": {"episode": 0.1}, "on_failure": {"environment": "mask"}}).episodes
+    assert [(each.cause, each.use) for each in found] == [
+        ("completed", "train"), ("error_environment", "mask"), ("error_timeout", "mask"), ("completed", "train")]
+    assert "in turn 1 it waited for tool `look`" in found[2].error
+
+
+def test_nothing_of_an_attempt_that_failed_is_in_the_one_that_follows():
+    again, fresh = World(MORE, BUG, DONE), World(DONE)
+    rollout = play({"world": again}, Writer(CALL), fields={"on_failure": {"environment": "retry"}})
+    expected = play({"world": fresh}, Writer(CALL))
+    assert again.opened == 2 and rollout.tokens.tolist() == expected.tokens.tolist()
+    assert [turn.seed for turn in rollout.episodes[0].turns] == [turn.seed for turn in expected.episodes[0].turns]
+    assert rollout.episodes[0].events == {"retries": 1, "tool_calls": 1}

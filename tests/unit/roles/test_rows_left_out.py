@@ -226,6 +226,18 @@ def test_truncated_samples_are_as_if_they_were_not_in_the_batch(modules, cls, ag
     assert (weights - unfiltered).abs().max() > 1e-3
 
 
+def test_rows_of_masked_episodes_are_as_if_they_were_not_in_the_batch(modules):
+    algorithm = {"aggregate": "token", "epochs": 1, "estimator": {"type": "gae", "whiten": True}}
+    rows = experience()
+    masked = replace(rows, counted=~np.isin(np.arange(ROWS), TRUNCATED))
+    weights, stats = updated(learner(modules, PolicyLearner, algorithm=algorithm), masked)
+    expected, of_never = updated(learner(modules, PolicyLearner, algorithm=algorithm),
+                                 rows.select(np.delete(np.arange(ROWS), TRUNCATED)))
+    torch.testing.assert_close(weights, expected, rtol=0, atol=1e-7)
+    for name in ("loss", "entropy", "advantage_mean"):
+        assert stats.metrics[name] == pytest.approx(of_never.metrics[name], rel=1e-5, abs=1e-7), name
+
+
 def test_a_sample_is_truncated_if_its_last_row_did_not_end(modules):
     reasons = ["stop", "length", "stop", "abort", "stop", "length", "stop", "stop"]
     rows = training_batch([experience(finish_reasons=reasons)], whiten=False)

@@ -222,6 +222,14 @@ def test_a_masked_episode_is_in_no_baseline_mean_or_loss(segments, policy_model,
     assert chosen.counted.tolist() == [0, 1, 3, 4] and 2 not in chosen.passed
 
 
+def test_an_episode_of_no_reward_has_no_penalty_for_its_end_either(segments, policy_model):
+    cut_off = replace(segments, finish_reasons=["length"] * 5, keys=[SampleKey(0, 4, i) for i in range(3)],
+                      episodes=[episode_of(), episode_of(use="zero"), episode_of()])
+    assembler = Assembler(AlgorithmConfig(missing_eos_penalty=2.0), policy_model, 8)
+    scores = assembler._sample_scores(cut_off, torch.tensor([1.0, 0.0, 5.0]), RewardTerms(0.0), torch.tensor([3, 2, 2]))
+    assert scores.tolist() == [-1.0, 0.0, 3.0]
+
+
 def test_losses_by_sequence_weigh_samples_equally(segments, policy_model):
     batch = training_batch([assembled(segments, policy_model, estimator="reinforce", coef=0.5)[0]], whiten=False)
     algorithm = AlgorithmConfig(aggregate="sequence", importance={"tokens": "none"})
