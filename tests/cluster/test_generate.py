@@ -163,6 +163,3 @@ def test_episodes_are_played_without_ray_and_written_turn_by_turn(tmp_path, caps
         assert [turn["reward"] for turn in episode["turns"]] == [0.25, 0.5] and episode["score"] == 0.75
         assert f"episode {number + 1} of 3" in printed and f"user: {first['content']}" in printed
     assert "Talk: completed" in printed and "reward 0.75" in printed
-    generate(GenerateOptions(**options, output=tmp_path / "e.jsonl"), None)
-    assert [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()] == shown
-    assert capsys.readouterr().out == "", "the same episodes, written to a file"

@@ -1,30 +1,33 @@
 """`generate` and `compare`: what they hand on, and what they refuse. The real engine answers in tests/cluster."""
 
+import json
 import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import rlhf_ray.stages.compare
+import rlhf_ray.stages.generate
 from rlhf_ray.cli import generate_commands
 from rlhf_ray.cli.generate_commands import prepare_engine
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.observability.sample_files import read_samples
 from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 from rlhf_ray.stages.compare import CompareOptions
 from rlhf_ray.stages.compare import run as compare
 from rlhf_ray.stages.generate import GenerateOptions
 from rlhf_ray.stages.generate import run as generate
+from tests.unit.observability.episode_samples import save_episodes
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """The options that either command handed to its stage, in order."""
-    import rlhf_ray.stages.compare
-    import rlhf_ray.stages.generate
-
     found = []
     monkeypatch.setattr(generate_commands, "prepare_engine", lambda: None)
     for module in (rlhf_ray.stages.generate, rlhf_ray.stages.compare):
@@ -93,6 +96,31 @@ def test_options_that_exclude_each_other_are_refused(tmp_path):
     assert "neither is given" in said(compare, CompareOptions(**of_two, scorer=None))
     assert "both are given" in said(compare, CompareOptions(**of_two, scorer="vader", environment="e.py:E"))
     assert "--max-turns 3 is of episodes" in said(compare, CompareOptions(**of_two, scorer="vader", max_turns=3))
+
+
+@pytest.fixture
+def played(monkeypatch, tmp_path):
+    """In place of a model, the episodes of `episode_samples` are played; returns their rows."""
+    save_episodes(tmp_path)
+    rows = read_samples(tmp_path / "samples", 1)
+
+    async def play(*_):
+        return rows
+
+    monkeypatch.setattr(rlhf_ray.stages.generate, "model_of", lambda *_: None)
+    monkeypatch.setattr(rlhf_ray.stages.generate, "played", play)
+    return rows
+
+
+def test_episodes_are_printed_or_written_as_samples_are(played, tmp_path, capsys):
+    options = GenerateOptions("m", SamplingConfig(), prompts=["a", "b"], environment="e.py:E")
+    returned = generate(options, None)
+    printed = capsys.readouterr().out
+    assert "episode 1 of 2" in printed and "turn 2" in printed and "episode 2 of 2" in printed
+    assert generate(replace(options, output=tmp_path / "e.jsonl"), None) == returned
+    written = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
+    assert written == returned and [one["cause"] for one in written] == [row["cause"] for row in played]
+    assert capsys.readouterr().out == ""
 
 
 def test_the_engines_environment_is_set_but_not_over_the_users(monkeypatch):
