@@ -159,7 +159,8 @@ def test_layers_are_compiled_on_gpus_up_to_stage_2_unless_somebody_says_otherwis
     ({"timeout": "mask", "environment": "retry", "retries": 1}, 2), ({"environment": "retry", "retries": 0}, 1)])
 def test_a_runner_has_the_time_of_every_attempt_at_its_episodes(write, policies, begins):
     config = load(STAGES["ppo"], write("ppo"), [
-        "--environments.world.path=world.py:World", "--environments.world.max_tokens=1024", "--environments.world.concurrency=1000",
+        "--environments.world.path=world.py:World", "--environments.world.max_tokens=1024",
+        "--environments.world.concurrency=1000",
         "--environments.world.timeout_s.episode=100", "--environments.world.timeout_s.step=10",
         "--cluster.call_timeout_s=30",
         *[f"--environments.world.on_failure.{name}={value}" for name, value in policies.items()]])
