@@ -27,8 +27,8 @@ WORLD = Path(__file__).parent / "episode_world.py"
 VOCAB = 448
 MOMENT_S = 0.05
 STOPS = list(range(30, 110))
-REPAIRED = ("episodes/retries", "episodes/interrupted")
-"""Metrics that say what was repaired."""
+REPAIRED = ("episodes/retries", "episodes/interrupted", "samples/bytes")
+"""Metrics that say what was repaired; the files of samples say it, too."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def sections(tmp_path_factory):
         "environments": {"one": {**world, "max_turns": 3}, "two": {**world, "max_turns": 2}},
         "evaluation": {"prompts": None, "every": 0, "limit": 2},
         "checkpoint": {"every": 1, "every_minutes": 0},
-        "policy": {"workers": 1, "ema_decay": None, "micro_batch_tokens": 512},
+        "policy": {"workers": 1, "ema_decay": None, "micro_batch_tokens": 512, "optimizer": {"learning_rate": 1e-3}},
         "generator": {"workers": 1, "chunk": 4, "kv_cache_mb": 16,
                       "sampling": {"max_tokens": 16, "stop_token_ids": STOPS}},
         "algorithm": {"estimator": "grpo", "epochs": 1, "mini_batches": 2, "kl": {"coef": 0.1}},
