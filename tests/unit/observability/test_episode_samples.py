@@ -370,7 +370,7 @@ def test_tokens_of_one_text_share_its_entry(tmp_path):
     each, and perhaps a secret."""
     alike = {token: "\ufffd" if token % 2 else text for token, text in TOKENS.items()}
     table = sample_table(1, experience_of_episodes(), TEXTS._replace(tokens=alike),
-                         {"score": None, "reward/environment": None, "kl": None, "gold": None}, True)
+                         {"score": None, "reward/environment": None, "kl": None, "gold": None})
     column = table["token_texts"].combine_chunks()
     entries = column.values.dictionary.to_pylist()
     assert sorted(entries) == sorted({alike[token] for row in ROWS for token in row})
