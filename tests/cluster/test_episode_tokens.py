@@ -17,6 +17,7 @@ from rlhf_ray.roles.episode_runner import EpisodeRunner
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.reference_scorer import ReferenceScorer
 from tests.chat_templates import KINDS, make_chat_tokenizer
+from tests.cluster import by_hand as by_hand_process
 from tests.cluster.episode_world import Talk
 from tests.cluster.generators import load_model, reference_logprobs
 from tests.models import make_tiny_llama
@@ -94,23 +95,8 @@ def generator(models, loop):
 @pytest.fixture(scope="module")
 def by_hand(models, generator):
     """vLLM's own class for whole texts, with the same weights."""
-    from vllm import LLM, SamplingParams, TokensPrompt
-
-    engine = LLM(str(models / "qwen2.5"), dtype="float32", max_model_len=CONTEXT, max_num_seqs=8, seed=3,
-                 kv_cache_memory_bytes=16 << 20, enforce_eager=True, enable_prefix_caching=False,
-                 max_num_batched_tokens=8 * CONTEXT)
-
-    def sample(ids, seed, most, stops):
-        [found] = engine.generate(
-            [TokensPrompt(prompt_token_ids=ids)],
-            SamplingParams(seed=seed, max_tokens=most, stop_token_ids=stops, logprobs=0, temperature=1.0,
-                           detokenize=False), use_tqdm=False)
-        [output] = found.outputs
-        sampled = list(output.token_ids)
-        scores = [step[token].logprob for step, token in zip(output.logprobs, sampled, strict=True)]
-        return sampled, scores, output.finish_reason
-
-    return sample
+    with by_hand_process.process(models / "qwen2.5", CONTEXT) as pool:
+        yield lambda *request: pool.submit(by_hand_process.sample, *request).result(timeout=120)
 
 
 def make_generator(models):
