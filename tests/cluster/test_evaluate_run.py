@@ -15,7 +15,7 @@ from tests.chat_templates import make_chat_tokenizer
 from tests.cluster.processes import descendants
 from tests.models import make_tiny_llama
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 STOPS = list(range(30, 110))
 """Of a random model's tokens, one in six ends a turn."""
 WORLD = """
