@@ -2,14 +2,11 @@
 
 import re
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from rlhf_ray.config.config_layers import read_yaml
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.paths import expand_path
-from rlhf_ray.config.scorer_names import YAML
+from rlhf_ray.config.scorer_names import YAML, read_section
 from rlhf_ray.errors import ConfigError
 
 MAX_TOKENS = 4096
@@ -47,12 +44,6 @@ def named_environments(name: str, max_turns: int | None = None, option: str = "-
     if max_turns is not None and isinstance(values, dict):
         values = {key: {**value, "max_turns": max_turns} if isinstance(value, dict) else value
                   for key, value in values.items()}
-    return _parsed(values, f"{option} {name}")
-
-
-def _parsed(values: Any, source: str) -> dict[str, EnvironmentConfig]:
-    try:
-        return TypeAdapter(dict[str, EnvironmentConfig]).validate_python(values)
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{source}: the section `environments` is not valid: {wrong}") from None
+    environments: dict[str, EnvironmentConfig] = read_section(
+        dict[str, EnvironmentConfig], values, f"{option} {name}: the section `environments` is not valid")
+    return environments

@@ -50,8 +50,21 @@ def _section(file: Path, option: str) -> Any:
 
 
 def _parsed(values: Any, source: str) -> dict[str, RewardConfig]:
+    return read_section(dict[str, RewardConfig], values, f"{source} is not a valid rewards section")
+
+
+def read_section(kind: Any, values: Any, refusal: str) -> Any:
+    """A section of a file that is no whole configuration.
+
+    Args:
+        kind: its type.
+        refusal: begins the message.
+
+    Raises:
+        ConfigError: it is not of this type; names all fields that are wrong.
+    """
     try:
-        return TypeAdapter(dict[str, RewardConfig]).validate_python(values)
+        return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{source} is not a valid rewards section: {wrong}") from None
+        raise ConfigError(f"{refusal}: {wrong}") from None

@@ -212,10 +212,10 @@ class Attempt:
                 return "truncated_episode" if whole else "truncated_turn", ""
 
             # The environment's answer.
+            if parsed.errors and self._config.on_failure.parse != "feedback":
+                return "error_parse", parsed.errors[0]
             if parsed.errors:
                 step = self._feedback(parsed)
-                if self._config.on_failure.parse != "feedback":
-                    return "error_parse", parsed.errors[0]
             else:
                 step = await self._stepped(environment, parsed, completion)
             self._turns[-1] = replace(self._turns[-1], messages=step.messages, reward=step.reward)

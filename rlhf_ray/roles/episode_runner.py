@@ -31,14 +31,13 @@ from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.records import Episode, Prompts, Rollout, SampleKey
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
-from rlhf_ray.roles.episode import Activity, Attempt, Ended, TextTools, environment_seed
+from rlhf_ray.roles.episode import Activity, Attempt, Ended, SampleTurn, TextTools, environment_seed
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.rollout_rows import Segment, rollout_of
 
-FINISHES = {"completed": "stop", "truncated_turn": "length", "truncated_episode": "length",
-            "truncated_turns": "length"}
-"""Finish reason of an episode's last row by its cause; that of others is "abort"."""
 OVERFLOWS = ("truncated_turn", "truncated_episode", "truncated_turns")
+FINISHES = {"completed": "stop", **dict.fromkeys(OVERFLOWS, "length")}
+"""Finish reason of an episode's last row by its cause; that of others is "abort"."""
 POLICY_OF_CAUSE = {"error_parse": "parse", "error_timeout": "timeout", "error_environment": "environment",
                    **dict.fromkeys(OVERFLOWS, "overflow")}
 """Field of `on_failure` by cause."""
@@ -217,7 +216,7 @@ class EpisodeRunner:
             deadline = asyncio.get_running_loop().time() + config.timeout_s.episode
             try:
                 while True:
-                    attempt = Attempt(key, config, chosen, texts, self._sampler(key), seed, activity, dict(options))
+                    attempt = Attempt(key, config, chosen, texts, self._sampler(), seed, activity, dict(options))
                     try:
                         ended = await attempt.play(
                             self._pools[name], row, environment_seed(run_seed, key), prompt, deadline)
@@ -266,7 +265,7 @@ class EpisodeRunner:
             use = "mask"
         return cast(Literal["train", "mask", "zero", "quarantine", "retry"], use)
 
-    def _sampler(self, key: SampleKey) -> Any:
+    def _sampler(self) -> SampleTurn:
         """A function that has turns of one attempt sampled, at the generator that has the earlier ones if possible."""
         attempt = next(self._numbers)
         sticky = (self._name, attempt)

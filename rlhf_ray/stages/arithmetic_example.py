@@ -4,20 +4,16 @@ A small model imitates pupils who add column by column and usually forget the ca
 rewarded, and the model becomes better than its demonstrations; held-out sums measure it.
 """
 
-import time
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.cluster.session import ray_session
-from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.data.arithmetic import write_arithmetic
 from rlhf_ray.data.arithmetic_steps import sums_in, write_steps
 from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from rlhf_ray.observability.run_directory import read_json
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
-from rlhf_ray.stages import ppo, sft
-from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_start, run_once, timed
-from rlhf_ray.stages.preflight import check_engine
+from rlhf_ray.stages.bundled_recipes import Recipe
+from rlhf_ray.stages.example_stages import run_stages
 
 RECIPE = Recipe("examples/arithmetic", home="runs/arithmetic")
 SHOWN = ("reward", "kl", "length", "finished", "distinct")
@@ -35,17 +31,7 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
-    began = time.perf_counter()
-    config = RECIPE.config("ppo", directory, seed, overrides, file=estimator)
-    check_engine(config.cluster, config.generator)
-    refuse_other_start(directory, seed)
-    seconds = {"data": timed(lambda: make_data(directory, seed))}
-    with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "arithmetic"):
-        seconds["SFT"] = run_once("sft", lambda: sft.run(RECIPE.config("sft", directory, seed), True),
-                                  directory / "sft")
-        seconds[estimator] = run_once(estimator, lambda: ppo.run(config, True), Path(config.run.dir))
-    seconds["in all, with Ray's start"] = max(time.perf_counter() - began, sum(seconds.values()))
-    return _verdict(Path(config.run.dir), seconds)
+    return _verdict(*run_stages(RECIPE, "arithmetic", directory, seed, estimator, overrides, make_data))
 
 
 def make_data(directory: Path, seed: int) -> None:

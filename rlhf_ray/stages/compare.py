@@ -24,7 +24,7 @@ from rlhf_ray.rewards.protocol import RewardRequest
 from rlhf_ray.roles.local_episodes import episode_means
 from rlhf_ray.roles.local_generator import LocalGenerator
 from rlhf_ray.roles.prompt_input import PromptInput, read_prompt_inputs
-from rlhf_ray.stages.generate import model_of, played
+from rlhf_ray.stages.generate import model_of, played, refuse_without_effect
 from rlhf_ray.stages.resolve_model import check_output
 from rlhf_ray.stages.scorers import check_answers, check_scorer, errors_name_option, scorer_of
 
@@ -94,11 +94,7 @@ def _refuse_contradictions(options: CompareOptions) -> None:
         given = "both are" if options.scorer else "neither is"
         raise ConfigError("models are compared by --scorer, which judges responses, or by --environment, whose rewards "
                           f"judge episodes, and {given} given; give one of them")
-    if options.environment is None and options.max_turns is not None:
-        raise ConfigError(f"--max-turns {options.max_turns} is of episodes, and there is no --environment; leave it "
-                          "away")
-    if options.environment is not None and not options.chat:
-        raise ConfigError("--no-chat leaves the chat template away, in which --environment answers; leave it away")
+    refuse_without_effect(options.environment, options.max_turns, options.chat)
     if options.n > 1 and options.sampling.temperature == 0:
         raise ConfigError(f"--temperature 0 gives the same pair {options.n} times; omit --n, or raise the temperature")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive
@@ -21,6 +21,9 @@ from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
 from rlhf_ray.stages.reward_trial import first_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TRIAL_S = 10.0
 """Longest time for a reset. An environment that needs longer is not checked further."""
@@ -42,7 +45,7 @@ def check_environments(config: PPOConfig) -> None:
     template = TurnTemplate(tokenizer, named_stop_tokens(tokenizer, config.model))
     rows: dict[str, dict[str, Any]] = {}
     for section in filter(None, (config.prompts, derive(config).evaluation_prompts)):
-        for name, row in _first_rows(section, config):
+        for name, row in _first_rows(section, config, tokenizer):
             rows.setdefault(name, row)
     for name, environment in config.environments.items():
         facts = run_coroutine(_begun(name, config, rows.get(name)))
@@ -79,13 +82,14 @@ async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) ->
         await pool.stop()
 
 
-def _first_rows(section: PromptsConfig, config: PPOConfig) -> list[tuple[str, dict[str, Any]]]:
+def _first_rows(
+    section: PromptsConfig, config: PPOConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[str, dict[str, Any]]]:
     """The first rows of local data sets, each with the name of its environment. A data set whose rows cannot be read
     has none: other checks report it."""
     found: list[tuple[str, dict[str, Any]]] = []
     column = config.episode_runner.column
     names = list(config.environments)
-    tokenizer = load_tokenizer(config.model)
     for part in section.parts():
         if not is_local(part.location):
             continue

@@ -24,14 +24,12 @@ from rlhf_ray.observability.tables import print_numbers
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.stages import ppo_preflight
-from rlhf_ray.stages.ppo_roles import spawn_roles, start_roles
-from rlhf_ray.stages.preflight import with_gpu_settings
+from rlhf_ray.stages.one_go import run_in_one_go
+from rlhf_ray.stages.ppo_roles import spawn_roles, start_roles, watched
 from rlhf_ray.stages.prints import printing_roles, prints_shown
 from rlhf_ray.stages.reward_preflight import scored_elsewhere, trained_on_other_ends
-from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage, write_left_out
-from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
+from rlhf_ray.stages.runtime import Runtime, open_runtime, write_left_out
 from rlhf_ray.workers.health_monitor import Detector, HealthMonitor, as_started
-from rlhf_ray.workers.peer_tables import PeerTables
 from rlhf_ray.workers.role_groups import RoleGroups
 
 _say = partial(print, "evaluate:", flush=True)
@@ -43,13 +41,7 @@ def run(config: EvaluateConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
-    config = with_gpu_settings(config, resume)
-    preflight(config)
-    earlier = RunDirectory(config.run.dir)
-    if resume and (finished := read_json(earlier.summary)):
-        return finished
-    with owned_directory(config, resume) as directory:
-        return run_stage(config, directory, resume, lambda _: _run(config, directory))
+    return run_in_one_go(config, resume, preflight, _run)
 
 
 def preflight(config: EvaluateConfig) -> None:
@@ -88,18 +80,7 @@ async def _started(
     for warning in [*trained_on_other_ends(config), *scored_elsewhere(config)]:
         _say(f"warning: {warning}")
     await roles.generators.call(0, Generator.compare_with_transformers).done()
-    timeout_s = config.cluster.heartbeat_timeout_s
-    generators = roles.dispatcher(roles.generators)
-    detectors: list[Detector] = [HeartbeatDetector(roles.health.watched, timeout_s, roles.health.silent),
-                                 TokenProgress(generators.scheduler, roles.health, timeout_s)]
-    if roles.runners is None:
-        roles.keep_alive(as_started)
-    else:
-        peers = PeerTables(roles.dispatcher(roles.runners), generators, timeout_s)
-        await peers.send_first()
-        roles.keep_alive(as_started, peers.introduce)
-        detectors.append(peers)
-    return held_out, detectors
+    return held_out, await watched(roles, as_started, config.cluster.heartbeat_timeout_s)
 
 
 async def _measured(

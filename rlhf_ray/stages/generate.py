@@ -95,16 +95,24 @@ def run(options: GenerateOptions, stdin: TextIO) -> list[dict[str, Any]]:
 def _refuse_contradictions(options: GenerateOptions) -> None:
     if options.prompts and options.file is not None:
         raise ConfigError("prompts come from --prompt or from --file, not from both")
-    if options.environment is None and options.max_turns is not None:
-        raise ConfigError(f"--max-turns {options.max_turns} is of episodes, and there is no --environment; leave one "
-                          "away or give both")
+    refuse_without_effect(options.environment, options.max_turns, options.chat)
     if options.environment is not None and options.reward is not None:
         raise ConfigError(f"--reward {options.reward} scores responses, and the rewards of an episode are those of "
                           "--environment; leave one of them away")
-    if options.environment is not None and not options.chat:
-        raise ConfigError("--no-chat leaves the chat template away, in which --environment answers; leave it away")
     if options.n > 1 and options.sampling.temperature == 0:
         raise ConfigError(f"--temperature 0 gives the same answer {options.n} times; leave --n away, or raise it")
+
+
+def refuse_without_effect(environment: str | None, max_turns: int | None, chat: bool) -> None:
+    """Refuse options that would not act, with --environment or without.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    if environment is None and max_turns is not None:
+        raise ConfigError(f"--max-turns {max_turns} is of episodes, and there is no --environment; leave it away")
+    if environment is not None and not chat:
+        raise ConfigError("--no-chat leaves the chat template away, in which --environment answers; leave it away")
 
 
 def _questions(options: GenerateOptions, stdin: TextIO) -> list[PromptInput]:

@@ -38,6 +38,7 @@ from rlhf_ray.stages.ppo_roles import (
     save_generator_count,
     spawn_roles,
     start_roles,
+    watched,
     with_generators,
 )
 from rlhf_ray.stages.preflight import check_resume, with_gpu_settings
@@ -52,12 +53,10 @@ from rlhf_ray.stages.runtime import (
     run_stage,
     write_left_out,
 )
-from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
 from rlhf_ray.workers.generator_scaling import Scaling
-from rlhf_ray.workers.health_monitor import Detector, HealthMonitor
+from rlhf_ray.workers.health_monitor import HealthMonitor
 from rlhf_ray.workers.learner_restart import LearnerRestart
 from rlhf_ray.workers.node_drain import DrainWatch
-from rlhf_ray.workers.peer_tables import PeerTables
 
 __all__ = ["finalize_ledger", "preflight", "run", "show_live"]
 
@@ -125,17 +124,7 @@ async def _run(
             gap = await canary.compare_at_start()
             progress.note(f"generators and learner compute the same model: log-probabilities differ by {gap:.2g} nats")
         weights = WeightSync(config.weights, roles, timeout_s, phases, canary)
-        detectors: list[Detector] = [
-            HeartbeatDetector(health.watched, timeout_s, health.silent),
-            TokenProgress(roles.dispatcher(roles.generators).scheduler, health, timeout_s),
-        ]
-        if roles.runners is None:
-            roles.keep_alive(weights.catch_up)
-        else:
-            peers = PeerTables(roles.dispatcher(roles.runners), roles.dispatcher(roles.generators), timeout_s)
-            await peers.send_first()
-            roles.keep_alive(weights.catch_up, peers.introduce)
-            detectors.append(peers)
+        detectors = await watched(roles, weights.catch_up, timeout_s)
         learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
                                          partial(restart_learners, config, runtime, roles, progress.note),
                                          progress.warn, stop, files)

@@ -27,7 +27,9 @@ from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.environment_preflight import in_words
 from rlhf_ray.stages.preflight import check_data, check_row_length
 from rlhf_ray.stages.runtime import Runtime, ending_note, learner_notes, probe_note, start_learners
-from rlhf_ray.workers.health_monitor import HealthMonitor
+from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
+from rlhf_ray.workers.health_monitor import Detector, HealthMonitor, Ready
+from rlhf_ray.workers.peer_tables import PeerTables
 from rlhf_ray.workers.role_groups import RoleGroups
 from rlhf_ray.workers.role_table import rows_of
 from rlhf_ray.workers.worker_group import WorkerGroup
@@ -91,6 +93,28 @@ async def start_roles(
             roles.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in reports), 3)
             note(probe_note(group.role, reports[0]))
     return sources
+
+
+async def watched(roles: RoleGroups, catch_up: Ready, timeout_s: float) -> list[Detector]:
+    """From now on replace the workers that are lost; returns what notices them. Episode runners are given their handles
+    to generators.
+
+    Args:
+        catch_up: as in `RoleGroups.keep_alive`.
+        timeout_s: `cluster.heartbeat_timeout_s`.
+    """
+    generators = roles.dispatcher(roles.generators)
+    detectors: list[Detector] = [
+        HeartbeatDetector(roles.health.watched, timeout_s, roles.health.silent),
+        TokenProgress(generators.scheduler, roles.health, timeout_s),
+    ]
+    if roles.runners is None:
+        roles.keep_alive(catch_up)
+        return detectors
+    peers = PeerTables(roles.dispatcher(roles.runners), generators, timeout_s)
+    await peers.send_first()
+    roles.keep_alive(catch_up, peers.introduce)
+    return [*detectors, peers]
 
 
 def canary_of(config: PPOConfig, derived: Derived, roles: RoleGroups) -> Canary | None:

@@ -19,13 +19,14 @@ from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import StageProgress
-from rlhf_ray.observability.run_directory import RunDirectory, read_json
+from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.roles.data_readers import PromptReader
 from rlhf_ray.roles.engines.vllm_adapter import refuse_open_serialization
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.pair_ranker import PairRanker
+from rlhf_ray.stages.one_go import run_in_one_go
 from rlhf_ray.stages.preflight import (
     check_context,
     check_data,
@@ -34,12 +35,11 @@ from rlhf_ray.stages.preflight import (
     check_fit,
     check_model,
     check_stop_tokens,
-    with_gpu_settings,
 )
 from rlhf_ray.stages.prints import Printing, prints_shown
 from rlhf_ray.stages.reward_preflight import check_prompt_answers, check_reads_longest
 from rlhf_ray.stages.reward_trial import trials_of
-from rlhf_ray.stages.runtime import Runtime, open_runtime, owned_directory, run_stage, write_left_out
+from rlhf_ray.stages.runtime import Runtime, open_runtime, write_left_out
 from rlhf_ray.stages.scorers import check_scorer, rewards_of
 from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
 from rlhf_ray.workers.dispatcher import WorkerDispatcher
@@ -53,13 +53,7 @@ def run(config: PreferencesStageConfig, resume: bool = False) -> dict[str, Any]:
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
-    config = with_gpu_settings(config, resume)
-    preflight(config)
-    earlier = RunDirectory(config.run.dir)
-    if resume and (finished := read_json(earlier.summary)):
-        return finished
-    with owned_directory(config, resume) as directory:
-        return run_stage(config, directory, resume, lambda _: _run(config, directory))
+    return run_in_one_go(config, resume, preflight, _run)
 
 
 def preflight(config: PreferencesStageConfig) -> None:

@@ -7,13 +7,10 @@ by the environment that answers the calls; held-out questions measure it.
 import importlib.util
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.cluster.session import ray_session
-from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from rlhf_ray.data.tool_tasks import WORDS, write_tool_tasks
@@ -22,9 +19,8 @@ from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.run_directory import read_json
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
-from rlhf_ray.stages import ppo, sft
-from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_start, run_once, timed
-from rlhf_ray.stages.preflight import check_engine
+from rlhf_ray.stages.bundled_recipes import Recipe
+from rlhf_ray.stages.example_stages import run_stages
 
 RECIPE = Recipe("examples/tools", home="runs/tools")
 ENVIRONMENT = "lookup_and_calculator.py"
@@ -47,20 +43,11 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
-    began = time.perf_counter()
     if not (RECIPE.folder() / f"{estimator}.yaml").is_file():
         raise ConfigError(f"the example tools has no --estimator {estimator}; leave it out, which means grpo")
     path = f"--environments.tools.path={environment_file()}:Shop"
-    config = RECIPE.config("ppo", directory, seed, [path, *overrides], file=estimator)
-    check_engine(config.cluster, config.generator)
-    refuse_other_start(directory, seed)
-    seconds = {"data": timed(lambda: make_data(directory, seed))}
-    with ray_session(ClusterConfig(), {"default": PoolConfig(cpus=2)}, "tools"):
-        seconds["SFT"] = run_once("sft", lambda: sft.run(RECIPE.config("sft", directory, seed), True),
-                                  directory / "sft")
-        seconds[estimator] = run_once(estimator, lambda: ppo.run(config, True), Path(config.run.dir))
-    seconds["in all, with Ray's start"] = max(time.perf_counter() - began, sum(seconds.values()))
-    return write_verdict(directory, Path(config.run.dir), seconds)
+    run_dir, seconds = run_stages(RECIPE, "tools", directory, seed, estimator, [path, *overrides], make_data)
+    return write_verdict(directory, run_dir, seconds)
 
 
 def environment_file() -> Path:
