@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import shutil
@@ -32,9 +33,19 @@ from tests.cluster.tiny import (
     ppo_settings,
     write_prompts,
 )
+from tests.threads import one_torch_thread
 
 __all__ = ["PROMPT_TOKENS", "RESPONSE_TOKENS", "SMALL", "VOCAB", "Files", "interrupted", "own_ray", "resumed_outside",
            "shared_ray", "write_prompts"]
+
+
+@pytest.fixture(scope="module")
+def loop():
+    """An event loop that the generators of a file live in; what they are compared with is computed with one thread."""
+    with one_torch_thread():
+        loop = asyncio.new_event_loop()
+        yield loop
+        loop.close()
 
 
 os.environ.setdefault("RAY_worker_niceness", "0")

@@ -1,7 +1,6 @@
 """Episodes token by token: an oracle that plays them by hand, with vLLM's own interface and texts that are written out
 here, must have the same ids, masks, log-probabilities and versions."""
 
-import asyncio
 import hashlib
 import shutil
 from pathlib import Path
@@ -21,7 +20,6 @@ from tests.cluster import by_hand as by_hand_process
 from tests.cluster.episode_world import Talk
 from tests.cluster.generators import load_model, reference_logprobs
 from tests.models import make_tiny_llama
-from tests.threads import one_torch_thread
 
 pytestmark = pytest.mark.cluster
 WORLD = f"{Path(__file__).parent / 'episode_world.py'}:Talk"
@@ -74,14 +72,6 @@ def models(tmp_path_factory):
         shutil.copytree(weights, root / kind, ignore=shutil.ignore_patterns("*token*"))
         make_chat_tokenizer(root / kind, kind)
     return root
-
-
-@pytest.fixture(scope="module")
-def loop():
-    with one_torch_thread():
-        loop = asyncio.new_event_loop()
-        yield loop
-        loop.close()
 
 
 @pytest.fixture(scope="module")

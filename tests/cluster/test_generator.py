@@ -42,16 +42,6 @@ from tests.cluster.generators import (
     sealed_buckets_of,
 )
 from tests.models import make_tiny_llama
-from tests.threads import one_torch_thread
-
-
-@pytest.fixture(scope="module")
-def loop():
-    """The event loop that generators of this file live in; the references are computed with one thread."""
-    with one_torch_thread():
-        loop = asyncio.new_event_loop()
-        yield loop
-        loop.close()
 
 
 @pytest.fixture(scope="module")

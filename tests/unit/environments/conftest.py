@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 
 import pytest
 
@@ -89,16 +88,6 @@ def content(step):
 async def say(environment, code=""):
     """One step with a reply that is this code."""
     return await environment.step(Reply(code))
-
-
-def gone(pid):
-    """Whether a process has ended."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    with open(f"/proc/{pid}/stat") as stat:  # killed, and waiting to be noticed
-        return stat.read().rpartition(")")[2].split()[0] == "Z"
 
 
 async def until(holds, patience_s=5.0):

@@ -12,7 +12,8 @@ import pytest
 from rlhf_ray.environments import host_process, session
 from rlhf_ray.environments.protocol import Reply
 from rlhf_ray.errors import EnvironmentFailed, EpisodeFailed, ReplayDiverged
-from tests.unit.environments.conftest import OBEDIENT, content, gone, say, until
+from tests.gone import gone
+from tests.unit.environments.conftest import OBEDIENT, content, say, until
 
 SHORT = {"reset": 0.5, "step": 0.5}
 

@@ -15,6 +15,7 @@ from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.errors import RewardError
 from rlhf_ray.rewards import function_source, function_subprocess
 from rlhf_ray.rewards.function_source import FunctionSource
+from tests.gone import gone
 
 TEXTS = ["one", "two words", "three words here"]
 
@@ -455,17 +456,6 @@ def processes() -> list[int]:
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
     return [pid for pid in pids if b"function_subprocess" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    with open(f"/proc/{pid}/stat") as stat:  # killed, and waiting to be noticed
-        return stat.read().rpartition(")")[2].split()[0] == "Z"
-
-
 
 
 RAISES = "raise RuntimeError('imported from the working directory')\n"
