@@ -18,7 +18,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,7 +146,8 @@ def digest(tokens: Sequence[int]) -> str:
     return hashlib.blake2b(np.asarray(tokens, dtype=np.int32).tobytes(), digest_size=12).hexdigest()
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """Where a record is."""
 
     kind: str
@@ -334,7 +335,7 @@ class JournalWriter:
         self._all_bytes = 0
         for records in self._live.values():
             for i, entry in enumerate(records):
-                records[i] = entry._replace(place=self._all_bytes)
+                records[i] = replace(entry, place=self._all_bytes)
                 self._all_bytes += entry.size
 
 
