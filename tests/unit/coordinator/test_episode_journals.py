@@ -24,9 +24,10 @@ def rewritten_early(monkeypatch):
 
 
 def turn_of(*versions):
-    tokens = np.arange(len(versions), dtype=np.int32)
-    return RecordedTurn("", Completion(tokens, np.zeros(len(versions), np.float32), np.array(versions, np.int32), "stop"),
-                        {"messages": [], "reward": 1.0})
+    number = len(versions)
+    sampled = Completion(np.arange(number, dtype=np.int32), np.zeros(number, np.float32), np.array(versions, np.int32),
+                         "stop")
+    return RecordedTurn("", sampled, {"messages": [], "reward": 1.0})
 
 
 class Run:
