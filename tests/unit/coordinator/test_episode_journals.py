@@ -12,7 +12,15 @@ from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles import episode_journal
 from rlhf_ray.roles.engines.interface import Completion
-from rlhf_ray.roles.episode_journal import Frame, JournalReader, JournalWriter, RecordedTurn, episode, longest
+from rlhf_ray.roles.episode_journal import (
+    Journal,
+    JournalReader,
+    RecordedOutcome,
+    RecordedStart,
+    RecordedTurn,
+    episode,
+    longest,
+)
 from tests.unit.coordinator.stand_ins import StandInGroup
 
 KEYS = [SampleKey(0, row, 0) for row in range(8)]
@@ -55,13 +63,12 @@ class Run:
         """Record an episode that a call now plays: a tuple of versions for each turn."""
         place = self.journals.place(**place)
         path = f"{place.directory}/runner-{rank}-{id(self)}.journal"
-        writer = self.writers.setdefault((rank, place.directory), JournalWriter(self.root / path, self.notes.append))
-        start = {"start": {}, "attempt": 0, "events": {}, "age_s": 0.0, "version": place.version}
-        await writer.append(Frame("start", place.scope, key, -1, start, {}))
+        writer = self.writers.setdefault((rank, place.directory), Journal(self.root / path, self.notes.append))
+        await writer.append(RecordedStart(0, place.version, {}, 0.0).frame(place.scope, key))
         for versions in turns:
             await writer.append(turn_of(*versions).frame(place.scope, key))
         if ended:
-            await writer.append(Frame("outcome", place.scope, key, -1, {"cause": "completed"}, {}))
+            await writer.append(RecordedOutcome("completed", "train", "", {}, None).frame(place.scope, key))
 
     async def step(self, committed):
         self.state.step += 1
@@ -115,7 +122,7 @@ def test_a_continued_run_takes_over_the_turns_of_its_policy_and_discards_those_o
         [directory] = run.root.iterdir()
         reader = JournalReader(directory / "adopted.journal")
         reader.refresh()
-        assert episode(reader.entries["training", KEYS[0]]).outcome == {"cause": "completed"}
+        assert episode(reader.entries["training", KEYS[0]]).outcome.cause == "completed"
         assert episode(reader.entries["training", KEYS[1]]).outcome is None
 
     run_with(tmp_path, first, max_staleness=1)
