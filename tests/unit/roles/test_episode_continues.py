@@ -20,6 +20,7 @@ from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
+from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Step
 from rlhf_ray.environments.tool_calls import ToolCallParser
 from rlhf_ray.records import Prompts, SampleKey
@@ -143,10 +144,7 @@ def runner_of(tmp_path):
     @contextlib.asynccontextmanager
     async def build(policy, name="Till", template=None, **given):
         config = EnvironmentConfig(path=f"{tmp_path}/mine.py:{name}", processes=1, **given)
-        runner = EpisodeRunner({"till": config}, ModelConfig(path="m"), SamplingConfig(max_tokens=60), policy,
-                               least_scored=0)
-        runner._texts = {"till": TextTools(template or Template(), ToolCallParser.of("json"),
-                                           lambda tokens: "".join(map(chr, tokens)), [0], 0)}
+        runner = runner_with(EnvironmentPool("till", config), config, policy, template or Template())
         try:
             await runner._pools["till"].start()
             yield runner
@@ -154,6 +152,21 @@ def runner_of(tmp_path):
             await runner.stop()
 
     return build
+
+
+def runner_with(pool, config, policy, template):
+    runner = EpisodeRunner({"till": config}, ModelConfig(path="m"), SamplingConfig(max_tokens=60), policy,
+                           least_scored=0)
+    runner._pools = {"till": pool}
+    runner._texts = {"till": TextTools(template, ToolCallParser.of("json"), lambda tokens: "".join(map(chr, tokens)),
+                                       [0], 0)}
+    return runner
+
+
+def successor(runner, template=None):
+    """Another process of a runner; that its environments live in the same processes saves starting these."""
+    return runner_with(runner._pools["till"], runner._environments["till"], runner._generators,
+                       template or Template())
 
 
 def play(runner, tmp_path, place, **options):
@@ -263,15 +276,13 @@ def test_runners_that_are_lost_one_after_the_other_while_a_turn_is_sampled_cost_
         runner_of, tmp_path, name):
     async def live():
         policy = Policy()
+        place = JournalPlace(directory_of(tmp_path, "run"), 0, 0, look=True)
         async with runner_of(policy, name) as runner:
             expected = await play(runner, tmp_path, None)
-        place = JournalPlace(directory_of(tmp_path, "run"), 0, 0, look=True)
-        for turn in range(len(SCRIPT)):
-            async with runner_of(policy, name) as runner:
-                await lose(runner, policy, tmp_path, place, turn)
-        (tmp_path / "done").unlink()
-        async with runner_of(policy, name) as runner:
-            assert_same(await play(runner, tmp_path, place), expected, continued=len(SCRIPT) - 1)
+            for turn in range(len(SCRIPT)):
+                await lose(successor(runner), policy, tmp_path, place, turn)
+            (tmp_path / "done").unlink()
+            assert_same(await play(successor(runner), tmp_path, place), expected, continued=len(SCRIPT) - 1)
         assert policy.asked == [len(SCRIPT) - 1]
         calls = {"Till": ["reset", "call1", "call2", "reward"], "Keeps": ["reward"]}  # repeated, or restored
         assert (tmp_path / "done").read_text().split() == calls[name]
@@ -294,8 +305,7 @@ def test_a_runner_that_is_lost_while_the_environment_answers_costs_that_turn(run
             playing.cancel()
             await asyncio.wait([playing])
             policy.asked.clear()
-        async with runner_of(policy) as runner:
-            assert_same(await play(runner, tmp_path, place), expected, continued=int(turn > 0))
+            assert_same(await play(successor(runner), tmp_path, place), expected, continued=int(turn > 0))
         assert policy.asked == list(range(turn, len(SCRIPT)))
 
     asyncio.run(live())
@@ -317,8 +327,8 @@ def test_an_episode_that_cannot_go_on_begins_again_and_is_counted(runner_of, tmp
         directory = directory_of(tmp_path, "run")
         async with runner_of(policy, name) as runner:
             await lose(runner, policy, tmp_path, JournalPlace(directory, 0, 0), 3)
-        lost = only_journal(directory)
-        async with runner_of(policy, name, template) as runner:
+            lost = only_journal(directory)
+            runner = successor(runner, template)
             found = await play(runner, tmp_path, JournalPlace(directory, 1, 0, look=True))
             assert policy.asked == [0, 1, 2, 3, 4]
             if name != "Moody":  # whose reset says something else each time
@@ -336,8 +346,8 @@ def test_an_ended_episode_that_does_not_fit_its_record_begins_again(runner_of, t
         policy = Policy()
         async with runner_of(policy) as runner:
             await play(runner, tmp_path, JournalPlace(directory_of(tmp_path, "run"), 0, 0))
-        policy.asked.clear()
-        async with runner_of(policy, template=Louder()) as runner:
+            policy.asked.clear()
+            runner = successor(runner, Louder())
             found = await play(runner, tmp_path, JournalPlace(str(tmp_path / "run"), 0, 0, look=True))
             assert policy.asked == [0, 1, 2, 3, 4]
             assert_same(found, await play(runner, tmp_path, None), restarted=1)
