@@ -53,9 +53,14 @@ class Writer:
 
     def __init__(self, *turns):
         self.turns = list(turns)
+        self.last = -1
+        """After so many turns they write no more."""
 
     async def call(self, method, requests, *args, **named):
         [request] = requests
+        if not self.last:
+            await asyncio.sleep(30)
+        self.last -= 1
         text = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
         whole = [*map(ord, text), 0]
         kept = whole[:request.max_tokens]
@@ -71,8 +76,11 @@ class World:
         self.steps, self.start, self.opened, self.interrupted = list(steps), Start(None, tools), 0, 0
         self.snapshot = None
         self.observation = ""
+        self.lines = []
         self.resets = []
         """What the first resets raise."""
+        self.failure = None
+        """What get_reward raises."""
 
     async def open(self, row, seed, played=None):
         self.opened += 1
@@ -87,10 +95,18 @@ class World:
         return step
 
     async def reward(self):
+        if self.failure:
+            raise self.failure
         return 0.0
 
     async def close(self):
         pass
+
+    async def stop(self):
+        pass
+
+    def printed(self):
+        return self.lines
 
 
 MORE = Step([{"role": "tool", "content": "seen"}])
