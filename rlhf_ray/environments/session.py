@@ -208,8 +208,8 @@ class Session:
             message = future.result() if answered else await self._overdue(process, call, future)
         finally:
             self.call = None
-        if message.get("memory"):
-            self._out_of_memory(process, message["error"])
+        if message.get("exhausted"):
+            self._exhausted(process, message)
         if "error" in message:
             raise EpisodeFailed("error_environment", with_lines(
                 f"{self._hosts.who} failed in {call}: {message['error']}", "", "Fix the environment"))
@@ -239,21 +239,24 @@ class Session:
             "killed", place, "Make it faster, or raise "
             f"environments.{self._hosts.name}.timeout_s.{'reset' if call in ('reset', 'restore') else 'step'}"))
 
-    def _out_of_memory(self, process: HostProcess, error: str) -> None:
-        """The process has no memory left, perhaps because of a neighbour.
+    def _exhausted(self, process: HostProcess, message: Answer) -> None:
+        """The process has no memory or no files left, perhaps because of a neighbour.
 
         Raises:
             HostLost: it had neighbours.
             EpisodeFailed: it was alone.
         """
-        hosts, lost = self._hosts, HostLost("unclear", "ran out of memory")
+        hosts, what = self._hosts, message["exhausted"]
+        lost = HostLost("unclear", f"ran out of {what}")
         company = len(process.episodes) > 1
         process.give_up(lost)
         if company:
             raise lost
+        advice = "Close files, or raise the limit of open files (ulimit -n)"
+        if what == "memory":
+            advice = f"Let it use less, or raise environments.{hosts.name}.memory_mib={hosts.config.memory_mib}"
         raise EpisodeFailed("error_environment", with_lines(
-            f"{hosts.who} ran out of memory: {error}", "",
-            f"Let it use less, or raise environments.{hosts.name}.memory_mib={hosts.config.memory_mib}"))
+            f"{hosts.who} ran out of {what}: {message['error']}", "", advice))
 
     def _after(self, lost: HostLost, call: Call) -> None:
         """Go on without the process, or raise EpisodeFailed."""
