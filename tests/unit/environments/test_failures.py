@@ -564,19 +564,22 @@ def test_stop_ends_an_import_that_hangs(pool_of, tmp_path):
     asyncio.run(live())
 
 
-def test_the_processes_end_with_the_one_that_started_them(tmp_path):
+def test_the_processes_and_what_they_have_started_end_with_the_one_that_started_them(tmp_path):
     (tmp_path / "mine.py").write_text(OBEDIENT)
+    code = f"fork({str(tmp_path / 'pids')!r}, '')"
     script = (
         "import asyncio\nfrom rlhf_ray.config.environments import EnvironmentConfig\n"
         "from rlhf_ray.environments.pool import EnvironmentPool\nfrom rlhf_ray.environments.protocol import Reply\n"
         "async def live():\n"
         f"    pool = EnvironmentPool('mine', EnvironmentConfig(path='{tmp_path}/mine.py:Counter'))\n"
         "    await pool.start()\n    environment = await pool.open({}, 0)\n"
-        "    print(int((await environment.step(Reply(''))).info['pid']), flush=True)\n"
+        f"    answer = await environment.step(Reply({code!r}))\n"
+        "    print(int(answer.info['pid']), flush=True)\n"
         "    await environment.step(Reply('holds_the_lock()'))\nasyncio.run(live())"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    pid = int(parent.stdout.readline())
+    pids = [int(parent.stdout.readline()), *map(int, (tmp_path / "pids").read_text().split())]
+    assert len(pids) == 5 and not any(map(gone, pids))
     parent.kill()
     parent.wait()
-    asyncio.run(until(lambda: gone(pid)))
+    asyncio.run(until(lambda: all(map(gone, pids))))
