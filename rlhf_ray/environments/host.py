@@ -53,7 +53,7 @@ def serve(channel: socket.socket) -> None:
             if setup["memory_mib"] is not None:
                 limit_memory(setup["memory_mib"])
             target = recognise(load(setup["path"]), setup["schemas"])
-            send(channel, target.facts())
+            send(channel, {"pid": os.getpid(), **target.facts()})
         except BaseException as error:
             send(channel, {"error": describe(error)})
             return

@@ -227,13 +227,17 @@ class Session:
         line = await process.line(self._number)
         if future.done():
             return future.result()
-        if line is None and process.calls > 1:  # C code holds the interpreter's lock; it may be a neighbour's
+        stopped = line is None and process.stopped
+        if (line is None and process.calls > 1) or (stopped and not self._suspect):
+            # C code holds the interpreter's lock, which may be a neighbour's, or something has sent SIGSTOP.
             process.give_up(HostLost("unclear", "did not answer"))
             return future.result()
         gone = process.give_up(HostLost("neighbour", "was killed because of another episode"))
         if gone is not None:
             await asyncio.shield(gone)
-        place = "  (C code holds the interpreter's lock)" if line is None else f"  {line}" if line else ""
+        place = f"  {line}" if line else ""
+        if line is None:
+            place = "  (its process is stopped)" if stopped else "  (C code holds the interpreter's lock)"
         raise EpisodeFailed("error_timeout", with_lines(
             f"{self._hosts.who} gave no answer to {call}{tool} within {self._limit_s(call):g} s; its process was "
             "killed", place, "Make it faster, or raise "

@@ -1,6 +1,7 @@
 """What a user brings is recognised by its shape, and its tools are called as the policy wrote them. In this process."""
 
 import asyncio
+import errno
 import inspect
 
 import pytest
@@ -291,6 +292,17 @@ def test_a_tool_call_gives_its_result_or_an_error_that_the_policy_reads(call, co
     assert step["tool_errors"] == int(failed) and not step["done"]
     assert first["content"] == content if content else first["content"].startswith("Error: ")
     assert second == {"role": "tool", "name": "add", "tool_call_id": "2", "content": "2"}
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "Too many open files")])
+def test_a_tool_that_finds_its_process_exhausted_fails_the_step_instead_of_being_read(error):
+    def opens() -> str:
+        """Opens a file."""
+        raise error
+
+    episode, _ = begin(opens)
+    with pytest.raises(type(error)):
+        episode.step(Reply("", tool_calls=[ToolCall("opens", {})]))
 
 
 def test_a_turn_without_a_tool_call_ends_the_episode():
