@@ -263,7 +263,8 @@ def test_a_restore_that_fails_is_the_failure_of_the_episode(pool_of, does, cause
 
 def test_a_step_during_which_the_process_is_stopped_is_repeated_once(pool_of, monkeypatch, tmp_path):
     monkeypatch.setattr(host_process, "ANSWERING_S", 0.3)
-    once = UNLESS.format(str(tmp_path / "stopped")).replace("os._exit(3)", "os.kill(os.getpid(), signal.SIGSTOP)")
+    stops = "[os.kill(os.getpid(), signal.SIGSTOP), time.sleep(600)]"  # another thread may take the signal
+    once = UNLESS.format(str(tmp_path / "stopped")).replace("os._exit(3)", stops)
 
     async def live():
         async with pool_of(processes=1, timeout_s={"step": 1.0}) as pool:
@@ -271,7 +272,7 @@ def test_a_step_during_which_the_process_is_stopped_is_repeated_once(pool_of, mo
             assert content(await say(environment)) == "5:1"
             assert content(await say(environment, once)) == "5:2" and environment.interrupted == 1
             with pytest.raises(EpisodeFailed, match=r"within 1 s(.|\n)*its process is stopped") as caught:
-                await say(environment, "os.kill(os.getpid(), signal.SIGSTOP)")
+                await say(environment, stops)
             assert caught.value.cause == "error_timeout" and environment.interrupted == 2
 
     asyncio.run(live())
