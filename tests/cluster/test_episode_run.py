@@ -99,8 +99,9 @@ class EpisodeFault(WorkerFault):
         if not at or turns_under_way(Path(coordinator.config.run.dir)) < TURNS:
             return
         if self.worker == "environment":
-            children = psutil.Process(roles.runners.processes(0).pid).children(recursive=True)
-            pids = [each.pid for each in children if "rlhf_ray.environments.host" in each.cmdline()]
+            keepers = psutil.Process(roles.runners.processes(0).pid).children()
+            pids = [each.pid for keeper in keepers for each in keeper.children()
+                    if "rlhf_ray.environments.host" in each.cmdline()]
         else:
             (group,) = [group for group in roles.groups() if group.role == self.worker]
             pids = [group.processes(0).pid]
