@@ -218,6 +218,8 @@ class Coordinator:
         coef = self.state.kl.value
         depth = self.buffer.stats()
         canary = self.weights.canary
+        async with self._saved_before_the_end():
+            await self.weights.require_idle()
         saving = self.sample_saving.begin(version + 1, lease)
         async with self.weights.changing():
             with self.calls.forward_passes_held():
