@@ -80,6 +80,12 @@ class OpenCall(NamedTuple):
     """By the monotonic clock."""
     requests: Sequence[SampleRequest]
 
+    def described(self, now: float) -> str:
+        """In words: "2 requests for 3.1 s (seed 12, 34)"."""
+        many = len(self.requests)
+        seeds = [str(request.seed) for request in self.requests[:SHOWN_SEEDS]] + ["..."] * (many > SHOWN_SEEDS)
+        return f"{many} request{'s' * (many > 1)} for {now - self.began:.1f} s (seed {', '.join(seeds)})"
+
 
 class Generator:
     """One vLLM engine and its weights.
@@ -392,9 +398,7 @@ class Generator:
                 await asyncio.wait_for(self._idle.wait(), wait_s)
         in_engine = await engine.end_orphans()
         now = time.monotonic()
-        calls = [f"{len(call.requests)} requests for {now - call.began:.1f} s (seed "
-                 f"{', '.join(str(request.seed) for request in call.requests[:SHOWN_SEEDS])}"
-                 f"{', ...' if len(call.requests) > SHOWN_SEEDS else ''})" for call in self._open_calls.values()]
+        calls = [call.described(now) for call in self._open_calls.values()]
         if in_engine and not calls:
             return f"{in_engine} requests of vLLM that no call waits for and that it does not abort"
         more = f", and {len(calls) - SHOWN_CALLS} calls more" if len(calls) > SHOWN_CALLS else ""

@@ -335,8 +335,8 @@ def test_calls_for_the_engine_reach_it(generator, engine):
 
     assert asyncio.run(all_calls()) == "profile"
     assert [(name, *map(str, arguments)) for name, *arguments in engine.calls] == [
-        ("connect", str(transfer_info(route, 2))), ("sleep", "2"), ("wake", "['weights']"), ("begin_profile",),
-        ("end_profile", "/somewhere/trace.json"), ("drop_profile",), ("stop",)]
+        ("connect", str(transfer_info(route, 2))), ("end_orphans",), ("sleep", "2"), ("wake", "['weights']"),
+        ("begin_profile",), ("end_profile", "/somewhere/trace.json"), ("drop_profile",), ("stop",)]
     with pytest.raises(WorkerError, match="generator/1 is not running; call start first"):
         generator.tokens_made()
     asyncio.run(generator.stop())

@@ -18,7 +18,8 @@ from rlhf_ray.workers.dispatcher import WorkerDispatcher
 from rlhf_ray.workers.health_monitor import HealthMonitor
 from rlhf_ray.workers.peers import PeerGroup
 from tests.unit.coordinator.stand_ins import StandInGroup
-from tests.unit.workers.test_peers import Actor, Generator, Plain, begun, process_of, table
+from tests.unit.workers.local_actors import process_of
+from tests.unit.workers.test_peers import Actor, Generator, Plain, begun, table
 
 RUNNER = Caller("runner", 4, 1)
 SOON = Deadline(50.0)

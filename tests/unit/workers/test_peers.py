@@ -14,12 +14,13 @@ from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.errors import ConfigError, ModelError, WorkerError, WorkerLost
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.workers import peers as peers_module
-from rlhf_ray.workers.actor_class import CallerFence, Process, actor_class
+from rlhf_ray.workers.actor_class import CallerFence, Process
 from rlhf_ray.workers.calls import Caller, CallSpec, Deadline
 from rlhf_ray.workers.dispatcher import WorkerDispatcher
 from rlhf_ray.workers.health_monitor import HealthMonitor
 from rlhf_ray.workers.peer_tables import PeerTables
 from rlhf_ray.workers.peers import Peer, PeerCall, PeerGroup, PeerReport, PeerTable
+from tests.unit.workers.local_actors import process_of
 from tests.unit.workers.local_groups import local_group
 
 RUNNER = Caller("runner", 4, 1)
@@ -331,11 +332,6 @@ class Plain:
     def double(self, x):
         """Twice."""
         return 2 * x
-
-
-def process_of(cls, **arguments):
-    """What Ray would run, as an ordinary object."""
-    return actor_class(cls).__ray_metadata__.modified_class(**arguments)
 
 
 def spec(method, *args, caller=None):
