@@ -4,7 +4,6 @@ Generators, environments and the chat template are stand-ins: a token is a chara
 """
 
 import asyncio
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -331,20 +330,6 @@ def test_one_sample_may_be_played_twice_at_a_time_as_in_training_and_evaluation(
         return [each.episodes[0].cause for each in found]
 
     assert asyncio.run(run()) == ["completed", "completed"]
-
-
-def test_no_two_processes_of_a_runner_give_a_turn_the_same_ticket():
-    class Seen(Writer):
-        tickets = Counter()
-
-        async def call(self, method, requests, ticket, *args, undo=None, **named):
-            assert undo[1:] == (ticket,)
-            self.tickets[ticket] += 1
-            return await super().call(method, requests, ticket, *args, **named)
-
-    for _ in range(2):
-        play({"world": World(MORE, DONE)}, Seen("a"))
-    assert sorted(Seen.tickets.values()) == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("held_out", [False, True])
