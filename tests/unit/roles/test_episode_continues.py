@@ -27,7 +27,7 @@ from rlhf_ray.records import Prompts, SampleKey
 from rlhf_ray.roles import episode_journal
 from rlhf_ray.roles.engines.interface import Completion
 from rlhf_ray.roles.episode import TextTools, turn_seed
-from rlhf_ray.roles.episode_journal import HEAD, TRAINING, JournalPlace, JournalReader, episode, last_attempt
+from rlhf_ray.roles.episode_journal import HEAD, TRAINING, JournalPlace, JournalReader, Needed, episode, last_attempt
 from rlhf_ray.roles.episode_runner import EpisodeRunner
 from tests.unit.roles import test_episode_policies as policies
 from tests.unit.roles.test_episode_policies import (
