@@ -1,4 +1,4 @@
-"""Runs whose episode runners do whatever was drawn: they answer late or never, raise errors, die, and cannot be replaced.
+"""Runs whose episode runners do whatever was drawn: they answer late or never, raise errors, die, cannot be replaced.
 
 Loop, pipeline, buffer, ledger, quarantine, admission, dispatch and replacement are the product's; workers are
 stand-ins, and time is virtual.
