@@ -79,7 +79,7 @@ class RunAttempts:
                 await self._timed(coordinator)
                 await export_run(coordinator, self.evaluations, self._directory)
             except WorkerError:
-                await coordinator.pipeline.close()  # started again before the loop, which would close it
+                await coordinator.pipeline.close()  # also what was started again before the loop
                 await records.run(coordinator.pipeline.ledger.close)
                 raise
         except WorkerError:
