@@ -42,6 +42,10 @@ from rlhf_ray.replay.chunk import BufferStats, Lease, Place
 from rlhf_ray.workers.calls import traffic
 from rlhf_ray.workers.role_groups import RoleGroups
 
+ENDING_S = 2.0
+"""Time for generators and episode runners to end what is under way when the run is over. A restart of the learners,
+during which they stay, waits for all of it."""
+
 
 @dataclass
 class Coordinator:
@@ -126,7 +130,7 @@ class Coordinator:
             if self._row is not None:
                 row, self._row = self._row, None
                 await asyncio.gather(row, return_exceptions=True)
-            await self.pipeline.close()
+            await self.pipeline.close(ENDING_S)
             await self.recovery.close()
             if self.pipeline.journals is not None:
                 await self.pipeline.journals.close()
@@ -192,7 +196,7 @@ class Coordinator:
         step = self.state.step
         async with reported(step, self.progress):
             if self.saved_at != step:
-                await self.pipeline.close()
+                await self.pipeline.close(ENDING_S)
                 await self.pipeline.ledger.settled()
                 await self.files.records.run(check_open_samples, self, f"step {step}")
                 await self._save()

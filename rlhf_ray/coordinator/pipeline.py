@@ -125,12 +125,14 @@ class Pipeline:
                 self.buffer.reopen(chunk)
                 self.ledger.give_up(chunk.keys, reason)
 
-    async def close(self) -> None:
-        """Cancel all chunks under way."""
+    async def close(self, patience_s: float | None = None) -> None:
+        """Cancel all chunks under way. When this returns, generators and episode runners have ended them, except those
+        that have not answered within `patience_s` (`cluster.heartbeat_timeout_s` if None)."""
         self._batcher.close()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=patience_s)
         self._finished = asyncio.Event()
         self._failures.clear()
         for chunk in self.buffer.under_way():

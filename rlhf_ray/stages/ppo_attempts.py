@@ -81,7 +81,7 @@ class RunAttempts:
                     await coordinator.pipeline.journals.end()
                 await export_run(coordinator, self.evaluations, self._directory)
             except WorkerError:
-                await coordinator.pipeline.close()  # started again before the loop, which would close it
+                await coordinator.pipeline.close()  # also what was started again before the loop
                 await records.run(coordinator.pipeline.ledger.close)
                 raise
         except WorkerError:

@@ -40,7 +40,7 @@ class CallerFence:
     """Refuses calls of other workers' processes that were given up, at the worker that they call.
 
     The numbers of a rank's processes grow, so it suffices to know the newest one. A worker that has not heard of a
-    caller accepts it: handles to it are given out to processes in use only.
+    caller accepts it: the driver tells it of callers that were given up before these get its handle.
     """
 
     def __init__(self) -> None:

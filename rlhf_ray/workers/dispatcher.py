@@ -124,10 +124,9 @@ class WorkerDispatcher(Generic[Role]):
         try:
             return await finished(call, phase, self.health.clock)
         except asyncio.CancelledError:
-            loss = await call.end(Deadline(self.health.heartbeat_timeout_s, "cluster.heartbeat_timeout_s"))
-            # A worker that does not answer in time may be waiting for another one; detectors find out which.
-            if loss is not None and loss.kind != "hung":
-                self.lost(loss)
+            # A loss is left to the next call: the run may be over, and a worker that does not answer in time may be
+            # waiting for another one.
+            await call.end(Deadline(self.health.heartbeat_timeout_s, "cluster.heartbeat_timeout_s"))
             raise
 
     async def _call_replica(self, ranks: Sequence[int], method: Any, *arguments: Any, phase: str, outputs: int,

@@ -6,6 +6,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.rollout_source import EpisodeSource, RolloutSource
 from rlhf_ray.records import Prompts, SampleKey
@@ -106,3 +107,28 @@ def test_a_pipeline_that_is_closed_leaves_no_work_at_its_generators(ppo_config, 
 
     most, left = asyncio.run(run())
     assert most > 0 and left == 0
+
+
+@pytest.mark.parametrize("patience_s, waited_s", [(1.0, 1.0), (None, 300.0)])
+def test_a_generator_that_does_not_end_its_calls_holds_a_stop_no_longer_than_it_may(
+        ppo_config, summary, patience_s, waited_s):
+    async def run():
+        harness = PipelineHarness(ppo_config(), summary)
+
+        async def delay():
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(1000)
+
+        harness.delay = delay
+        waiting = asyncio.create_task(harness.pipeline.next_batch())
+        await asyncio.sleep(1)
+        assert harness.generating
+        began = asyncio.get_running_loop().time()
+        await harness.pipeline.close(patience_s)
+        waiting.cancel()
+        return asyncio.get_running_loop().time() - began
+
+    assert run_in_virtual_time(run()) == pytest.approx(waited_s)
+    assert ClusterConfig().heartbeat_timeout_s == 300.0
