@@ -10,24 +10,22 @@ run, and it is written without fsync: it survives processes, not machines.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import io
 import json
 import os
 import struct
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlhf_ray.errors import DiskStalled, first_line
+from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.engines.interface import Completion
 
@@ -48,6 +46,10 @@ class JournalPlace(NamedTuple):
 
     directory: str
     """Of all runners of a run. A driver that continues the run begins another one."""
+    version: int
+    """Of the policy when the call was made."""
+    oldest: int
+    """The oldest policy whose tokens may be trained on then: of older ones nothing is taken over."""
     scope: str = TRAINING
     """Samples of other scopes may have the same keys."""
     look: bool = False
@@ -128,7 +130,7 @@ class RecordedEpisode:
 
     start: dict[str, Any]
     """"start": the environment's answer to reset, "attempt": number of the attempt, "events": of those before, "age_s":
-    seconds that they took."""
+    seconds that they took, "version": of the policy when it began."""
     turns: list[RecordedTurn] = field(default_factory=list)
     outcome: dict[str, Any] | None = None
     """How it ended; None for an episode under way."""
@@ -150,11 +152,19 @@ class Entry(NamedTuple):
     kind: str
     newest: int
     attempt: int
-    """Of a "start"; else 0."""
+    """Number of a "start"; else 0."""
+    version: int
+    """Of the policy at a "start"; else 0."""
     path: Path
     place: int
     """Of its frame in the file, in bytes."""
     size: int
+
+    @classmethod
+    def of(cls, frame: Frame, path: Path, place: int, size: int) -> Entry:
+        """Of a frame at a place of a file."""
+        facts = frame.facts if frame.kind == "start" else {}
+        return cls(frame.kind, frame.newest, facts.get("attempt", 0), facts.get("version", 0), path, place, size)
 
     def read(self) -> bytes:
         """The frame."""
@@ -184,7 +194,7 @@ class JournalReader:
             file.seek(self._read)
             while (whole := _next_frame(file)) is not None:
                 frame, size = whole
-                entry = Entry(frame.kind, frame.newest, frame.facts.get("attempt", 0), self.path, self._read, size)
+                entry = Entry.of(frame, self.path, self._read, size)
                 self.entries.setdefault((frame.scope, frame.key), []).append(entry)
                 self._read += size
 
@@ -211,11 +221,15 @@ def last_attempt(entries: Iterable[Entry]) -> list[Entry]:
     return found if found and found[0].kind == "start" else []
 
 
-def longest(candidates: Iterable[Sequence[Entry]]) -> list[Entry]:
-    """The records of the attempt that came furthest."""
-    attempts = [last_attempt(entries) for entries in candidates]
-    return max(attempts, default=[], key=lambda each: (
-        bool(each), each and each[0].attempt, each and each[-1].kind == "outcome", len(each)))
+def longest(candidates: Iterable[Sequence[Entry]], oldest: int) -> list[Entry]:
+    """The records of the attempt that came furthest, of those that began with a policy that is old enough.
+
+    Args:
+        candidates: the records of an episode in each file.
+        oldest: see `JournalPlace`.
+    """
+    attempts = [last for entries in candidates if (last := last_attempt(entries)) and last[0].version >= oldest]
+    return max(attempts, default=[], key=lambda each: (each[0].attempt, each[-1].kind == "outcome", len(each)))
 
 
 def episode(entries: Sequence[Entry]) -> RecordedEpisode | None:
@@ -244,7 +258,7 @@ class JournalWriter:
     Example:
         writer = JournalWriter(Path("episodes/1f/episode_runner-0-9c.journal"), warn)
         await writer.append(turn.frame("training", key))
-        await writer.forget("training", [key])
+        await writer.forget(lambda scope, records: scope == "training")
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -253,8 +267,7 @@ class JournalWriter:
         self.off = False
         """Nothing is recorded any more."""
         self._warn = warn
-        self._work: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = FileThread("episode journal", PATIENCE_S)
         # Of the thread:
         self._file = -1
         self._live: dict[tuple[str, SampleKey], list[Entry]] = {}
@@ -262,84 +275,58 @@ class JournalWriter:
 
     async def append(self, frame: Frame) -> None:
         """Record, and wait until the file has it."""
-        await self._done(lambda: self._append(frame))
+        await self._run(self._append, frame)
 
-    async def forget(self, scope: str, keys: Iterable[SampleKey] | None = None, newer_than: int | None = None) -> None:
-        """Forget episodes that are not needed any more.
+    async def forget(self, needed: Callable[[str, Sequence[Entry]], bool]) -> None:
+        """Forget episodes.
 
         Args:
-            keys: None for all of the scope.
-            newer_than: only those with tokens of a newer version.
+            needed: whether an episode is needed still, by its scope and its records.
         """
-        chosen = None if keys is None else list(keys)
-        await self._done(lambda: self._forget(scope, chosen, newer_than))
+        await self._run(self._forget, needed)
 
     def close(self) -> None:
-        """End the thread once its work is done."""
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread = None
+        """Let the thread end once its work is done."""
+        self._thread.submit(self._close)
+        self._thread.close()
 
-    async def _done(self, work: Callable[[], None]) -> None:
+    async def _run(self, job: Callable[..., None], *args: Any) -> None:
         if self.off:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="episode journal", daemon=True)
-            self._thread.start()
-        done: Future[None] = Future()
-        self._work.put((work, done))
         try:
-            await asyncio.wait_for(asyncio.wrap_future(done), PATIENCE_S)
-        except TimeoutError:
-            self._give_up(f"has taken nothing for {PATIENCE_S:g} s")
-        except OSError as error:
-            self._give_up(f"cannot be written ({error.strerror or error})")
+            await self._thread.run(job, *args)
+        except (OSError, DiskStalled) as error:
+            if not self.off:
+                self.off = True
+                self._warn(f"the journal of episodes {self.path} cannot be written: {first_line(error)}. From now on "
+                           "episodes begin again if their runner is lost")
+                self.close()
 
-    def _give_up(self, why: str) -> None:
-        if not self.off:
-            self.off = True
-            self._warn(f"the journal of episodes {self.path} {why}; from now on episodes begin again if their runner "
-                       "is lost. Check the disk of run.dir")
-        self.close()
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            work, done = item
-            if not done.set_running_or_notify_cancel():
-                continue
-            try:
-                work()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
+    def _close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
+            self._file = -1
 
     def _append(self, frame: Frame) -> None:
         data = frame.encoded()
         if self._file < 0:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         _write(self._file, data)
-        entry = Entry(frame.kind, frame.newest, 0, self.path, self._all_bytes, len(data))
+        entry = Entry.of(frame, self.path, self._all_bytes, len(data))
         self._live.setdefault((frame.scope, frame.key), []).append(entry)
         self._live_bytes += len(data)
         self._all_bytes += len(data)
 
-    def _forget(self, scope: str, keys: list[SampleKey] | None, newer_than: int | None) -> None:
-        wanted = [each for each in self._live if each[0] == scope] if keys is None else [(scope, key) for key in keys]
-        for each in wanted:
-            records = self._live.get(each, [])
-            if newer_than is None or any(entry.newest > newer_than for entry in records):
-                self._live_bytes -= sum(entry.size for entry in records)
-                self._live.pop(each, None)
+    def _forget(self, needed: Callable[[str, Sequence[Entry]], bool]) -> None:
+        for each in list(self._live):
+            if not needed(each[0], self._live[each]):
+                self._live_bytes -= sum(entry.size for entry in self._live.pop(each))
         if self._all_bytes - self._live_bytes > (max(self._live_bytes, KEPT_BYTES) if self._live else 0):
             self._rewrite()
 
     def _rewrite(self) -> None:
         """Put a file with what is not forgotten in place of this one."""
-        os.close(self._file)
-        self._file = -1
+        self._close()
         if self._live:
             self._file = write_frames(self.path, (entry.read() for each in self._live.values() for entry in each))
         else:
@@ -382,14 +369,14 @@ class Adopted(NamedTuple):
     """Turns that are played again, because a newer policy sampled them than the one that the run continues with."""
 
 
-def adopt(files: Iterable[Path], target: Path, version: int, wanted: Callable[[SampleKey], bool]) -> Adopted:
+def adopt(files: Iterable[Path], target: Path, version: int, oldest: int) -> Adopted:
     """Copy the episodes of training that a run goes on with into a new file.
 
     A turn is usable if the policy that the run continues with, or an earlier one, sampled it and all turns before it.
 
     Args:
         version: of that policy.
-        wanted: whether a sample is not settled yet.
+        oldest: see `JournalPlace`.
     """
     attempts: dict[SampleKey, list[list[Entry]]] = {}
     discarded = 0
@@ -397,12 +384,37 @@ def adopt(files: Iterable[Path], target: Path, version: int, wanted: Callable[[S
         reader = JournalReader(path)
         reader.refresh()
         for (scope, key), entries in reader.entries.items():
-            if scope == TRAINING and wanted(key):
+            if scope == TRAINING:
                 last = last_attempt(entries)
-                newer = next((i for i, entry in enumerate(last) if entry.newest > version), len(last))
+                newer = next((i for i, entry in enumerate(last) if max(entry.newest, entry.version) > version),
+                             len(last))
                 discarded += sum(entry.kind == "turn" for entry in last[newer:])
                 attempts.setdefault(key, []).append(last[:newer])
-    chosen = [best for candidates in attempts.values() if (best := longest(candidates))]
+    chosen = [best for candidates in attempts.values() if (best := longest(candidates, oldest))]
     if chosen:
         os.close(write_frames(target, (entry.read() for entries in chosen for entry in entries)))
     return Adopted(len(chosen), sum(entry.kind == "turn" for entries in chosen for entry in entries), discarded)
+
+
+class Needed(NamedTuple):
+    """Which episodes are needed still, of those that an episode runner has recorded."""
+
+    version: int
+    """Of the present policy."""
+    committed: int
+    """Of the policy in the newest checkpoint."""
+    max_staleness: int
+    evaluation: str = ""
+    """Scope of the evaluation under way; "" for none."""
+
+    def of(self, scope: str, records: Sequence[Entry]) -> bool:
+        """Whether an episode is open, or would be played again by a run that continues from the checkpoint: of its
+        tokens none is newer than that, and a step after it may train on them."""
+        if scope != TRAINING:
+            return scope == self.evaluation
+        last = last_attempt(records)
+        if not last:
+            return False
+        began = last[0].version
+        again = began >= self.committed - self.max_staleness and all(e.newest <= self.committed for e in last)
+        return again or began >= self.version - self.max_staleness
