@@ -83,8 +83,9 @@ class EpisodeFault(WorkerFault):
         if coordinator.state.step != self.step or not begun or roles.clock.now() - min(begun) < MOMENT_S:
             return
         if self.worker == "environment":
-            children = psutil.Process(roles.runners.processes(0).pid).children(recursive=True)
-            pids = [each.pid for each in children if "rlhf_ray.environments.host" in each.cmdline()]
+            keepers = psutil.Process(roles.runners.processes(0).pid).children()
+            pids = [each.pid for keeper in keepers for each in keeper.children()
+                    if "rlhf_ray.environments.host" in each.cmdline()]
         else:
             (group,) = [group for group in roles.groups() if group.role == self.worker]
             pids = [group.processes(0).pid]
