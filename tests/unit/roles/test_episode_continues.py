@@ -355,11 +355,20 @@ def test_an_ended_episode_that_does_not_fit_its_record_begins_again(runner_of, t
     asyncio.run(live())
 
 
+class Once(World):
+    """Has no second reset."""
+
+    async def open(self, row, seed, played=None):
+        self.resets = [BUG] * self.opened
+        return await super().open(row, seed, played)
+
+
 ENDS = {
     "completed": (World(MORE, DONE), {}),
     "masked after a deadline": (World(MORE, LATE), {}),
     "quarantined": (World(MORE, BUG), {"on_failure": {"environment": "quarantine"}}),
     "quarantined after retries": (World(MORE, BUG), {"on_failure": {"retries": 2}}),
+    "quarantined in its second reset": (Once(MORE, BUG), {"on_failure": {"retries": 1}}),
     "no reset": (World(DONE), {"on_failure": {"environment": "mask"}}),
     "unreadable": (World(MORE, Step([NARRATED])), {"on_failure": {"environment": "zero"}}),
     "no reward": (World(MORE, DONE), {"on_failure": {"environment": "zero"}}),
@@ -380,6 +389,7 @@ class Unopened(World):
 def test_an_episode_that_has_ended_is_what_it_was_without_generator_and_environment(tmp_path, name, held_out):
     world, given = ENDS[name]
     world = copy.deepcopy(world)
+    world.given = 0.25
     if name == "no reset":
         world.resets = [BUG]
     if name == "no reward":

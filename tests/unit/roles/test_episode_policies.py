@@ -78,8 +78,10 @@ class World:
         self.lines = []
         self.resets = []
         """What the first resets raise."""
+        self.given = 0.0
+        """What get_reward returns."""
         self.failure = None
-        """What get_reward raises."""
+        """What it raises."""
 
     async def open(self, row, seed, played=None):
         self.opened += 1
@@ -96,7 +98,7 @@ class World:
     async def reward(self):
         if self.failure:
             raise self.failure
-        return 0.0
+        return self.given
 
     async def close(self):
         pass
