@@ -180,7 +180,9 @@ class Workspace:
         settings = ppo_settings(self.files, directory)
         for sections in (SECTIONS, episodes(self.episode_files) if episodes else {}, different or {}):
             for section, fields in sections.items():
-                settings[section] = fields and {**settings.get(section, {}), **fields}
+                settings[section] = {**settings.get(section, {}), **(fields or {})}
+                if fields is None:
+                    del settings[section]
         settings["run"] |= {"steps": steps, "upload": str(upload_directory(directory)) if uploads else None}
         settings["rewards"]["service"] = {**SERVICE, "urls": [self.service.url]}
         settings["rewards"]["function"] = FUNCTION

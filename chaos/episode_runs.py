@@ -96,5 +96,5 @@ def brief_sections(files: EpisodeFiles) -> Mapping[str, Any]:
     """The same, where an episode of `brief` that is late is masked."""
     sections = episode_sections(files)
     brief = {**sections["environments"]["brief"], "on_failure": {"environment": "retry", "retries": 6},
-             "timeout_s": {"reset": STEP_S, "step": 2 * BRIEF_S, "episode": BRIEF_S}}
+             "timeout_s": {"reset": STEP_S, "episode": BRIEF_S}}
     return {**sections, "environments": {**sections["environments"], "brief": brief}}
