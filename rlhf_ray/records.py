@@ -261,7 +261,10 @@ class Episode:
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the environment gave, the last of each name."""
     events: dict[str, int] = field(default_factory=dict)
-    """How often something happened: "parse_failures", "tool_failures", "retries", "interrupted"."""
+    """How often something happened: "tool_calls", "tool_failures", "parse_failures"; "retries", "interrupted" (its
+    environment was lost with a neighbour's), "continued" (it went on from a journal after its runner or driver was
+    lost), "restarted" (it began again although turns were recorded: its environment could not be brought back, or the
+    record did not fit)."""
     error: str = ""
     """What went wrong, in words; empty for an episode without an error."""
 

@@ -226,7 +226,7 @@ class Uploader:
         """Copy the other files that have changed, and remove the copies of texts and metrics that were removed here: a
         resumed run would take them up. `whole`: also those that are written continuously."""
         run, present = self._directory, set()
-        apart = (CHECKPOINTS, OWNER_RECORDS, run.best.name)
+        apart = (CHECKPOINTS, OWNER_RECORDS, run.best.name, run.episodes.name)
         for path in files_below(run.path, apart):
             name = path.relative_to(run.path)
             present.add(name.as_posix())

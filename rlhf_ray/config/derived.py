@@ -1,6 +1,7 @@
 """What follows from several sections of a configuration. Pure functions; `load.resolve` enters into the configuration
 those values that a user may set too."""
 
+import json
 from dataclasses import dataclass
 
 from rlhf_ray.config.algorithm import OldLogprobs
@@ -286,6 +287,16 @@ def episodes_deadline_s(config: PPOConfig) -> float:
     waves = [(-(-in_flight // each.concurrency), each.timeout_s) for each in config.environments.values()]
     longest = max((number * (limit.episode + 2 * limit.step) for number, limit in waves), default=0.0)
     return longest + config.cluster.call_timeout_s
+
+
+def episode_kind(config: PPOConfig) -> str:
+    """What episodes of two configurations must have in common to be continued with each other's turns, as JSON: all
+    that decides what is sampled and how an environment answers, but no deadline and no number of processes."""
+    aside = {"timeout_s", "concurrency", "processes", "isolated", "memory_mib", "on_failure"}
+    environments = {name: each.model_dump(mode="json", exclude=aside) | {"parse": each.on_failure.parse}
+                    for name, each in config.environments.items()}
+    return json.dumps([config.run.seed, config.model.path, config.episode_runner.column,
+                       config.generator.sampling.model_dump(mode="json"), environments])
 
 
 def buffer_capacity_mb(buffer: BufferConfig, cluster: ClusterConfig) -> int | None:

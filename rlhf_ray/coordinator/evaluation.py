@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Columns
+from rlhf_ray.coordinator.episode_journals import EpisodeJournals
 from rlhf_ray.coordinator.rollout_source import EpisodeSource, PromptSource, RolloutSource, chunks_at_a_time
 from rlhf_ray.errors import RewardError, UnscoredSamples
 from rlhf_ray.records import EvaluationPart, SampleKey
@@ -55,12 +56,13 @@ class Evaluator:
 
     def __init__(self, config: PPOConfig, derived: Derived, roles: RoleGroups, calls: ChunkCalls,
                  prompts: PromptSource, warn: Callable[[str], None] = lambda _: None, keeps_chunks: bool = False,
-                 advanced: Callable[[int], None] = lambda _: None) -> None:
+                 advanced: Callable[[int], None] = lambda _: None, journals: EpisodeJournals | None = None) -> None:
         """
         Args:
             config: has a section `evaluation`.
             keeps_chunks: whether an `Evaluation` has its chunks.
             advanced: called with the number of samples that were measured since the last call.
+            journals: of episodes, if those of an evaluation are to go on after the loss of their runner.
         """
         assert config.evaluation is not None
         self._config = config
@@ -72,7 +74,8 @@ class Evaluator:
         self._keeps_chunks = keeps_chunks
         self._advanced = advanced
         self._rollouts = RolloutSource(roles.dispatcher(roles.generators), prompts, self._evaluation.seed,
-                                       self._evaluation.sampling, EpisodeSource.of(config, roles, held_out=True))
+                                       self._evaluation.sampling,
+                                       EpisodeSource.of(config, roles, held_out=True, journals=journals))
         self.rows = prompts.rows
         self._slots = self._present_slots()
         # First samples first, so that the texts that are kept are for different prompts.

@@ -120,6 +120,8 @@ class Coordinator:
                 await asyncio.gather(row, return_exceptions=True)
             await self.pipeline.close()
             await self.recovery.close()
+            if self.pipeline.journals is not None:
+                await self.pipeline.journals.close()
 
     async def _step_or_stop(self) -> None:
         """One step; after a request to stop, a checkpoint instead. Chunks under way are generated again after a
@@ -234,6 +236,8 @@ class Coordinator:
         self._save_due = self._due(self.config.checkpoint.every) or self.pace.due
         if not self._pauses:
             self.pipeline.admit()
+        if self.pipeline.journals is not None:
+            await self.pipeline.journals.step_over(self.recovery.committed)
         outcome = StepOutcome(summaries, learned.policy, learned.critic, version, coef, published,
                               traffic.received - received, self.roles.health.metrics(), began, self.roles.clock.now(),
                               self._pause_s, canary.metrics() if canary else {}, self._drawn(lease))

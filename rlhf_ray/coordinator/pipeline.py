@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from rlhf_ray.config.derived import concurrency_of
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Columns
+from rlhf_ray.coordinator.episode_journals import EpisodeJournals
 from rlhf_ray.coordinator.quarantine import Quarantine
 from rlhf_ray.coordinator.rollout_source import EpisodeSource, PromptsAhead, PromptSource, RolloutSource
 from rlhf_ray.coordinator.run_state import RunState
@@ -31,8 +32,13 @@ class Pipeline:
     """Keeps as many chunks under way as freshness and capacity allow, and returns batches."""
 
     def __init__(self, config: PPOConfig, roles: RoleGroups, calls: ChunkCalls, state: RunState, buffer: ReplayBuffer,
-                 prompts: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None) -> None:
-        """`quarantine` removes prompts with a sample that has no score; if None, such a prompt ends the run."""
+                 prompts: PromptSource, ledger: Ledger, quarantine: Quarantine | None = None,
+                 journals: EpisodeJournals | None = None) -> None:
+        """
+        Args:
+            quarantine: removes prompts with a sample that has no score; if None, such a prompt ends the run.
+            journals: of episodes; None without environments.
+        """
         self.config = config
         self._roles = roles
         self._calls = calls
@@ -40,9 +46,10 @@ class Pipeline:
         self.buffer = buffer
         self.ledger = ledger
         self.quarantine = quarantine
+        self.journals = journals
         self._prompts = PromptsAhead(prompts, state.cursor)
         self._rollouts = RolloutSource(roles.dispatcher(roles.generators), self._prompts, config.run.seed,
-                                       episodes=EpisodeSource.of(config, roles))
+                                       episodes=EpisodeSource.of(config, roles, journals=journals))
         self.chat = prompts.chat
         """Whether the policy answers conversations."""
         self._batcher = ScoringBatcher(self._score_and_assemble)
@@ -109,6 +116,8 @@ class Pipeline:
         these chunks again, in their places."""
         begun = [chunk for chunk in self.buffer.under_way() if chunk.phase is not Phase.ADMITTED]
         await self.close()
+        if self.journals is not None:
+            await self.journals.discard()
         for chunk in begun:
             self.ledger.give_up(chunk.keys, reason)
         for chunk in self.buffer.ready():

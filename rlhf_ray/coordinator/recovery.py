@@ -118,6 +118,8 @@ class Recovery:
         """The longest pause that `save` returned."""
         self.writing: UnderWay | None = None
         """The checkpoint that is being written; None between two."""
+        self.committed = -1
+        """Step of the newest complete checkpoint; -1 without one."""
         self._under_way: asyncio.Task[None] | None = None
 
     async def save(self) -> float:
@@ -198,6 +200,7 @@ class Recovery:
                     await self._write_experience(directory.absolute() / f"experience_{chunk.place}.npz", chunk)
                 await parts_on_disk(self.roles.learners(), files.checkpoints.timeout_s)
             await files.checkpoints.run(self.store.commit, directory, step)
+            self.committed = step
             self._pace.end()
         finally:
             self.writing = None
@@ -247,6 +250,7 @@ class Recovery:
         under_way = self.buffer.load_state_dict(saved["buffer"], experiences, summaries)
         self.state.load_state_dict(saved["run"], under_way)
         self.state.returned[:0] = dropped
+        self.committed = self.state.step
 
     def _drop_waiting(self, saved: dict[str, Any], reason: str) -> list[SampleKey]:
         """Give up ready experience; returns its samples, to be admitted again."""

@@ -11,6 +11,7 @@ from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import episodes_deadline_s
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.coordinator.episode_journals import EpisodeJournals
 from rlhf_ray.data.contents import Contents, check_contents
 from rlhf_ray.data.cursor import PromptCursor
 from rlhf_ray.data.load_report import LeftOutRows
@@ -18,6 +19,7 @@ from rlhf_ray.errors import WorkerLost
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.roles.data_readers import HELD_OUT, PromptReader
+from rlhf_ray.roles.episode_journal import JournalPlace
 from rlhf_ray.roles.episode_runner import EpisodeRunner
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.workers.calls import Call, Deadline
@@ -183,19 +185,21 @@ class RolloutSource:
         """
         chunk.prompts = await self._prompts.read_for(chunk.keys)
         samples = len(chunk.keys)
+        lost = False
         while True:
             try:
-                call = await self._attempt(chunk)
+                call = await self._attempt(chunk, lost)
                 break
             except WorkerLost as error:
                 if self._dispatcher.lost(error, samples) is not Decision.RETRY:
                     raise
+                lost = True
                 if again is not None:
                     await again(error)
         chunk.rollout = call.ref
         chunk.generator = call.worker
 
-    async def _attempt(self, chunk: Chunk) -> Call[Any]:
+    async def _attempt(self, chunk: Chunk, again: bool) -> Call[Any]:
         samples = len(chunk.keys)
         if self._episodes is None:
             return await self._generators.attempt(
@@ -203,6 +207,7 @@ class RolloutSource:
                 phase="generate", work=samples)
         return await self._episodes.runners.attempt(
             EpisodeRunner.play, chunk.prompts, chunk.keys, self._seed, self._sampling, self._episodes.held_out,
+            self._episodes.place(again),
             phase="episodes", work=samples, deadline=self._episodes.deadline)
 
 
@@ -215,14 +220,21 @@ class EpisodeSource:
     """Of the episodes of a chunk, those that wait for others included."""
     held_out: bool = False
     """See `EpisodeRunner.play`."""
+    journals: EpisodeJournals | None = None
+    """None: what they play is not recorded."""
 
     @classmethod
-    def of(cls, config: PPOConfig, roles: RoleGroups, held_out: bool = False) -> "EpisodeSource | None":
+    def of(cls, config: PPOConfig, roles: RoleGroups, held_out: bool = False,
+           journals: EpisodeJournals | None = None) -> "EpisodeSource | None":
         """Those of a run; None if it has no environments."""
         if roles.runners is None:
             return None
         return cls(roles.dispatcher(roles.runners), Deadline(episodes_deadline_s(config), "environments.*.timeout_s"),
-                   held_out)
+                   held_out, journals)
+
+    def place(self, again: bool) -> JournalPlace | None:
+        """Where a call records its episodes; `again` as in `EpisodeJournals.place`."""
+        return None if self.journals is None else self.journals.place(again, self.held_out)
 
 
 def chunks_at_a_time(config: GenerationConfig, generators: int) -> int:

@@ -3,6 +3,7 @@ code."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from dataclasses import fields
@@ -89,6 +90,34 @@ def plain_messages(messages: Any, who: str) -> list[dict[str, Any]]:
             raise ValueError(f"the messages of {who} have {characters} characters, and may have {ANSWER_BYTES}")
         _json(message, f"message {place} of {who}")
     return list(messages)
+
+
+def plain_snapshot(value: Any) -> dict[str, Any]:
+    """What `snapshot` returned, as JSON holds it: {"json": value}, or {"base64": text} of bytes.
+
+    Raises:
+        TypeError, ValueError: JSON gives it back as something else, or it is too long; shows the value.
+    """
+    if isinstance(value, bytes | bytearray):
+        plain = {"base64": base64.b64encode(value).decode()}
+        size = len(plain["base64"])
+    else:
+        text = _json(value, "the result of snapshot")
+        if json.loads(text) != value:
+            raise TypeError(f"snapshot returned {brief(value)}, which JSON gives back changed (tuples become lists, "
+                            "and keys text); return lists, dicts with text as keys, texts, finite numbers, or bytes "
+                            "(pickle.dumps)")
+        plain = {"json": value}
+        size = len(text)
+    if size > ANSWER_BYTES:
+        raise ValueError(f"snapshot returned {type(value).__name__} of {size} bytes as JSON (bytes are written as "
+                         f"base64), and may have {ANSWER_BYTES}")
+    return plain
+
+
+def given_snapshot(plain: Mapping[str, Any]) -> Any:
+    """What `restore` is given: the inverse of `plain_snapshot`."""
+    return base64.b64decode(plain["base64"]) if "base64" in plain else plain["json"]
 
 
 def tool_content(result: Any, tool: str) -> str:

@@ -85,7 +85,7 @@ class Host:
                 thread = self._threads.get(number)
                 self.send({"where": number, "line": thread.line() if thread else ""})
                 continue
-            if request["call"] == "reset" and not self._begin(number):
+            if request["call"] in ("reset", "restore") and not self._begin(number):
                 continue
             if request["call"] == "close" and number not in self._threads:  # it did not begin
                 self.send({"episode": number, "answer": {}})
@@ -113,8 +113,9 @@ class Host:
         """Send an answer; one that is too long becomes an error."""
         body = json.dumps(message)
         if len(body) > ANSWER_BYTES:
-            message = {"episode": message["episode"], "error": f"it answered with {len(body)} bytes, and may answer "
-                                                               f"with {ANSWER_BYTES}"}
+            snapshot = " with its snapshot" if message.get("snapshot") else ""
+            message = {"episode": message["episode"], "error": f"it answered with {len(body)} bytes{snapshot}, and may "
+                                                               f"answer with {ANSWER_BYTES}"}
         with self._sending:
             send(self._channel, message)
 
@@ -152,9 +153,12 @@ class EpisodeThread(threading.Thread):
         try:
             arguments = pickle.loads(given) if given else {}  # noqa: S301 - from the process that started this one
             if call == "reset":
-                return {"answer": self._episode.start(**arguments)}
+                return {"answer": self._episode.start(**arguments), "snapshot": self._episode.snapshot()}
             if call == "step":
-                return {"answer": self._episode.step(**arguments)}
+                return {"answer": self._episode.step(**arguments), "snapshot": self._episode.snapshot()}
+            if call == "restore":
+                self._episode.restore(**arguments)
+                return {"answer": {}}
             if call == "reward":
                 return {"answer": {"reward": self._episode.reward()}}
             self._close()

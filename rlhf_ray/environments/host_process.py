@@ -18,7 +18,7 @@ ANSWERING_S = 1.0
 FRAME_BYTES = ANSWER_BYTES + 1000
 """Longest answer with what is around it."""
 
-Call = Literal["reset", "step", "reward", "close"]
+Call = Literal["reset", "restore", "step", "reward", "close"]
 Answer = dict[str, Any]
 
 

@@ -25,6 +25,8 @@ class EnvironmentFacts:
     """File, line and code of its first line."""
     columns: list[str]
     """Columns of the row that `reset` of a class with tools requires."""
+    restorable: bool = False
+    """It has `snapshot()` and `restore(snapshot)`."""
 
 
 class Hosts:

@@ -6,8 +6,11 @@ An environment is recognised by its shape; there is no base class.
 - Tools: a plain function with type hints and a docstring, a list of such functions, or a class with
   `reset(**row)` whose other public methods are the tools, and optionally `get_reward() -> float`.
 - An environment in messages: a class with `reset(row, seed) -> Start` and `step(reply) -> Step`, and optionally
-  `close()`; each may be a coroutine function. `replayable = False` says that the same actions may be answered
-  differently.
+  `close()`; each may be a coroutine function.
+
+A class of either shape may have `replayable = False`, which says that the same actions may be answered differently.
+It may have both `snapshot()`, which returns bytes or what JSON holds, and `restore(snapshot)`, which brings a new
+instance to that state in place of `reset`: an episode whose process was lost goes on from there.
 """
 
 from __future__ import annotations

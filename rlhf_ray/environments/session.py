@@ -1,8 +1,9 @@
 """An open episode of an environment, whichever process it is in.
 
-An episode that hangs is ended by killing its process; its neighbours there are opened again elsewhere, and what the
-policy did is repeated. Where several calls were under way when a process died, each is repeated alone, so that the one
-to blame is found.
+An episode that hangs is ended by killing its process; its neighbours there are brought back elsewhere: from their
+newest snapshot, or by repeating what the policy did. A call that was under way when a process died is repeated once in
+a process of its own, so that the one to blame is found, and a process that something else killed costs nothing. An
+episode that another runner has played is brought back in the same way.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_ray.environments.host_process import Answer, Call, HostLost, HostProcess
@@ -25,6 +28,18 @@ SHOWN = 200
 """Characters of an answer that an error shows."""
 
 
+@dataclass(frozen=True)
+class Played:
+    """What another process has played of an episode."""
+
+    start: Answer
+    """The answer of reset: messages, tools and observation."""
+    steps: Sequence[tuple[Reply, Answer]]
+    """The replies, and the fields of the `Step` that answered each."""
+    snapshot: Any = None
+    """`OpenEnvironment.snapshot` after the last of them; None if it gave none."""
+
+
 class Session:
     """An open episode. One call at a time; `close` ends it in any state."""
 
@@ -35,14 +50,21 @@ class Session:
         """When it began, in the event loop's time."""
         self.interrupted = 0
         """How often it was opened again because its process was lost through no fault of its own."""
+        self.snapshot: Any = None
+        """The environment's state after the newest answer, which JSON holds; None if it gives none."""
         self._hosts, self._number = hosts, number
         self._suspect = False
-        """Its call may be to blame for the loss of a process."""
+        """Its call may be to blame for the loss of a process, which `_ending` describes."""
+        self._ending = ""
+        self._lost = "lost its process"
+        """Why it is brought back, as the predicate of messages."""
+        self._asked: Call = "reset"
+        """The last call."""
         self._process: HostProcess | None = None
         self._begin = b""
         self._start: Answer | None = None
         self._history: list[tuple[bytes, Answer]] = []
-        """The replies, pickled, and what was answered."""
+        """The replies, pickled, and what was answered. Empty where snapshots are used in place of it."""
 
     @property
     def tool(self) -> str:
@@ -54,10 +76,18 @@ class Session:
         """User code runs for it, although perhaps nobody waits for it any more."""
         return self._process is not None and self._process.under_way(self._number) is not None
 
-    async def open(self, row: dict[str, Any], seed: int) -> Answer:
-        """The answer of reset. Raises EpisodeFailed."""
+    async def open(self, row: dict[str, Any], seed: int, played: Played | None) -> Answer:
+        """The answer of reset; that of `played`, if it is brought back. Raises EpisodeFailed, ReplayDiverged."""
         self._begin = self._pickled({"row": row, "seed": seed})
+        if played is not None:
+            self._lost = "lost its runner"
+            self._start = played.start
+            self._history = [(self._pickled({"reply": reply}), answer) for reply, answer in played.steps]
+            self.snapshot = played.snapshot
         await self._reopen()
+        self._acquit()
+        self._lost = "lost its process"
+        self.interrupted = 0  # what happened before does not count
         assert self._start is not None
         return self._start
 
@@ -65,7 +95,8 @@ class Session:
         """The answer of step. Raises EpisodeFailed, ReplayDiverged."""
         given = self._pickled({"reply": reply})
         answer = await self._perform("step", given)
-        self._history.append((given, answer))
+        if self.snapshot is None:
+            self._history.append((given, answer))
         return answer
 
     async def reward(self) -> float:
@@ -79,7 +110,7 @@ class Session:
             if process is None or process.lost is not None or not process.ready.done():
                 return
             if (future := process.under_way(self._number)) is not None:
-                call: Call = "reset" if self._start is None else "step"
+                call = self._asked
                 left = self.since + self._limit_s(call) - asyncio.get_running_loop().time()
                 await asyncio.wait([future], timeout=max(0.0, left))
                 if not future.done():
@@ -100,46 +131,65 @@ class Session:
             except HostLost as lost:
                 self._after(lost, call)
                 continue
-            if self._suspect and self._process is not None:
-                self._suspect = False
-                self._process.alone = self._hosts.config.isolated
+            self._acquit()
             return answer
 
+    def _acquit(self) -> None:
+        """It has answered: others may be in its process again."""
+        if self._suspect and self._process is not None:
+            self._suspect = False
+            self._process.alone = self._hosts.config.isolated
+
     async def _reopen(self) -> None:
-        """Open it where it is not open, and repeat what the policy did."""
+        """Open it where it is not open, and bring it to where it was."""
         if self._process is not None and self._process.lost is not None:
             self._leave()
         while self._process is None:
             hosts = self._hosts
             if hosts.stopped:
                 raise EpisodeFailed("error_environment", f"{hosts.who} was stopped")
-            if self._start is not None and not (hosts.facts and hosts.facts.replayable):
-                raise ReplayDiverged(f"{hosts.who} lost its process because of another episode, and is not replayable; "
-                                     "the episode must begin again")
+            if not self._can_come_back:
+                raise ReplayDiverged(f"{hosts.who} {self._lost}, and is neither replayable nor has it snapshot() and "
+                                     "restore(snapshot); the episode must begin again")
             alone = self._suspect or self.interrupted >= INTERRUPTED_ALONE
             self._process = hosts.enter(self._number, alone)
             try:
                 await asyncio.shield(self._process.ready)
-                start = await self._ask("reset", self._begin)
-                if self._start is None:
-                    self._start = start
-                    return
-                self._compare("reset", self._start, start)
-                for turn, (given, answer) in enumerate(self._history):
-                    self._compare(f"step {turn}", answer, await self._ask("step", given))
-                self.interrupted += 1
+                await self._bring_back()
             except HostLost as lost:
-                self._after(lost, "reset")
+                self._after(lost, self._asked)
             except EnvironmentFailed as error:  # another process could not be started
                 raise EpisodeFailed("error_environment", str(error)) from None
+
+    @property
+    def _can_come_back(self) -> bool:
+        """Whether another process can bring it to where it was."""
+        facts = self._hosts.facts
+        assert facts is not None
+        return self._start is None or facts.replayable or (facts.restorable and self.snapshot is not None)
+
+    async def _bring_back(self) -> None:
+        """Bring it to where it was, in a process that does not have it yet."""
+        hosts = self._hosts
+        if self._start is None:
+            self._start = await self._ask("reset", self._begin)
+            return
+        if hosts.facts and hosts.facts.restorable and self.snapshot is not None:
+            await self._ask("restore", self._pickled({"snapshot": self.snapshot}))
+            self._history.clear()
+        else:
+            self._compare("reset", self._start, await self._ask("reset", self._begin))
+            for turn, (given, answer) in enumerate(self._history):
+                self._compare(f"step {turn}", answer, await self._ask("step", given))
+        self.interrupted += 1
 
     def _compare(self, what: str, before: Answer, now: Answer) -> None:
         for name in COMPARED:
             if (old := json.dumps(before.get(name))) != (new := json.dumps(now.get(name))):
                 raise ReplayDiverged(
-                    f"{self._hosts.who} lost its process because of another episode, and answered {what} differently "
-                    f"when it was repeated: {name} was {old[:SHOWN]} and is {new[:SHOWN]}. Make it depend on the row "
-                    "and the seed alone, or set replayable = False")
+                    f"{self._hosts.who} {self._lost}, and answered {what} differently when it was repeated: {name} was "
+                    f"{old[:SHOWN]} and is {new[:SHOWN]}. Make it depend on the row and the seed alone, give it "
+                    "snapshot() and restore(snapshot), or set replayable = False")
 
     async def _ask(self, call: Call, given: bytes) -> Answer:
         """The answer of user code.
@@ -150,7 +200,8 @@ class Session:
         """
         process = self._process
         assert process is not None and not self.busy
-        self.call, self.since = call, asyncio.get_running_loop().time()
+        self.call = self._asked = call
+        self.since = asyncio.get_running_loop().time()
         try:
             future = process.ask(self._number, call, given)
             answered, _ = await asyncio.wait([future], timeout=self._limit_s(call))
@@ -162,11 +213,13 @@ class Session:
         if "error" in message:
             raise EpisodeFailed("error_environment", with_lines(
                 f"{self._hosts.who} failed in {call}: {message['error']}", "", "Fix the environment"))
+        if message.get("snapshot") is not None:
+            self.snapshot = message["snapshot"]
         return dict(message["answer"])
 
     def _limit_s(self, call: Call) -> float:
         limits = self._hosts.config.timeout_s
-        return limits.reset if call == "reset" else limits.step
+        return limits.reset if call in ("reset", "restore") else limits.step
 
     async def _overdue(self, process: HostProcess, call: Call, future: asyncio.Future[Answer]) -> Answer:
         """A call has taken too long: kill its process, unless it answers just now."""
@@ -184,7 +237,7 @@ class Session:
         raise EpisodeFailed("error_timeout", with_lines(
             f"{self._hosts.who} gave no answer to {call}{tool} within {self._limit_s(call):g} s; its process was "
             "killed", place, "Make it faster, or raise "
-            f"environments.{self._hosts.name}.timeout_s.{'reset' if call == 'reset' else 'step'}"))
+            f"environments.{self._hosts.name}.timeout_s.{'reset' if call in ('reset', 'restore') else 'step'}"))
 
     def _out_of_memory(self, process: HostProcess, error: str) -> None:
         """The process has no memory left, perhaps because of a neighbour.
@@ -206,10 +259,16 @@ class Session:
         """Go on without the process, or raise EpisodeFailed."""
         self._leave()
         hosts = self._hosts
-        if lost.kind == "died":
-            raise EpisodeFailed("error_environment", f"{hosts.who} {lost.ending} in {call}. Fix the environment, or "
-                                f"raise environments.{hosts.name}.memory_mib={hosts.config.memory_mib}") from None
-        self._suspect = lost.kind == "unclear"
+        if lost.kind == "died" and (self._suspect or not self._can_come_back):
+            again = "which is not repeated, since it is neither replayable nor has it snapshot() and restore(snapshot)"
+            if self._suspect:
+                before = "" if self._ending == lost.ending else f" (before that, it {self._ending})"
+                again = f"also when that was repeated in a process of its own{before}"
+            raise EpisodeFailed("error_environment", f"{hosts.who} {lost.ending} in {call}, {again}. Fix the "
+                                f"environment, or raise environments.{hosts.name}.memory_mib="
+                                f"{hosts.config.memory_mib}") from None
+        self._suspect = lost.kind in ("died", "unclear")
+        self._ending = lost.ending
 
     def _leave(self) -> None:
         if self._process is not None:

@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rlhf_ray.environments.answers import plain_reward, plain_start, plain_step, tool_content
+from rlhf_ray.environments.answers import (
+    given_snapshot,
+    plain_reward,
+    plain_snapshot,
+    plain_start,
+    plain_step,
+    tool_content,
+)
 from rlhf_ray.environments.protocol import Reply, ToolCall
 from rlhf_ray.user_code.loading import brief, definition, error_text
 
@@ -20,6 +27,8 @@ Run = Callable[..., Any]
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 """Public methods of a class with tools that are no tools."""
+KEEPING = {"snapshot": ("", 0), "restore": ("snapshot", 1)}
+"""Methods by which an instance is brought to the state of another one: what they are given, and how many arguments."""
 FORMS = ("a function or a list of functions with type hints and docstrings, a class with reset(**row) and typed "
          "methods, or a class with reset(row, seed) and step(reply)")
 JSON_TYPES: Mapping[str, tuple[type, ...]] = {
@@ -41,11 +50,13 @@ class Target:
     place: str
     columns: list[str] = field(default_factory=list)
     """Columns of the row that `reset` of a class with tools requires."""
+    restorable: bool = False
+    """It has `snapshot` and `restore`."""
 
     def facts(self) -> dict[str, Any]:
         """What the process that started this one needs to know."""
         return {"shape": self.shape, "tools": self.schemas, "replayable": self.replayable, "place": self.place,
-                "columns": self.columns}
+                "columns": self.columns, "restorable": self.restorable}
 
 
 def recognise(brought: Any, schemas: Schemas | None = None) -> Target:
@@ -81,11 +92,13 @@ def _class(brought: type, schemas: Schemas | None) -> Target:
         step = getattr(brought, "step", None)
         if not callable(step):
             raise TypeError(f"the class {name} has reset(row, seed), but no step(reply)")
-        if wrong := _uncalled(step, 1):
+        if wrong := _uncalled(brought, "step", 1):
             raise TypeError(f"{name}.step is called with one argument, the reply, but {wrong}")
-        return Target("environment", brought, [], replayable, place)
+        return Target("environment", brought, [], replayable, place, restorable=_restorable(brought, also_one=True))
+    restorable = _restorable(brought, also_one=False)
+    no_tools = (*NOT_TOOLS, *(KEEPING if restorable else ()))
     names = dict.fromkeys(each for base in reversed(brought.__mro__[:-1]) for each in vars(base))
-    tools = [each for each in names if not each.startswith("_") and each not in NOT_TOOLS
+    tools = [each for each in names if not each.startswith("_") and each not in no_tools
              and inspect.isroutine(getattr(brought, each, None))]
     if not tools:
         raise TypeError(f"the class {name} has reset, but no public method that could be a tool, and no reset(row, "
@@ -94,7 +107,30 @@ def _class(brought: type, schemas: Schemas | None) -> Target:
         schemas = [_schema(_bound(brought, each), f"; an environment has reset(row, seed), and not reset"
                            f"{inspect.signature(reset)}" if each == "step" else "") for each in tools]
     columns = [each for each in _required(reset, bound=False) if each != "seed"]
-    return Target("class", brought, schemas, replayable, place, columns)
+    return Target("class", brought, schemas, replayable, place, columns, restorable)
+
+
+def _restorable(brought: type, *, also_one: bool) -> bool:
+    """Whether a class has `snapshot` and `restore`.
+
+    Args:
+        also_one: having one of them is an error; otherwise it is a tool.
+
+    Raises:
+        TypeError: one is missing, or cannot be called as it will be.
+    """
+    found = [name for name in KEEPING if inspect.isroutine(getattr(brought, name, None))]
+    if not found or (len(found) == 1 and not also_one):
+        return False
+    for name, (given, count) in KEEPING.items():
+        call = f"{brought.__name__}.{name}({given})"
+        if name not in found:
+            raise TypeError(f"{call} is missing: an environment has both snapshot() and restore(snapshot), or neither; "
+                            f"it has {found[0]}\n  {definition(getattr(brought, found[0]))}")
+        if wrong := _uncalled(brought, name, count):
+            raise TypeError(f"{call} cannot be called so: {wrong}. A class has both snapshot() and restore(snapshot), "
+                            f"or neither\n  {definition(getattr(brought, name))}")
+    return True
 
 
 def _bound(brought: type, name: str) -> Any:
@@ -122,10 +158,10 @@ def _required(function: Any, *, bound: bool) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
 
-def _uncalled(method: Any, count: int) -> str:
+def _uncalled(brought: type, name: str, count: int) -> str:
     """Why a method cannot be called with `count` arguments; "" if it can."""
     try:
-        inspect.signature(method).bind(*[None] * (count + 1))
+        inspect.signature(_bound(brought, name)).bind(*[None] * count)
     except TypeError as error:
         return str(error)
     return ""
@@ -153,14 +189,26 @@ class Episode:
         if target.shape == "tools":
             self._tools = target.made
             return {"messages": None, "tools": target.schemas, "observation": ""}
-        self._instance = target.made()
+        self._make()
         if target.shape == "environment":
             return {**plain_start(self._run(self._instance.reset, row=row, seed=seed)), "observation": ""}
-        self._tools = {name: getattr(self._instance, name) for name in map(_name, target.schemas)}
         observation = self._run(self._instance.reset, **self._columns(row, seed))
         if not isinstance(observation, str | None):
             raise TypeError(f"reset returned {brief(observation)}; of a class with tools it must return text or None")
         return {"messages": None, "tools": target.schemas, "observation": observation or ""}
+
+    def _make(self) -> None:
+        self._instance = self._target.made()
+        self._tools = {name: getattr(self._instance, name) for name in map(_name, self._target.schemas)}
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Begin where another instance gave this snapshot. Raises whatever the user's code raises."""
+        self._make()
+        self._run(self._instance.restore, given_snapshot(snapshot))
+
+    def snapshot(self) -> dict[str, Any] | None:
+        """The instance's state, as `plain_snapshot`; None if it gives none. Raises as `start`."""
+        return plain_snapshot(self._run(self._instance.snapshot)) if self._target.restorable else None
 
     def _columns(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
         parameters = inspect.signature(self._instance.reset).parameters.values()

@@ -34,6 +34,8 @@ METRICS: dict[str, Metric] = {
     "episodes/parse_failures": Metric("Tool calls of an episode that could not be read, mean", "calls"),
     "episodes/retries": Metric("Times that an episode was begun again, mean"),
     "episodes/interrupted": Metric("Times that an episode's environment was lost with a neighbour's, mean"),
+    "episodes/continued": Metric("Times that an episode went on after its runner or driver was lost, mean"),
+    "episodes/restarted": Metric("Times that an episode with recorded turns began again, mean"),
     "episodes/masked": Metric("Episodes that are in no loss, baseline or mean", "share"),
     "episodes/cause/completed": Metric("Episodes whose environment was done", "share of episodes"),
     "episodes/cause/truncated_turn": Metric("Episodes of which a turn was cut off", "share of episodes"),

@@ -63,6 +63,7 @@ class RunDirectory:
         self.generators = self.path / "generators.json"
         self.report = self.path / "report.html"
         self.exports = self.path / "export"
+        self.episodes = self.path / "episodes"
 
     @classmethod
     def create(cls, path: str | Path, resume: bool = False, need_mb: int = 64) -> RunDirectory:

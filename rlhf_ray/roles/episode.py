@@ -15,12 +15,14 @@ from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.chat import TOOLS
 from rlhf_ray.data.turn_template import TurnTemplate, call_id
-from rlhf_ray.environments.pool import EnvironmentPool, OpenEnvironment
+from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Message, Reply, Start, Step
 from rlhf_ray.environments.tool_calls import Parsed, ToolCallParser, plain_turn
 from rlhf_ray.errors import DataError, EpisodeFailed, ModelError, first_line, with_lines
 from rlhf_ray.records import SampleKey, Turn
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
+from rlhf_ray.roles.episode_journal import RecordedEpisode, RecordedTurn, digest
+from rlhf_ray.roles.episode_record import AttemptEnvironment, EpisodeRecord, RecordMisfit
 from rlhf_ray.roles.episode_tokens import EpisodeTokens
 from rlhf_ray.roles.rollout_rows import sample_request
 
@@ -88,20 +90,26 @@ class Ended(NamedTuple):
     error: str
     tokens: EpisodeTokens
     turns: list[Turn]
+    reward: float | None
+    """What the environment gave the whole episode beside its turns; None if it did not."""
 
 
 class Attempt:
-    """One attempt at an episode in an environment."""
+    """One attempt at an episode in an environment. Turns that a record has are taken as they were, through the same
+    steps as those that are sampled now."""
 
     def __init__(
         self, key: SampleKey, config: EnvironmentConfig, sampling: SamplingConfig, texts: TextTools,
-        sample: SampleTurn, seed: int, activity: Activity, options: dict[str, Any],
+        sample: SampleTurn, seed: int, activity: Activity, options: dict[str, Any], record: EpisodeRecord,
+        recorded: RecordedEpisode,
     ) -> None:
         """
         Args:
             seed: of the sample.
             activity: kept up to date.
             options: of the chat template, and the row's tools, for an environment that has none of its own.
+            record: where it is recorded.
+            recorded: what it goes on from.
         """
         self._key = key
         self._config = config
@@ -112,6 +120,8 @@ class Attempt:
         self._activity = activity
         self._row_tools = options.pop(TOOLS, [])
         self._options = options
+        self._record = record
+        self._recorded = recorded
         self.events: Counter[str] = Counter()
         self.metrics: dict[str, float] = {}
         self.messages: list[Message] = []
@@ -120,6 +130,7 @@ class Attempt:
         self._conversation: list[Message] = []
         self._tokens = EpisodeTokens(())
         self._turns: list[Turn] = []
+        self._reward: float | None = None
         self._reasoning_opened = False
         """Whether prompts end within <think>."""
         self._text = ""
@@ -138,21 +149,22 @@ class Attempt:
 
         Raises:
             ReplayDiverged: it has to begin again: its environment was lost because of another episode.
+            RecordMisfit: it has to begin again: it cannot go on from its record.
             RLHFError: a generator's error, or that no generator is available.
         """
-        environment: OpenEnvironment | None = None
+        environment = AttemptEnvironment(pool, row, seed, self._record, self._recorded)
         cause, error = "error_environment", ""
         try:
-            async with asyncio.timeout_at(deadline) as limit:
+            async with asyncio.timeout_at(deadline if self._recorded.outcome is None else None) as limit:
                 self._activity.turn = 0
                 self._activity.enter("reset")
-                environment = await pool.open(row, seed)
-                begins = observed(prompt, environment.observation)
-                cause, error = await self._turn_by_turn(environment, environment.start, begins)
+                start = await environment.start()
+                begins = observed(prompt, start["observation"])
+                cause, error = await self._turn_by_turn(environment, Start(start["messages"], start["tools"]), begins)
                 if self._turns:
                     self._activity.enter("its reward")
-                    reward = self._turns[-1].reward + await environment.reward()
-                    self._turns[-1] = replace(self._turns[-1], reward=reward)
+                    self._reward = await environment.reward()
+                    self._turns[-1] = replace(self._turns[-1], reward=self._turns[-1].reward + self._reward)
         except EpisodeFailed as failure:
             cause, error = failure.cause, str(failure)
         except TimeoutError:
@@ -164,10 +176,9 @@ class Attempt:
                      f"{self._activity.turn + 1} it waited for {self._activity.doing} for "
                      f"{time.monotonic() - self._activity.since:.1f} s")
         finally:
-            if environment is not None:
-                self._activity.enter("close")
-                await asyncio.shield(environment.close())
-                self.events["interrupted"] += environment.interrupted
+            self._activity.enter("close")
+            await asyncio.shield(environment.close())
+            self.events["interrupted"] += environment.interrupted
         return self.ended(cause, error, prompt)
 
     def ended(self, cause: str, error: str, prompt: list[Message]) -> Ended:
@@ -180,10 +191,10 @@ class Attempt:
         if not self._tokens.context:
             self.messages = self.messages or prompt
             self._tokens = EpisodeTokens(self._opened(prompt)[: self._config.max_tokens])
-        return Ended(cause, error, self._tokens, self._turns)
+        return Ended(cause, error, self._tokens, self._turns, self._reward)
 
     async def _turn_by_turn(
-        self, environment: OpenEnvironment, start: Start, prompt: list[Message]
+        self, environment: AttemptEnvironment, start: Start, prompt: list[Message]
     ) -> tuple[str, str]:
         """The turns; returns cause and error."""
         self.messages = prompt if start.messages is None else start.messages
@@ -205,7 +216,8 @@ class Attempt:
                 return "truncated_episode", (
                     f"no token is left for {at}: the {tokens} tokens before it fill "
                     f"environments.{self._activity.environment}.max_tokens={self._config.max_tokens}")
-            completion = await self._sampled(turn, room)
+            recorded = self._recorded.turns[turn] if turn < len(self._recorded.turns) else None
+            completion = await self._sampled(environment, turn, room, recorded)
             parsed = self._parsed(completion)
             if completion.finish_reason != "stop":
                 whole = len(completion.tokens) < self._sampling.max_tokens
@@ -217,8 +229,10 @@ class Attempt:
             if parsed.errors:
                 step = self._feedback(parsed)
             else:
-                step = await self._stepped(environment, parsed, completion)
+                step = await self._stepped(environment, parsed, completion, recorded)
             self._turns[-1] = replace(self._turns[-1], messages=step.messages, reward=step.reward)
+            snapshot = None if parsed.errors else environment.snapshot
+            await self._record.answered(step, snapshot, environment.interrupted)
             over = self._how_it_ended(step)
             if over is not None:
                 return over, ""
@@ -238,15 +252,24 @@ class Attempt:
                 f"environments.{self._activity.environment}: {call} answered with messages that cannot be read: "
                 f"{first_line(error)}", "", "Answer with other messages")) from error
 
-    async def _sampled(self, turn: int, room: int) -> Completion:
-        """What the policy samples in a turn, recorded."""
-        self._activity.enter("a generator")
+    async def _sampled(
+        self, environment: AttemptEnvironment, turn: int, room: int, recorded: RecordedTurn | None
+    ) -> Completion:
+        """What the policy samples in a turn, or has sampled according to the record."""
         most = min(self._sampling.max_tokens, room)
         context = self._tokens.context
         seed = turn_seed(self._seed, self._tokens.row, turn)
         request = sample_request(context, self._sampling, most, seed, self._texts.stop_tokens,
                                  self._texts.vocabulary)
-        completion = await self._sample(request)
+        if recorded is None:
+            await environment.open()
+            self._activity.enter("a generator")
+            completion = await self._sample(request)
+            self._record.sampled(context, completion)
+        elif recorded.context != digest(context) or len(recorded.completion.tokens) > most:
+            raise RecordMisfit(f"turn {turn + 1} was sampled after other tokens, or has more than {most}")
+        else:
+            completion = recorded.completion
         self._tokens.sample(request, completion)
         self._turns.append(Turn(self._tokens.row, len(context), len(self._tokens.context), seed,
                                 completion.finish_reason))
@@ -278,12 +301,13 @@ class Attempt:
         return Step([{"role": "tool", "name": "error", "tool_call_id": call_id(len(self._turns) - 1, 0),
                       "content": f"error: {said}"}])
 
-    async def _stepped(self, environment: OpenEnvironment, parsed: Parsed, completion: Completion) -> Step:
+    async def _stepped(self, environment: AttemptEnvironment, parsed: Parsed, completion: Completion,
+                       recorded: RecordedTurn | None) -> Step:
         """The environment's answer to a turn."""
         names = ", ".join(f"`{call.name}`" for call in parsed.calls)
         self._activity.enter(f"tool {names}" if names else "the environment")
         step = await environment.step(Reply(
-            self._text, parsed.content, parsed.reasoning, list(parsed.calls), completion.finish_reason))
+            self._text, parsed.content, parsed.reasoning, list(parsed.calls), completion.finish_reason), recorded)
         self.events["tool_failures"] += step.tool_errors
         self.metrics.update({name: float(value) for name, value in step.info.items()
                              if isinstance(value, (bool, int, float))})

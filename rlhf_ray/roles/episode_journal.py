@@ -1,38 +1,39 @@
 """Journals of episodes: what is needed to go on with an episode whose runner or driver was lost.
 
-Each process of an episode runner appends to a file of its own: how an episode begins, each of its turns before the next
-one is sampled, and how it ends. A successor reads the file and never writes to it. A journal is no truth: an episode
-without one begins again, and gives the same samples wherever its environment can be replayed. So its errors end no
-run, and it is written without fsync: it survives processes, not machines.
+Each process of an episode runner appends to a file of its own: that an episode begins, how its environment answered
+the reset, each of its turns before the next one is sampled, and how it ends. A successor reads the file and never
+writes to it. A journal is no truth: an episode without one begins again, and gives the same samples wherever its
+environment can be replayed. So its errors end no run, and it is written without fsync: it survives processes, not
+machines.
 
-    frame: crc32, length of the JSON, length of the arrays (4 bytes each) | JSON | arrays
+    frame: format, crc32, length of the JSON, length of the arrays (4 bytes each) | JSON | arrays
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from rlhf_ray.errors import DiskStalled, first_line
+from rlhf_ray.errors import DiskStalled
 from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.engines.interface import Completion
 
+T = TypeVar("T")
 SUFFIX = ".journal"
-HEAD = struct.Struct("<III")
-LARGEST = 1 << 30
-"""Bytes of a part of a frame at most; a larger number is damage."""
+HEAD = struct.Struct("<4sIII")
+FORMAT = b"EPJ1"
+"""What another version of this package wrote is not read."""
 PATIENCE_S = 5.0
 """A disk that has not taken a record for so long hangs: the journal is given up."""
 KEPT_BYTES = 1 << 20
@@ -60,7 +61,7 @@ class Frame(NamedTuple):
     """One record in a file."""
 
     kind: str
-    """"start", "turn" or "outcome"."""
+    """"start", "reset", "turn" or "outcome"."""
     scope: str
     key: SampleKey
     newest: int
@@ -75,17 +76,37 @@ class Frame(NamedTuple):
         text = json.dumps([self.kind, self.scope, list(self.key.numbers), self.newest, self.facts,
                            [[name, each.dtype.str, len(each)] for name, each in arrays.items()]]).encode()
         body = b"".join([text, *(each.tobytes() for each in arrays.values())])
-        return HEAD.pack(zlib.crc32(body), len(text), len(body) - len(text)) + body
+        return HEAD.pack(FORMAT, zlib.crc32(body), len(text), len(body) - len(text)) + body
 
     @classmethod
-    def decoded(cls, text: bytes, body: bytes) -> Frame:
+    def decoded(cls, data: bytes) -> Frame:
         """The inverse of `encoded`."""
-        kind, scope, key, newest, facts, layout = json.loads(text)
-        arrays, at = {}, 0
+        _, _, text, _ = HEAD.unpack_from(data)
+        at = HEAD.size + text
+        kind, scope, key, newest, facts, layout = json.loads(data[HEAD.size:at])
+        arrays = {}
         for name, dtype, count in layout:
-            arrays[name] = np.frombuffer(body, dtype, count, at)
+            arrays[name] = np.frombuffer(data, dtype, count, at)
             at += arrays[name].nbytes
         return cls(kind, scope, SampleKey(*key), newest, facts, arrays)
+
+
+@dataclass(frozen=True)
+class RecordedStart:
+    """How an attempt at an episode began."""
+
+    attempt: int
+    """Its number, from 0, in all processes together."""
+    version: int
+    """Of the policy when it began."""
+    events: dict[str, int]
+    """What is counted of the attempts before, and of other processes."""
+    age_s: float
+    """Seconds that the episode had been played for, in all processes."""
+
+    def frame(self, scope: str, key: SampleKey) -> Frame:
+        """As a record."""
+        return Frame("start", scope, key, -1, asdict(self), {})
 
 
 @dataclass(frozen=True)
@@ -96,9 +117,11 @@ class RecordedTurn:
     """`digest` of the tokens of its segment before it."""
     completion: Completion
     answer: dict[str, Any] | None
-    """The fields of the environment's `Step`; None where it was not asked."""
+    """The fields of the `Step` that followed; None if none did, in the last turn of an episode that has ended."""
     snapshot: Any = None
     """Of the environment after its answer, if it gives any."""
+    interrupted: int = 0
+    """How often the environment had been lost with neighbours in the process that recorded it."""
     age_s: float = 0.0
     """Seconds that the episode had been played for, in all processes."""
 
@@ -110,35 +133,69 @@ class RecordedTurn:
             arrays["mask_sizes"] = np.array([len(each) for each in whole.masks], dtype=np.int32)
             arrays["mask_tokens"] = np.concatenate(whole.masks)
         facts = {"context": self.context, "finish_reason": whole.finish_reason, "answer": self.answer,
-                 "snapshot": self.snapshot, "age_s": self.age_s}
+                 "snapshot": self.snapshot, "interrupted": self.interrupted, "age_s": self.age_s}
         return Frame("turn", scope, key, int(whole.versions.max(initial=-1)), facts, arrays)
 
     @classmethod
     def of(cls, frame: Frame) -> RecordedTurn:
         """The inverse of `frame`."""
-        arrays, facts = frame.arrays, frame.facts
+        arrays = frame.arrays
+        facts = dict(frame.facts)
         masks: tuple[Any, ...] = ()
         if "mask_sizes" in arrays:
             masks = tuple(np.split(arrays["mask_tokens"], np.cumsum(arrays["mask_sizes"])[:-1]))
-        completion = Completion(arrays["tokens"], arrays["logprobs"], arrays["versions"], facts["finish_reason"], masks)
-        return cls(facts["context"], completion, facts["answer"], facts["snapshot"], facts["age_s"])
+        completion = Completion(
+            arrays["tokens"], arrays["logprobs"], arrays["versions"], facts.pop("finish_reason"), masks)
+        return cls(completion=completion, **facts)
 
 
-@dataclass
+@dataclass(frozen=True)
+class RecordedOutcome:
+    """How an episode ended."""
+
+    cause: str
+    use: Literal["train", "mask", "zero", "quarantine"]
+    error: str
+    events: dict[str, int]
+    """As in `Episode.events`."""
+    reward: float | None
+    """What the environment gave the whole episode beside its turns; None if it was not asked, or did not answer."""
+
+    def frame(self, scope: str, key: SampleKey) -> Frame:
+        """As a record."""
+        return Frame("outcome", scope, key, -1, asdict(self), {})
+
+
+@dataclass(frozen=True)
 class RecordedEpisode:
     """What a journal knows of an episode: its last attempt."""
 
-    start: dict[str, Any]
-    """"start": the environment's answer to reset, "attempt": number of the attempt, "events": of those before, "age_s":
-    seconds that they took, "version": of the policy when it began."""
-    turns: list[RecordedTurn] = field(default_factory=list)
-    outcome: dict[str, Any] | None = None
+    start: RecordedStart
+    reset: dict[str, Any] | None = None
+    """The environment's answer to reset: messages, tools and observation; None if it had not answered."""
+    turns: Sequence[RecordedTurn] = ()
+    outcome: RecordedOutcome | None = None
     """How it ended; None for an episode under way."""
 
     @property
     def age_s(self) -> float:
         """Seconds that it had been played for when it was recorded last."""
-        return float(self.turns[-1].age_s if self.turns else self.start["age_s"])
+        return self.turns[-1].age_s if self.turns else self.start.age_s
+
+    def frames(self, scope: str, key: SampleKey) -> list[Frame]:
+        """As records."""
+        found = [self.start.frame(scope, key)]
+        if self.reset is not None:
+            found.append(reset_frame(self.reset, scope, key))
+        found += [turn.frame(scope, key) for turn in self.turns]
+        if self.outcome is not None:
+            found.append(self.outcome.frame(scope, key))
+        return found
+
+
+def reset_frame(answer: dict[str, Any], scope: str, key: SampleKey) -> Frame:
+    """The record of an answer to reset."""
+    return Frame("reset", scope, key, -1, answer, {})
 
 
 def digest(tokens: Sequence[int]) -> str:
@@ -146,7 +203,8 @@ def digest(tokens: Sequence[int]) -> str:
     return hashlib.blake2b(np.asarray(tokens, dtype=np.int32).tobytes(), digest_size=12).hexdigest()
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """Where a record is."""
 
     kind: str
@@ -159,18 +217,25 @@ class Entry(NamedTuple):
     place: int
     """Of its frame in the file, in bytes."""
     size: int
+    crc: int
+    """Of the frame: its file may have been rewritten since."""
 
     @classmethod
-    def of(cls, frame: Frame, path: Path, place: int, size: int) -> Entry:
-        """Of a frame at a place of a file."""
+    def of(cls, frame: Frame, path: Path, place: int, data: bytes) -> Entry:
+        """Of a frame at a place of a file, where it is this data."""
         facts = frame.facts if frame.kind == "start" else {}
-        return cls(frame.kind, frame.newest, facts.get("attempt", 0), facts.get("version", 0), path, place, size)
+        _, crc, _, _ = HEAD.unpack_from(data)
+        return cls(frame.kind, frame.newest, facts.get("attempt", 0), facts.get("version", 0), path, place, len(data),
+                   crc)
 
     def read(self) -> bytes:
-        """The frame."""
+        """The frame. Raises OSError if it is not there any more."""
         with self.path.open("rb") as file:
             file.seek(self.place)
-            return file.read(self.size)
+            data = _next_data(file)
+        if data is None or HEAD.unpack_from(data)[1] != self.crc:
+            raise OSError(f"{self.path} was rewritten")
+        return data
 
 
 class JournalReader:
@@ -187,30 +252,37 @@ class JournalReader:
         self.entries: dict[tuple[str, SampleKey], list[Entry]] = {}
         """By scope and key, oldest first."""
         self._read = 0
+        self._inode = 0
 
     def refresh(self) -> None:
-        """Read what was appended since the last time. A file that is gone has no more."""
+        """Read what was appended since the last time, or all of a file that was put in its place. A file that is gone
+        has no more."""
         with suppress(FileNotFoundError), self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._read:
+                self.entries.clear()
+                self._read = 0
+                self._inode = status.st_ino
             file.seek(self._read)
-            while (whole := _next_frame(file)) is not None:
-                frame, size = whole
-                entry = Entry.of(frame, self.path, self._read, size)
+            while (data := _next_data(file)) is not None:
+                frame = Frame.decoded(data)
+                entry = Entry.of(frame, self.path, self._read, data)
                 self.entries.setdefault((frame.scope, frame.key), []).append(entry)
-                self._read += size
+                self._read += len(data)
 
 
-def _next_frame(file: Any) -> tuple[Frame, int] | None:
-    """The next frame of a file and its size; None if it is not whole."""
+def _next_data(file: BinaryIO) -> bytes | None:
+    """The next frame of a file; None if it is not whole."""
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
-    crc, text, arrays = HEAD.unpack(head)
-    if max(text, arrays) > LARGEST:
+    mark, crc, text, arrays = HEAD.unpack(head)
+    if mark != FORMAT or text + arrays > os.fstat(file.fileno()).st_size:  # nothing is read for a damaged length
         return None
     body = file.read(text + arrays)
     if len(body) < text + arrays or zlib.crc32(body) != crc:
         return None
-    return Frame.decoded(body[:text], body[text:]), HEAD.size + len(body)
+    return head + body
 
 
 def last_attempt(entries: Iterable[Entry]) -> list[Entry]:
@@ -235,36 +307,39 @@ def longest(candidates: Iterable[Sequence[Entry]], oldest: int) -> list[Entry]:
 def episode(entries: Sequence[Entry]) -> RecordedEpisode | None:
     """What the records of one attempt say, read from their file; None if there are none, or the file is gone."""
     found: RecordedEpisode | None = None
-    try:
+    with suppress(OSError):
         for entry in entries:
-            whole = _next_frame(io.BytesIO(entry.read()))
-            if whole is None:
-                return found
-            frame, _ = whole
+            frame = Frame.decoded(entry.read())
             if frame.kind == "start":
-                found = RecordedEpisode(frame.facts)
-            elif found is not None and frame.kind == "turn":
-                found.turns.append(RecordedTurn.of(frame))
-            elif found is not None:
-                found.outcome = frame.facts
-    except OSError:
-        pass
+                found = RecordedEpisode(RecordedStart(**frame.facts))
+            elif found is None:
+                return None
+            elif frame.kind == "reset":
+                found = replace(found, reset=frame.facts)
+            elif frame.kind == "turn":
+                found = replace(found, turns=[*found.turns, RecordedTurn.of(frame)])
+            else:
+                found = replace(found, outcome=RecordedOutcome(**frame.facts))
+    if found is not None and found.outcome is None and found.turns and found.turns[-1].answer is None:
+        return replace(found, turns=found.turns[:-1])  # its outcome, which was written together with it, is torn
     return found
 
 
-class JournalWriter:
-    """The journal of this process: a file, and the thread that writes it. Used from one event loop.
+class Journal:
+    """The journal of this process: a file, and the thread that writes it and reads those of other processes beside it.
+    Used from one event loop.
 
     Example:
-        writer = JournalWriter(Path("episodes/1f/episode_runner-0-9c.journal"), warn)
-        await writer.append(turn.frame("training", key))
-        await writer.forget(lambda scope, records: scope == "training")
+        journal = Journal(Path("episodes/1f/episode_runner-0-9c.journal"), warn)
+        await journal.append(turn.frame("training", key))
+        await journal.find("training", key, oldest=7)
+        await journal.forget(needed.of)
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         """`warn` is told, once, that the file cannot be written; nothing is recorded from then on."""
         self.path = path
-        self.off = False
+        self._off = False
         """Nothing is recorded any more."""
         self._warn = warn
         self._thread = FileThread("episode journal", PATIENCE_S)
@@ -272,10 +347,19 @@ class JournalWriter:
         self._file = -1
         self._live: dict[tuple[str, SampleKey], list[Entry]] = {}
         self._live_bytes = self._all_bytes = 0
+        self._others: dict[Path, JournalReader] = {}
 
-    async def append(self, frame: Frame) -> None:
+    async def append(self, *frames: Frame) -> None:
         """Record, and wait until the file has it."""
-        await self._run(self._append, frame)
+        await self._run(self._append, frames)
+
+    async def find(self, scope: str, key: SampleKey, oldest: int) -> RecordedEpisode | None:
+        """What the other files in the directory know of an episode.
+
+        Args:
+            oldest: see `JournalPlace`.
+        """
+        return await self._run(self._find, scope, key, oldest)
 
     async def forget(self, needed: Callable[[str, Sequence[Entry]], bool]) -> None:
         """Forget episodes.
@@ -286,36 +370,52 @@ class JournalWriter:
         await self._run(self._forget, needed)
 
     def close(self) -> None:
-        """Let the thread end once its work is done."""
-        self._thread.submit(self._close)
-        self._thread.close()
+        """Record nothing any more, and let the thread end once its work is done."""
+        self._off = True
+        if self._thread.ident is not None:
+            self._thread.submit(self._close)
+            self._thread.close()
 
-    async def _run(self, job: Callable[..., None], *args: Any) -> None:
-        if self.off:
-            return
+    async def _run(self, job: Callable[..., T], *args: Any) -> T | None:
+        """The result of a job of the thread; None if it has failed."""
+        if self._off:
+            return None
         try:
-            await self._thread.run(job, *args)
-        except (OSError, DiskStalled) as error:
-            if not self.off:
-                self.off = True
-                self._warn(f"the journal of episodes {self.path} cannot be written: {first_line(error)}. From now on "
-                           "episodes begin again if their runner is lost")
-                self.close()
+            return await self._thread.run(job, *args)
+        except DiskStalled:
+            self._give_up(f"has made no progress for {PATIENCE_S:g} s")
+        except OSError as error:
+            self._give_up(f"failed ({error})")
+        return None
+
+    def _give_up(self, why: str) -> None:
+        if not self._off:
+            self._warn(f"the journal of episodes {self.path} {why}. From now on episodes begin again if their runner "
+                       "is lost. Check the disk of run.dir")
+            self.close()
 
     def _close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
-    def _append(self, frame: Frame) -> None:
-        data = frame.encoded()
+    def _append(self, frames: Sequence[Frame]) -> None:
+        written = [frame.encoded() for frame in frames]
         if self._file < 0:
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        _write(self._file, data)
-        entry = Entry.of(frame, self.path, self._all_bytes, len(data))
-        self._live.setdefault((frame.scope, frame.key), []).append(entry)
-        self._live_bytes += len(data)
-        self._all_bytes += len(data)
+        _write(self._file, b"".join(written))
+        for frame, data in zip(frames, written, strict=True):
+            entry = Entry.of(frame, self.path, self._all_bytes, data)
+            self._live.setdefault((frame.scope, frame.key), []).append(entry)
+            self._live_bytes += len(data)
+            self._all_bytes += len(data)
+
+    def _find(self, scope: str, key: SampleKey, oldest: int) -> RecordedEpisode | None:
+        paths = [path for path in self.path.parent.glob(f"*{SUFFIX}") if path != self.path]
+        self._others = {path: self._others.get(path) or JournalReader(path) for path in paths}
+        for reader in self._others.values():
+            reader.refresh()
+        return episode(longest((reader.entries.get((scope, key), []) for reader in self._others.values()), oldest))
 
     def _forget(self, needed: Callable[[str, Sequence[Entry]], bool]) -> None:
         for each in list(self._live):
@@ -334,7 +434,7 @@ class JournalWriter:
         self._all_bytes = 0
         for records in self._live.values():
             for i, entry in enumerate(records):
-                records[i] = entry._replace(place=self._all_bytes)
+                records[i] = replace(entry, place=self._all_bytes)
                 self._all_bytes += entry.size
 
 
@@ -349,6 +449,7 @@ def write_frames(path: Path, encoded: Iterable[bytes]) -> int:
         unfinished.rename(path)
     except BaseException:
         os.close(file)
+        unfinished.unlink(missing_ok=True)
         raise
     return file
 

@@ -9,9 +9,11 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from rlhf_ray.config.derived import Derived
@@ -32,6 +34,8 @@ from rlhf_ray.records import Episode, Prompts, Rollout, SampleKey
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
 from rlhf_ray.roles.episode import Activity, Attempt, Ended, SampleTurn, TextTools, environment_seed
+from rlhf_ray.roles.episode_journal import SUFFIX, Journal, JournalPlace, Needed, RecordedOutcome
+from rlhf_ray.roles.episode_record import EpisodeRecord, RecordMisfit
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.roles.rollout_rows import Segment, rollout_of
 
@@ -87,6 +91,8 @@ class EpisodeRunner:
         self._slots = {key: asyncio.Semaphore(config.concurrency) for key, config in environments.items()}
         self._open: dict[int, Activity] = {}
         """By number: a sample of an evaluation may have the key of one of training."""
+        self._journal: Journal | None = None
+        self._warnings: list[str] = []
 
     @staticmethod
     def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
@@ -126,7 +132,7 @@ class EpisodeRunner:
 
     async def play(
         self, prompts: Prompts, keys: list[SampleKey], run_seed: int, sampling: SamplingConfig | None = None,
-        held_out: bool = False,
+        held_out: bool = False, journal: JournalPlace | None = None,
     ) -> Rollout:
         """One episode per key, in the order of `keys`.
 
@@ -134,14 +140,16 @@ class EpisodeRunner:
             prompts: the rows of the data set that the keys refer to (each once), matched by `prompts.rows`.
             sampling: overrides the configured sampling, as for evaluation.
             held_out: for an evaluation, which has no quarantine: an episode that failed is masked.
+            journal: where the episodes are recorded; None: nowhere.
 
         Raises:
             DataError: a row does not say which environment, or its prompt cannot be read.
             RLHFError: a generator's own error, or that none is available.
         """
         places = {row: i for i, row in enumerate(prompts.rows.tolist())}
-        tasks = [asyncio.ensure_future(self._episode(prompts, places[key.row], key, run_seed, sampling, held_out))
-                 for key in keys]
+        record_of = partial(EpisodeRecord, self._journal_of(journal), journal)
+        tasks = [asyncio.ensure_future(self._episode(
+            prompts, places[key.row], key, run_seed, sampling, held_out, record_of)) for key in keys]
         try:
             played = await asyncio.gather(*tasks)
         finally:  # when one raises an error, the others end before it is raised
@@ -184,16 +192,42 @@ class EpisodeRunner:
                 for each in self._open.values()]
 
     def printed(self) -> list[str]:
-        """The lines that environments have printed since the last call."""
-        return [line for pool in self._pools.values() for line in pool.printed()]
+        """The lines that environments have printed since the last call, and warnings."""
+        warnings = list(self._warnings)
+        self._warnings.clear()
+        return [*warnings, *(line for pool in self._pools.values() for line in pool.printed())]
+
+    async def forget(self, directory: str, needed: Needed) -> str:
+        """Forget the records of episodes in a directory that are not needed any more. Returns the name of the file
+        there that this runner writes, or would write."""
+        file = self._journal_file(directory)
+        if self._journal is not None and self._journal.path == file:
+            await self._journal.forget(needed.of)
+        return file.name
 
     async def stop(self) -> None:
         """End all environments."""
+        if self._journal is not None:
+            self._journal.close()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
+
+    def _journal_of(self, place: JournalPlace | None) -> Journal | None:
+        """The journal in a directory. That in another one is closed: the run that kept it is over."""
+        if place is None:
+            return None
+        file = self._journal_file(place.directory)
+        if self._journal is None or self._journal.path != file:
+            if self._journal is not None:
+                self._journal.close()
+            self._journal = Journal(file, self._warnings.append)
+        return self._journal
+
+    def _journal_file(self, directory: str) -> Path:
+        return Path(directory) / f"{self._name.replace('/', '-')}{SUFFIX}"
 
     async def _episode(
         self, prompts: Prompts, place: int, key: SampleKey, run_seed: int, sampling: SamplingConfig | None,
-        held_out: bool,
+        held_out: bool, record_of: Callable[[SampleKey], EpisodeRecord],
     ) -> tuple[list[Segment], Episode]:
         metadata = prompts.metadata[place]
         name = self._chosen(metadata, key)
@@ -207,38 +241,59 @@ class EpisodeRunner:
         if not chosen.same_distribution(self._sampling):
             texts = replace(texts, vocabulary=0)
         seed = sample_seed(run_seed, key)
-        events: Counter[str] = Counter()
         async with self._slots[name]:
+            record = record_of(key)
+            recorded = await record.find()
             number = next(self._numbers)
-            activity = self._open[number] = Activity(key, name, time.monotonic())
+            activity = self._open[number] = Activity(key, name, time.monotonic() - record.age_s)
             diverged = 0
-            # Of all attempts together: a step waits no longer for a sample.
-            deadline = asyncio.get_running_loop().time() + config.timeout_s.episode
+            # Of all attempts together, in all processes: a step waits no longer for a sample.
+            deadline = record.began + config.timeout_s.episode
             try:
                 while True:
-                    attempt = Attempt(key, config, chosen, texts, self._sampler(), seed, activity, dict(options))
+                    await record.begin(recorded)
+                    attempt = Attempt(key, config, chosen, texts, self._sampler(), seed, activity, dict(options),
+                                      record, recorded)
                     try:
                         ended = await attempt.play(
                             self._pools[name], row, environment_seed(run_seed, key), prompt, deadline)
+                    except RecordMisfit:  # so it did not continue
+                        recorded = record.again(recorded, restarted=1, continued=0 if recorded.outcome else -1)
+                        continue
                     except ReplayDiverged as error:
                         diverged += 1
-                        events["interrupted"] += 1
                         if diverged <= MOST_DIVERGED:
+                            recorded = record.again(recorded, interrupted=1)
                             continue
+                        attempt.events["interrupted"] += 1
                         ended = attempt.ended("error_environment", str(error), prompt)
-                    may_begin = asyncio.get_running_loop().time() < deadline
-                    retries = events["retries"] if may_begin else config.on_failure.retries
-                    use = self._use(config, ended, retries, held_out)
-                    if use != "retry":
+                    outcome = recorded.outcome or self._outcome(
+                        config, attempt, ended, recorded.start.events, held_out,
+                        may_retry=asyncio.get_running_loop().time() < deadline)
+                    if outcome is not None:
                         break
-                    events["retries"] += 1
-                    events["interrupted"] += attempt.events["interrupted"]
+                    recorded = record.again(recorded, retries=1, interrupted=attempt.events["interrupted"])
+                if recorded.outcome is None:
+                    await record.ended(outcome)
             finally:
                 del self._open[number]
-        counted = {event: number for event, number in (attempt.events + events).items() if number}
-        episode = Episode(name, ended.cause, use, attempt.messages, attempt.tools, ended.turns, attempt.metrics,
-                          counted, ended.error)
-        return ended.tokens.segments(seed, FINISHES.get(ended.cause, "abort")), episode
+        episode = Episode(name, outcome.cause, outcome.use, attempt.messages, attempt.tools, ended.turns,
+                          attempt.metrics, outcome.events, outcome.error)
+        return ended.tokens.segments(seed, FINISHES.get(outcome.cause, "abort")), episode
+
+    def _outcome(self, config: EnvironmentConfig, attempt: Attempt, ended: Ended, events: Mapping[str, int],
+                 held_out: bool, may_retry: bool) -> RecordedOutcome | None:
+        """How an episode has ended; None if it begins again.
+
+        Args:
+            events: of the attempts before.
+        """
+        retries = events.get("retries", 0) if may_retry else config.on_failure.retries
+        use = self._use(config, ended, retries, held_out)
+        if use == "retry":
+            return None
+        counted = {event: number for event, number in (attempt.events + Counter(events)).items() if number}
+        return RecordedOutcome(ended.cause, use, ended.error, counted, ended.reward)
 
     def _chosen(self, metadata: Mapping[str, Any], key: SampleKey) -> str:
         """The name of a row's environment."""

@@ -77,6 +77,8 @@ class RunAttempts:
                 await restore_checkpoint(coordinator, start, again)
                 await records.run(note_restart, self._directory.faults, coordinator.state.step, self._directory.term)
                 await self._timed(coordinator)
+                if coordinator.pipeline.journals is not None:
+                    await coordinator.pipeline.journals.end()
                 await export_run(coordinator, self.evaluations, self._directory)
             except WorkerError:
                 await coordinator.pipeline.close()  # started again before the loop, which would close it
@@ -108,6 +110,8 @@ async def restore_checkpoint(coordinator: Coordinator, start: Checkpoint | None,
         if start:
             await coordinator.recovery.restore(start.path)
         step = coordinator.state.step
+        if coordinator.pipeline.journals is not None:
+            await coordinator.pipeline.journals.begin(continues=start is not None)
         if again or step:  # they loaded version 0
             await coordinator.weights.publish(step, resend=again)
     await coordinator.make_generators_agree()

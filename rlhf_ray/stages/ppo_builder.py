@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 from rlhf_ray.checkpoint.store import CheckpointStore
 from rlhf_ray.cluster.session import write_timeline
-from rlhf_ray.config.derived import Derived, experience_kind
+from rlhf_ray.config.derived import Derived, episode_kind, experience_kind
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
 from rlhf_ray.coordinator.chunk_calls import ChunkCalls
 from rlhf_ray.coordinator.early_stop import EarlyStop
+from rlhf_ray.coordinator.episode_journals import EpisodeJournals
 from rlhf_ray.coordinator.episode_watch import EpisodeWatch
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.loop import Coordinator
@@ -74,10 +75,12 @@ class CoordinatorBuilder:
         buffer = self._buffer()
         ledger = self._ledger(state.cursor, resume_at)
         calls = ChunkCalls(roles, derived)
-        pipeline = Pipeline(config, roles, calls, state, buffer, self.prompts, ledger, self._quarantine(ledger))
+        journals = self._journals(state)
+        pipeline = Pipeline(config, roles, calls, state, buffer, self.prompts, ledger, self._quarantine(ledger),
+                            journals)
         evaluator = None
         if config.evaluation and self.held_out:
-            evaluator = Evaluator(config, derived, roles, calls, self.held_out, progress.warn_once)
+            evaluator = Evaluator(config, derived, roles, calls, self.held_out, progress.warn_once, journals=journals)
         pace = SavePace(config.checkpoint.every_minutes)
         recovery = Recovery(self.store, roles, state, buffer, self.geometry, ledger,
                             experience_kind(config), files, pace)
@@ -134,6 +137,14 @@ class CoordinatorBuilder:
             return Ledger.create(directory.ledger, facts, directory.term, directory.files.records)
         copy = self.store.path(resume_at) / LEDGER
         return Ledger.resume(directory.ledger, copy, facts, directory.term, directory.files.records)
+
+    def _journals(self, state: RunState) -> EpisodeJournals | None:
+        """The journals of episodes; None without environments."""
+        if self.roles.runners is None:
+            return None
+        config = self.config
+        return EpisodeJournals(self.directory.episodes, self.roles.runners, state, config.coordinator.max_staleness,
+                               episode_kind(config), self.directory.files.records, self.progress.note)
 
     def _quarantine(self, ledger: Ledger) -> Quarantine | None:
         """The record of prompts without a score; None when such a prompt ends the run."""

@@ -53,13 +53,14 @@ def without(rows, *prefixes):
     return [{name: value for name, value in row.items() if not name.startswith(prefixes)} for row in rows]
 
 
-def assert_equal_runs(undisturbed, disturbed):
-    """The same weights, rows of metrics, ledger, texts and evaluations."""
+def assert_equal_runs(undisturbed, disturbed, *repaired):
+    """The same weights, rows of metrics (but for those whose names begin with `repaired`), ledger, texts and
+    evaluations."""
     for model in ("model", "model_ema"):
         if (undisturbed / model).is_dir():
             first, second = ((d / model / "model.safetensors").read_bytes() for d in (undisturbed, disturbed))
             assert first == second, model
-    rows = [without(read_metrics(d), *CLOCKS, TRAFFIC) for d in (undisturbed, disturbed)]
+    rows = [without(read_metrics(d), *CLOCKS, TRAFFIC, *repaired) for d in (undisturbed, disturbed)]
     assert rows[0] == rows[1] and len(rows[0]) > 3
     assert samples(undisturbed) == samples(disturbed)
     assert (undisturbed / "evaluation.json").read_bytes() == (disturbed / "evaluation.json").read_bytes()

@@ -1,10 +1,11 @@
-"""Runs with environments: killed at once and started again, or with a runner, a generator or an environment's process
-killed in the middle of episodes, they end as the undisturbed one, bit for bit. Episodes that fail in every way are all
-accounted for."""
+"""Runs with environments: with a runner, a generator, an environment's process or the driver lost in the middle of
+episodes, these go on from their last turns, and the run ends as the undisturbed one, bit for bit."""
 
 import json
 import os
+import re
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -15,19 +16,22 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import open_for_reading
+from rlhf_ray.roles.episode_journal import JournalReader, last_attempt
 from tests.chat_templates import make_chat_tokenizer
 from tests.cluster.conftest import SMALL
 from tests.cluster.faults import WorkerFault, worker_faults
 from tests.cluster.outside import start, wait_for_step
 from tests.cluster.resumed import CLOCKS, TRAFFIC, assert_equal_runs, samples, steps, without
+from tests.gone import gone
 from tests.models import make_tiny_llama
 
 pytestmark = pytest.mark.cluster
 WORLD = Path(__file__).parent / "episode_world.py"
 VOCAB = 448
-MOMENT_S = 0.05
+TURNS = 3
+"""Turns of unfinished episodes that are recorded before a fault."""
 STOPS = list(range(30, 110))
-REPAIRED = ("episodes/retries", "episodes/interrupted", "samples/bytes")
+REPAIRED = ("episodes/retries", "episodes/interrupted", "episodes/continued", "episodes/restarted", "samples/bytes")
 """Metrics that say what was repaired; the files of samples say it, too."""
 
 
@@ -72,15 +76,26 @@ def undisturbed(configure, sections, tmp_path_factory):
     return play(configure, sections, tmp_path_factory.mktemp("undisturbed") / "run")
 
 
+def turns_under_way(directory):
+    """Recorded turns of the episodes that are not over yet."""
+    turns = 0
+    for path in directory.glob("episodes/*/episode_runner*.journal"):
+        reader = JournalReader(path)
+        reader.refresh()
+        attempts = [last_attempt(entries) for entries in reader.entries.values()]
+        turns += sum(len(each) - 1 for each in attempts if each and each[-1].kind == "turn")
+    return turns
+
+
 class EpisodeFault(WorkerFault):
-    """The signal is sent while episodes have been under way for a moment, to a worker or a process of "environment"."""
+    """The signal is sent when turns of unfinished episodes are recorded, to a worker or a process of "environment"."""
 
     def inject(self, coordinator):
         """See `WorkerFault`."""
         roles = coordinator.roles
-        begun = [task.since for task in roles.clock.under_way
-                 if (task.role, task.phase) == ("episode_runner", self.phase)]
-        if coordinator.state.step != self.step or not begun or roles.clock.now() - min(begun) < MOMENT_S:
+        playing = {task.role for task in roles.clock.under_way} & {"episode_runner"}
+        at = coordinator.state.step == self.step and playing
+        if not at or turns_under_way(Path(coordinator.config.run.dir)) < TURNS:
             return
         if self.worker == "environment":
             children = psutil.Process(roles.runners.processes(0).pid).children(recursive=True)
@@ -115,6 +130,45 @@ def test_a_runner_a_generator_and_an_environment_that_are_killed_change_nothing(
     directory = play(configure, sections, tmp_path / "run", *faults)
     assert audited(directory)["committed"] == 3 * 8
     assert_the_same(directory, undisturbed)
+    runner, _, environment = steps(directory)
+    assert runner["episodes/continued"] > 0 and environment["episodes/interrupted"] > 0
+    assert not any(row["episodes/restarted"] or row["episodes/retries"] for row in steps(directory))
+    assert_nothing_left(directory)
+
+
+@pytest.mark.slow
+def test_a_runner_a_generator_and_an_environment_that_are_stopped_change_nothing(
+        configure, sections, undisturbed, tmp_path):
+    faults = [EpisodeFault(worker, "episodes", step, signal.SIGSTOP)
+              for step, worker in enumerate(("episode_runner", "generator", "environment"))]
+    limits = {name: {**each, "timeout_s": {"step": 5}} for name, each in sections["environments"].items()}
+    directory = play(configure, sections, tmp_path / "run", *faults, environments=limits,
+                     cluster={**sections["cluster"], "heartbeat_timeout_s": 6})
+    assert audited(directory)["committed"] == 3 * 8
+    assert_nothing_left(directory)
+    (stopped,) = [fault.pids[0] for fault in faults if fault.worker == "environment"]
+    assert gone(stopped)
+
+
+@pytest.mark.slow
+def test_episodes_whose_environment_cannot_be_brought_back_begin_again_and_are_counted(
+        configure, sections, undisturbed, tmp_path):
+    other = {name: {**each, "path": each["path"].replace(":Talk", ":TalkOnce")}
+             for name, each in sections["environments"].items()}
+    directory = play(configure, sections, tmp_path / "run", EpisodeFault("episode_runner", "episodes", 1,
+                                                                         signal.SIGKILL), environments=other)
+    assert audited(directory)["committed"] == 3 * 8
+    assert_the_same(directory, undisturbed)  # it answers alike all the same
+    assert steps(directory)[1]["episodes/restarted"] > 0
+    assert_nothing_left(directory)
+
+
+def assert_nothing_left(directory):
+    """No file of its episodes, and no process of its environments."""
+    assert not (directory / "episodes").exists()
+    command = "rlhf_ray.environments.host"
+    found = [each for each in psutil.process_iter(["cmdline", "environ"]) if command in (each.info["cmdline"] or [])]
+    assert not [each for each in found if gone(each.ppid())]
 
 
 @pytest.mark.slow
@@ -124,10 +178,15 @@ def test_a_run_whose_driver_is_killed_ends_as_the_undisturbed_one(configure, sec
     file = configure(directory, **{**sections, "run": run})
     file.write_text(file.read_text().replace("  prompts: null\n", ""))
     parent = start(file, log)
-    wait_for_step(directory, 2, parent, log)
+    wait_for_step(directory, 1, parent, log)
+    while turns_under_way(directory) < TURNS:
+        assert parent.poll() is None, log.read_text()
+        time.sleep(0.002)
     (driver,) = psutil.Process(parent.pid).children()
     driver.kill()
     assert parent.wait(timeout=400) == 0, log.read_text()
     assert "died of SIGKILL; restarting it" in log.read_text()
+    assert re.search(r"\d episodes go on from their journals, after [1-9]\d* turns", log.read_text())
     assert audited(directory)["committed"] == 3 * 8
-    assert_equal_runs(undisturbed, directory)
+    assert_equal_runs(undisturbed, directory, *REPAIRED)
+    assert_nothing_left(directory)

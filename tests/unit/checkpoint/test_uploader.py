@@ -215,8 +215,10 @@ def test_a_failed_copy_of_the_same_checkpoint_is_not_tried_at_every_look(run, ur
         uploader.finish()
 
 
-def test_hidden_files_stay_here(run, url, quick):
+def test_hidden_files_and_journals_of_episodes_stay_here(run, url, quick):
     (run / ".metrics.jsonl.partial").write_text("half")
+    (run / "episodes/1f").mkdir(parents=True)
+    (run / "episodes/1f/episode_runner-0-9c.journal").write_text("turns")
     uploader = uploader_of(url, run)
     uploader.start(resume=False)
     uploader.finish()

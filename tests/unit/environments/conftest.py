@@ -90,6 +90,16 @@ async def say(environment, code=""):
     return await environment.step(Reply(code))
 
 
+def calls(pool):
+    """How many calls of user code are under way."""
+    return sum(each.calls for each in pool._hosts._processes)
+
+
+def open_episodes(pool):
+    """How many episodes have a process."""
+    return sum(len(each.episodes) for each in pool._hosts._processes)
+
+
 async def until(holds, patience_s=5.0):
     """Wait for a condition."""
     loop = asyncio.get_running_loop()

@@ -69,11 +69,12 @@ class World:
 
     def __init__(self, *steps, tools=TOOLS):
         self.steps, self.start, self.opened, self.interrupted = list(steps), Start(None, tools), 0, 0
+        self.snapshot = None
         self.observation = ""
         self.resets = []
         """What the first resets raise."""
 
-    async def open(self, row, seed):
+    async def open(self, row, seed, played=None):
         self.opened += 1
         if self.resets:
             raise self.resets.pop(0)
@@ -184,7 +185,7 @@ def test_a_failed_episode_begins_again_so_often_and_is_quarantined_then(retries)
 
 def test_an_episode_that_did_not_begin_has_the_tokens_of_its_prompt():
     class Broken(World):
-        async def open(self, row, seed):
+        async def open(self, row, seed, played=None):
             raise BUG
 
     prompts = Prompts(np.array([0, 2, 5]), np.array([7, 8, 1, 2, 3], np.int32), ["a", "b"], [{}, {}], np.arange(2))
@@ -201,7 +202,7 @@ def test_an_evaluation_has_no_quarantine():
 class Sometimes(World):
     """Fails in the rows that say so, in the others each episode has their reward."""
 
-    async def open(self, row, seed):
+    async def open(self, row, seed, played=None):
         step = BUG if row["fails"] else Step(done=True, reward=row["reward"])
         return World(step)
 
@@ -342,7 +343,7 @@ def test_an_episode_that_never_begins_has_the_row_s_prompt_and_no_sampled_token(
 
 def test_the_beginnings_of_an_episode_that_is_lost_with_its_neighbours_share_one_deadline():
     class Slow(World):
-        async def open(self, row, seed):
+        async def open(self, row, seed, played=None):
             self.opened += 1
             await asyncio.sleep(0.06)
             raise ReplayDiverged("lost")
@@ -356,9 +357,9 @@ def test_an_attempt_counts_its_turns_from_the_first_in_what_it_says():
     seen = []
 
     class Watched(World):
-        async def open(self, row, seed):
+        async def open(self, row, seed, played=None):
             seen.append(runner.activity()[0]["turn"])
-            return await super().open(row, seed)
+            return await super().open(row, seed, played)
 
     runner = runner_of({"world": Watched(MORE, BUG, DONE)}, Writer(CALL), {"on_failure": {"environment": "retry"}})
     prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [{}], np.arange(1))
