@@ -90,9 +90,9 @@ class EnvironmentFailure(FailureOnOrder):
     victim: str = "environment"
     state: str = "a step"
     events: tuple[str, ...] = AGAIN
-    """One of them is counted; none if it goes on as if nothing had happened."""
+    """One of them is counted; none if nothing was lost: a reset that is repeated, output that is dropped."""
 
-    colour: ClassVar[str] = "service"
+    colour: ClassVar[str] = "environment"
     what: ClassVar[str] = "episode"
     good: ClassVar[str] = "answer of the same turn"
 
@@ -223,7 +223,8 @@ class RunnerKilledInReplay(RunnerFault):
         original, ranks = runners.call, list[int]()
 
         def call(rank: int, method: Any, *arguments: Any, **named: Any) -> Any:
-            if any(getattr(each, "look", False) for each in (*arguments, *named.values())):
+            lost = any(role == runners.role for role, _ in driver.coordinator.roles.health.down)
+            if lost and any(getattr(each, "look", False) for each in (*arguments, *named.values())):
                 ranks.append(rank)
             return original(rank, method, *arguments, **named)
 
@@ -320,7 +321,8 @@ KINDS = (
     _environment("kill", "is killed in a step", "SIGKILL", environments.KILL, runs={**EPISODES, **OVERLAPPED}),
     _environment("kill_in_replay", "is killed in a step, and again while that episode is replayed", "SIGKILL",
                  environments.KILL_TWICE, KilledInReplay, where="talk", state="a replay"),
-    _environment("kill_in_reset", "is killed in a reset", "SIGKILL", environments.KILL_IN_RESET, state="a reset"),
+    _environment("kill_in_reset", "is killed in a reset", "SIGKILL", environments.KILL_IN_RESET, state="a reset",
+                 events=()),
     _environment("hang", "blocks in a step, deaf to signals", "blocks", environments.HANG),
     _environment("hold", "blocks in C code with the interpreter's lock", "holds the lock", environments.HOLD),
     _environment("flood", "writes 32 MiB to its output in a step", "floods its output", environments.FLOOD, events=()),

@@ -79,6 +79,14 @@ FAILURES = [environments.KILL, environments.KILL_IN_RESET, environments.FORK,
                 environments.HANG, environments.HOLD, environments.FLOOD, environments.LEAK))]
 
 
+def test_an_episode_whose_replay_is_killed_begins_again_and_reads_the_same(injections, tmp_path):
+    expected = played("Talk", 3)
+    environments.order_failure(injections.path, 4, environments.KILL_TWICE)
+    assert played("Talk", 3) == expected
+    assert [line["event"] for line in injections.read()] == ["confirmed", "confirmed", "recovered"]
+    assert left_over(tmp_path / "journals") == []
+
+
 @pytest.mark.parametrize("name", ["Talk", "Counter"])
 @pytest.mark.parametrize("failure", FAILURES)
 def test_an_episode_reads_the_same_although_its_environment_fails(injections, monkeypatch, tmp_path, name, failure,
