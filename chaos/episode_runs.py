@@ -25,7 +25,8 @@ STOPS = 70
 """Ordinary tokens that end a turn, besides those that call a tool."""
 LONGEST = 640
 """Tokens of a segment, at most."""
-ROWS, HELD_OUT_ROWS = 20, 4
+ROWS, HELD_OUT_ROWS = 20, 8
+"""Held-out rows are two chunks, so that both runners take part in an evaluation."""
 TURN_TOKENS = 12
 STEP_S, EPISODE_S, BRIEF_S = 10.0, 240.0, 25.0
 """Deadlines: of a step, of an episode, and of one that may not take long."""

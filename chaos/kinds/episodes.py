@@ -137,6 +137,7 @@ class EpisodeDeadline(EnvironmentFailure):
 
     state: str = "a step, until the episode's deadline"
     events: tuple[str, ...] = (LATE,)
+    updates: int = 2
     changes_results: bool = True
 
     async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
