@@ -179,18 +179,24 @@ class RunnerFault(WorkerFault):
             "no update counts an episode that went on, or began again, because its runner was lost"
 
 
-async def hit_worker(kind: WorkerFault, driver: DriverUnderTest, fault: Fault, rank: int, state: str) -> None:
-    """Let a kind hit the worker of a rank now."""
+async def worker_up(driver: DriverUnderTest, role: str, rank: int) -> tuple[WorkerGroup[Any], psutil.Process]:
+    """Wait until a worker is there, and not being replaced; returns its group and its process."""
     import psutil
 
     from chaos.victims import is_up
 
-    (group,) = (group for group in driver.coordinator.roles.all_groups() if group.role == kind.role)
+    (group,) = (group for group in driver.coordinator.roles.all_groups() if group.role == role)
     while True:
         with suppress(psutil.NoSuchProcess):
-            if (processes := group.processes(rank)) is not None and is_up(process := psutil.Process(processes.pid)):
-                break
+            if (processes := group.processes(rank)) is not None and (role, rank) not in \
+                    driver.coordinator.roles.health.down and is_up(process := psutil.Process(processes.pid)):
+                return group, process
         await asyncio.sleep(POLL_S)
+
+
+async def hit_worker(kind: WorkerFault, driver: DriverUnderTest, fault: Fault, rank: int, state: str) -> None:
+    """Let a kind hit the worker of a rank now."""
+    group, process = await worker_up(driver, kind.role, rank)
     driver.injected(fault, role=kind.role, rank=rank, pid=process.pid, incarnation=group.incarnation(rank),
                     in_state=True, state=state)
     driver.hit(group, rank, process)
@@ -265,6 +271,7 @@ class GeneratorFault(WorkerFault):
 
     async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Wait for an episode that waits for a generator in a further turn."""
+        await worker_up(driver, self.role, fault.rank)
         episode = await open_episode(driver, doing="a generator")
         await hit_worker(self, driver, fault, fault.rank, in_words(episode))
 
@@ -275,6 +282,7 @@ class BetweenTurns(GeneratorFault):
 
     async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Order an environment to wait; it goes on when the generator was hit."""
+        await worker_up(driver, self.role, fault.rank)
         place = driver.injections.path
         paused = environments.paused_file(place, fault.number)
         environments.order_failure(place, fault.number, environments.PAUSE)

@@ -89,9 +89,7 @@ def test_an_episode_whose_replay_is_killed_begins_again_and_reads_the_same(injec
 
 @pytest.mark.parametrize("name", ["Talk", "Counter"])
 @pytest.mark.parametrize("failure", FAILURES)
-def test_an_episode_reads_the_same_although_its_environment_fails(injections, monkeypatch, tmp_path, name, failure,
-                                                                   capfd):
-    monkeypatch.setattr(environments, "FLOOD_BYTES", 2**16)
+def test_an_episode_reads_the_same_although_its_environment_fails(injections, tmp_path, name, failure, capfd):
     expected = played(name, 3)
     environments.order_failure(injections.path, 4, failure, name.lower())
     assert played(name, 3) == expected and len(set(map(str, expected))) == (3 if name == "Talk" else 1)
