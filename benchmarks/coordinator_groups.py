@@ -28,7 +28,7 @@ class StubGroup:
         return list(range(len(self)))
 
     def call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
-             **named: Any) -> Call[Any]:
+             ends_with_caller: bool = False, **named: Any) -> Call[Any]:
         """As `WorkerGroup.call`."""
         raise NotImplementedError
 
@@ -63,11 +63,12 @@ class HostedGroup(StubGroup):
         self._hosts = hosts
 
     def call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
-             **named: Any) -> Call[Any]:
+             ends_with_caller: bool = False, **named: Any) -> Call[Any]:
         """Through the real group of hosts."""
         host = rank % len(self._hosts)
         stub = getattr(StubRoles, method.__name__)
-        call = self._hosts.call(host, stub, rank, *args, outputs=outputs, deadline=deadline, **named)
+        call = self._hosts.call(host, stub, rank, *args, outputs=outputs, deadline=deadline,
+                                ends_with_caller=ends_with_caller, **named)
         return replace(call, role=self.role, rank=rank)
 
 
@@ -80,15 +81,27 @@ class LocalGroup(StubGroup):
         self.answer, self._under_way = answer, set[asyncio.Task[None]]()
 
     def call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
-             **named: Any) -> Call[Any]:
+             ends_with_caller: bool = False, **named: Any) -> Call[Any]:
         """Begin the call; its futures are resolved as Ray resolves references."""
+        call, task = self._begun(self.answer, rank, method.__name__, outputs, deadline or Deadline(1800.0), args, named)
+
+        async def end(*_: Any) -> None:
+            task.cancel()
+            await asyncio.wait([task])
+
+        def ending(within: Deadline) -> Call[None]:
+            return self._begun(end, rank, "end_call", 1, within, (), {})[0]
+
+        return replace(call, ending=ending) if ends_with_caller else call
+
+    def _begun(self, answer: Answer, rank: int, method: str, outputs: int, deadline: Deadline, args: Any,
+               named: Mapping[str, Any]) -> tuple[Call[Any], "asyncio.Task[None]"]:
         loop = asyncio.get_running_loop()
         results = tuple(loop.create_future() for _ in range(outputs + 1))
-        task = loop.create_task(self._run(results, self.answer, rank, method.__name__, args, named))
+        task = loop.create_task(self._run(results, answer, rank, method, args, named))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        deadline = deadline or Deadline(1800.0)
-        return Call(self.role, rank, method.__name__, results[:-1], results[-1], deadline, loop.time())
+        return Call(self.role, rank, method, results[:-1], results[-1], deadline, loop.time()), task
 
     async def _run(
         self, results: tuple[asyncio.Future[Any], ...], answer: Answer, rank: int, method: str, args: Any,

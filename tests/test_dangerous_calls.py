@@ -20,6 +20,7 @@ ALLOWED = {
     ("checkpoint/state_files.py", "np.load"): "with allow_pickle=False",
     ("environments/host.py", "pickle.loads"): "of rows and replies, from the process that started it",
     ("user_code/frames.py", "pickle.loads"): "of requests, from the process that started it",
+    ("user_code/keeper.py", "importlib.import_module"): "of our own module that its caller names",
     ("user_code/loading.py", "importlib.import_module"): "of the user's code, in its own process",
     ("__init__.py", "importlib.import_module"): "of one of our own public names",
     ("config/__init__.py", "importlib.import_module"): "of one of our own sections",

@@ -266,8 +266,8 @@ class RewardScorerConfig(ScorerConfig):
     in quarantine.jsonl. A reward source that fails as a whole ends the run in both cases. Episodes that failed follow
     `environments.NAME.on_failure`."""
     quarantine_limit: float = Field(0.01, gt=0, le=1)
-    """Maximum share of prompts in quarantine (at least one is allowed). If more than 1 in 100 cannot be scored, the
-    reward is more likely to be broken than the prompts, and the remaining data is a biased selection."""
+    """Maximum share of prompts in quarantine (at least one is allowed, but never all). If more than 1 in 100 cannot be
+    scored, the reward is more likely to be broken than the prompts, and the remaining data is a biased selection."""
 
 
 class PPOConfig(StageConfig):

@@ -36,7 +36,11 @@ class Phases:
         return self._level > 1
 
     async def learning(self) -> None:
-        """Prepare for an update."""
+        """Prepare for an update.
+
+        Raises:
+            WorkerError: a generator has open requests (`WeightSync.require_idle` waits for them).
+        """
         if self._level:
             asleep = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up)
             await asleep.each(asleep.calls(Generator.sleep))

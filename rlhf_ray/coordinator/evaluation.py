@@ -137,13 +137,15 @@ class Evaluator:
                               f"{left_out[min(left_out)]}")
 
     async def _all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Results of all parts. When one fails, the others are cancelled, since the workers are needed elsewhere."""
+        """Results of all parts. When one fails, the others are cancelled, and end at the workers, which are needed
+        elsewhere."""
         parts = [asyncio.ensure_future(part) for part in work]
         try:
             return await asyncio.gather(*parts)
         finally:
             for part in parts:
                 part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
 
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Measured | UnscoredSamples:
         """One chunk, measured (what was measured stays in the object store), or which of its samples have no score."""

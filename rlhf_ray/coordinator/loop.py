@@ -23,7 +23,15 @@ from rlhf_ray.coordinator.step_profile import StepProfiler
 from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.update_step import Learning
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.errors import CheckpointError, DiskStalled, GeneratorMismatch, RunInterrupted, WorkerError, first_line
+from rlhf_ray.errors import (
+    CheckpointError,
+    DiskStalled,
+    GeneratorMismatch,
+    RLHFError,
+    RunInterrupted,
+    WorkerError,
+    first_line,
+)
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.observability.metrics import MetricsWriter
@@ -134,6 +142,8 @@ class Coordinator:
         async with self._saved_before_the_end():
             await self._settle_generators()
             lease = None if self.stop.requested else await self.stop.unless_asked(self.pipeline.next_batch())
+            if lease is not None:
+                await self._require_idle_generators(lease)
         if lease is not None:
             await self._step(lease, began, received)
             return
@@ -145,6 +155,14 @@ class Coordinator:
         await self.recovery.settled()
         raise RunInterrupted(f"stopped by {self.stop.requested} after step {self.state.step} of "
                              f"{self.config.run.steps}; the checkpoint is saved, --resume continues from it")
+
+    async def _require_idle_generators(self, lease: Lease) -> None:
+        """`WeightSync.require_idle`, before an update with a batch, which is ready again if an error ends the run."""
+        try:
+            await self.weights.require_idle()
+        except RLHFError:
+            self.buffer.give_back(lease)
+            raise
 
     async def _end_without_prompts(self) -> None:
         """What the last step of a run is followed by: its evaluation and its checkpoint."""

@@ -1,7 +1,8 @@
 """Quarantine of prompts with a sample that has no score: they leave the run, up to a limit.
 
 A prompt leaves with all its samples, because estimators compare them with each other. It leaves for the present epoch:
-the next one visits its row again. The limit counts rows, not failures.
+the next one visits its row again. The limit counts rows, not failures. One row stays, whatever the limit is: a run
+whose every prompt leaves in every epoch would draw them without end, and never have a batch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Quarantine:
         self._term = term
         self._ledger, self._file, self._limit, self._rows, self._warn = ledger, file, limit, rows, warn
         self._thread = thread
-        self._allowed = max(1, int(round(limit * rows, 6)))  # 0.29 * 100 is a little less than 29
+        share = max(1, int(round(limit * rows, 6)))  # 0.29 * 100 is a little less than 29
+        self._allowed = min(share, rows - 1)
         known = ledger.quarantined()
         self._reasons = dict(known.reasons)
         """By row: the first reason."""

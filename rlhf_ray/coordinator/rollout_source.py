@@ -173,7 +173,7 @@ class RolloutSource:
 
     async def generate(self, chunk: Chunk, again: Callable[[WorkerLost], Awaitable[None]] | None = None) -> None:
         """Fill in the chunk's `prompts`, `rollout` and `generator`; when a worker is lost, another one samples the
-        chunk.
+        chunk. If it is cancelled, the worker's call ends first, and so do the requests of its episodes.
 
         Args:
             again: awaited before each further attempt, with the error that ended the last one.
@@ -204,11 +204,11 @@ class RolloutSource:
         if self._episodes is None:
             return await self._generators.attempt(
                 Generator.generate, chunk.prompts, chunk.keys, self._seed, self._sampling,
-                phase="generate", work=samples)
+                phase="generate", work=samples, ends_with_caller=True)
         return await self._episodes.runners.attempt(
             EpisodeRunner.play, chunk.prompts, chunk.keys, self._seed, self._sampling, self._episodes.held_out,
             self._episodes.place(again),
-            phase="episodes", work=samples, deadline=self._episodes.deadline)
+            phase="episodes", work=samples, deadline=self._episodes.deadline, ends_with_caller=True)
 
 
 @dataclass(frozen=True)

@@ -48,13 +48,16 @@ class WeightSync:
     """
 
     def __init__(self, config: WeightsConfig, roles: RoleGroups, finish_timeout_s: float | None = None,
-                 phases: Phases | None = None, canary: Canary | None = None) -> None:
+                 phases: Phases | None = None, canary: Canary | None = None, idle_within_s: float | None = None
+                 ) -> None:
         """
         Args:
             finish_timeout_s: longest time in which a generator activates new weights, or receives a bucket from GPU to
                 GPU.
             phases: GPU sharing of generators and learners, if they share GPUs.
             canary: compares generators with the learner after each publication; None compares nothing.
+            idle_within_s: with `coordinator.max_staleness` 0, how long `require_idle` waits; None: responses may be in
+                flight when weights are published.
         """
         self.canary = canary
         self.phases = phases
@@ -73,6 +76,7 @@ class WeightSync:
         self._publication = 0
         """Number of the latest publication. It is unique, unlike a version, which repeats after a learner is lost."""
         self._direct = DirectSync(config.transport, roles, self._to_finish) if config.transport in DIRECT else None
+        self._idle_within_s = idle_within_s
         self._plan: WeightsPlan | None = None
         self._unchanged: Any = None
         """Reference to digests of the tensors that may be omitted; None before a whole publication was confirmed."""
@@ -106,8 +110,31 @@ class WeightSync:
             if self._direct:
                 self._direct.forget()
 
+    async def require_idle(self) -> None:
+        """With `coordinator.max_staleness` 0, have all available generators end requests that nobody waits for, and
+        wait until its engine has none. Ask before an update: what is open then would see the new weights, and the
+        result would depend on timing.
+
+        Raises:
+            WorkerError: requests are still open; names them.
+        """
+        if self._idle_within_s is None:
+            return
+        waits = Deadline(2 * self._idle_within_s, "cluster.heartbeat_timeout_s")
+        receivers = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up)
+        answers = await receivers.each(receivers.calls(Generator.open_requests, self._idle_within_s, deadline=waits))
+        role = self._dispatcher.group.role
+        still_open = [f"{role}/{rank}: {answer}" for rank, answer in zip(receivers.ranks, answers, strict=True)
+                      if answer]
+        if still_open:
+            raise WorkerError(
+                f"with coordinator.max_staleness=0 no response may be in flight when weights change, but after "
+                f"{self._idle_within_s:g} s (cluster.heartbeat_timeout_s) there are: {'; '.join(still_open)}. Resume "
+                "the run with --resume, and report it with this message", role)
+
     async def publish(self, version: int, resend: bool = False) -> Published:
-        """Send the policy's present weights as `version`. The caller must be inside `changing`.
+        """Send the policy's present weights as `version`. The caller must be inside `changing`, and have called
+        `require_idle` before an update; a `resend` follows none, and calls it.
 
         Afterwards the canary is under way, with one generator, or with all of them after a whole publication to
         generators or by learners that may be new. Wait for it (`Canary.mismatch`) before the next update.
@@ -118,9 +145,11 @@ class WeightSync:
         Raises:
             WeightsError: a generator confirmed another version, or refused a bucket.
             WorkerLost: a learner was lost.
+            WorkerError: see `require_idle`.
         """
         self.version = version
         if resend:
+            await self.require_idle()
             self._plan = self._unchanged = None
         first = self._plan is None
         if self.phases is not None:

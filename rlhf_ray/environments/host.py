@@ -1,9 +1,8 @@
 """The process that runs a user's environment: it serves many open episodes at a time, each in a thread of its own with
 its own event loop, so that one that blocks holds up no other.
 
-Started as a program of its own, with the number of an open socket as its argument. Requests are pickles, answers are
-JSON; both carry the number of the episode. It ends when the socket closes, and is killed with the process that started
-it.
+Started by a keeper (`user_code.keeper`), with the number of an open socket as its argument. Requests are pickles,
+answers are JSON; both carry the number of the episode. It ends when the socket closes.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from contextlib import suppress
 from typing import Any
 
 from rlhf_ray.environments.answers import ANSWER_BYTES
-from rlhf_ray.environments.shapes import Episode, Target, recognise
-from rlhf_ray.user_code.frames import is_child_of, print_by_lines, receive, send
+from rlhf_ray.environments.shapes import Episode, Target, exhausted, recognise
+from rlhf_ray.user_code.frames import print_by_lines, receive, send
 from rlhf_ray.user_code.loading import describe, load, users_line
 
 STACK_BYTES = 1 << 21
@@ -36,10 +35,9 @@ END_S = 0.3
 """Time for the `close` of the episodes that are still open when the socket closes."""
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Serve the socket of that number until it closes, or until the process `parent` dies."""
-    if is_child_of(parent):
-        serve(socket.socket(fileno=descriptor))
+def main(descriptor: int) -> None:
+    """Serve the socket of that number until it closes."""
+    serve(socket.socket(fileno=descriptor))
 
 
 def serve(channel: socket.socket) -> None:
@@ -50,10 +48,12 @@ def serve(channel: socket.socket) -> None:
         if setup is None:
             return
         try:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an episode's event loop has three files
             if setup["memory_mib"] is not None:
                 limit_memory(setup["memory_mib"])
             target = recognise(load(setup["path"]), setup["schemas"])
-            send(channel, target.facts())
+            send(channel, {"pid": os.getpid(), **target.facts()})
         except BaseException as error:
             send(channel, {"error": describe(error)})
             return
@@ -104,7 +104,7 @@ class Host:
         try:
             thread.start()
         except RuntimeError as error:  # no thread can be started
-            self.send({"episode": number, "error": describe(error), "memory": True})
+            self.send({"episode": number, "error": describe(error), "exhausted": "memory"})
             return False
         self._threads[number] = thread
         return True
@@ -163,10 +163,8 @@ class EpisodeThread(threading.Thread):
                 return {"answer": {"reward": self._episode.reward()}}
             self._close()
             return {"answer": {}}
-        except MemoryError as error:
-            return {"error": describe(error), "memory": True}
         except BaseException as error:  # also SystemExit: it is reported and does not end the thread
-            return {"error": describe(error)}
+            return {"error": describe(error), "exhausted": exhausted(error)}
 
     def _close(self) -> None:
         try:
@@ -206,7 +204,3 @@ def _waits(coroutine: Any) -> Iterator[tuple[str, int]]:
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         yield frame.f_code.co_filename, frame.f_lineno
         coroutine = coroutine.cr_await
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

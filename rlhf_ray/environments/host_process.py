@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal
 
 from rlhf_ray.environments.answers import ANSWER_BYTES
@@ -55,6 +57,7 @@ class HostProcess:
         """Set once it takes no more calls."""
         self._who, self._field, self._setup, self._spawn, self._on_lost = who, field, setup, spawn, on_lost
         self._process = UserProcess(who, printed)
+        self._pid = 0
         self._answers: dict[int, asyncio.Future[Answer]] = {}
         self._lines: dict[int, asyncio.Future[str]] = {}
         self.ready: asyncio.Task[Answer] = spawn(self._start())
@@ -73,6 +76,7 @@ class HostProcess:
                 raise EnvironmentFailed(with_lines(f"{self._field}.path: {self._who} cannot be used: {facts['error']}",
                                                    "", "Correct the path (module:name or file.py:name), or fix the "
                                                        "code"))
+            self._pid = facts.pop("pid")
             self._spawn(self._read())
             loaded = True
             return facts
@@ -107,6 +111,13 @@ class HostProcess:
     def calls(self) -> int:
         """Number of calls under way."""
         return len(self._answers)
+
+    @property
+    def stopped(self) -> bool:
+        """It does not run: somebody has sent SIGSTOP."""
+        with suppress(OSError):
+            return Path(f"/proc/{self._pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
+        return False
 
     async def line(self, number: int) -> str | None:
         """The user's line at which an episode's call is; None if the process does not answer."""

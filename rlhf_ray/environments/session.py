@@ -208,8 +208,8 @@ class Session:
             message = future.result() if answered else await self._overdue(process, call, future)
         finally:
             self.call = None
-        if message.get("memory"):
-            self._out_of_memory(process, message["error"])
+        if message.get("exhausted"):
+            self._exhausted(process, message)
         if "error" in message:
             raise EpisodeFailed("error_environment", with_lines(
                 f"{self._hosts.who} failed in {call}: {message['error']}", "", "Fix the environment"))
@@ -227,33 +227,40 @@ class Session:
         line = await process.line(self._number)
         if future.done():
             return future.result()
-        if line is None and process.calls > 1:  # C code holds the interpreter's lock; it may be a neighbour's
+        stopped = line is None and process.stopped
+        if (line is None and process.calls > 1) or (stopped and not self._suspect):
+            # C code holds the interpreter's lock, which may be a neighbour's, or something has sent SIGSTOP.
             process.give_up(HostLost("unclear", "did not answer"))
             return future.result()
         gone = process.give_up(HostLost("neighbour", "was killed because of another episode"))
         if gone is not None:
             await asyncio.shield(gone)
-        place = "  (C code holds the interpreter's lock)" if line is None else f"  {line}" if line else ""
+        place = f"  {line}" if line else ""
+        if line is None:
+            place = "  (its process is stopped)" if stopped else "  (C code holds the interpreter's lock)"
         raise EpisodeFailed("error_timeout", with_lines(
             f"{self._hosts.who} gave no answer to {call}{tool} within {self._limit_s(call):g} s; its process was "
             "killed", place, "Make it faster, or raise "
             f"environments.{self._hosts.name}.timeout_s.{'reset' if call in ('reset', 'restore') else 'step'}"))
 
-    def _out_of_memory(self, process: HostProcess, error: str) -> None:
-        """The process has no memory left, perhaps because of a neighbour.
+    def _exhausted(self, process: HostProcess, message: Answer) -> None:
+        """The process has no memory or no files left, perhaps because of a neighbour.
 
         Raises:
             HostLost: it had neighbours.
             EpisodeFailed: it was alone.
         """
-        hosts, lost = self._hosts, HostLost("unclear", "ran out of memory")
+        hosts, what = self._hosts, message["exhausted"]
+        lost = HostLost("unclear", f"ran out of {what}")
         company = len(process.episodes) > 1
         process.give_up(lost)
         if company:
             raise lost
+        advice = "Close files, or raise the limit of open files (ulimit -n)"
+        if what == "memory":
+            advice = f"Let it use less, or raise environments.{hosts.name}.memory_mib={hosts.config.memory_mib}"
         raise EpisodeFailed("error_environment", with_lines(
-            f"{hosts.who} ran out of memory: {error}", "",
-            f"Let it use less, or raise environments.{hosts.name}.memory_mib={hosts.config.memory_mib}"))
+            f"{hosts.who} ran out of {what}: {message['error']}", "", advice))
 
     def _after(self, lost: HostLost, call: Call) -> None:
         """Go on without the process, or raise EpisodeFailed."""

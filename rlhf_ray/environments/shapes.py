@@ -3,6 +3,7 @@ in messages. Runs in the process of the user's code; transformers is imported on
 
 from __future__ import annotations
 
+import errno
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -241,9 +242,9 @@ class Episode:
         self._began_tool(call.name)
         try:
             result = self._run(self._tools[call.name], **call.arguments)
-        except MemoryError:
-            raise
         except BaseException as error:  # also SystemExit: the policy reads it
+            if exhausted(error):
+                raise
             return f"Error: {error_text(error)}", True
         finally:
             self._began_tool("")
@@ -265,6 +266,13 @@ class Episode:
 
 def _name(schema: dict[str, Any]) -> str:
     return str(schema["function"]["name"])
+
+
+def exhausted(error: BaseException) -> Literal["", "memory", "files"]:
+    """What a process has none left of by an error, perhaps because of another episode."""
+    if isinstance(error, MemoryError):
+        return "memory"
+    return "files" if isinstance(error, OSError) and error.errno == errno.EMFILE else ""
 
 
 def arguments_problem(parameters: Mapping[str, Any], arguments: Any) -> str:

@@ -68,6 +68,16 @@ def unfinished_tokens(engine: Any) -> int:
     return sum(s.detokenizer.num_output_tokens() for s in states if s.detokenizer is not None)
 
 
+def open_requests(engine: Any) -> set[str]:
+    """Ids, as they were given, of the requests that an engine of either kind has not finished.
+
+    Source: 0.32.0, v1/engine/output_processor.py (`OutputProcessor.request_states`, `RequestState.external_req_id`).
+    Missing: `get_num_unfinished_requests` says how many there are, and not which.
+    Otherwise: requests that nobody waits for are neither found nor aborted before a publication.
+    """
+    return {state.external_req_id for state in engine.output_processor.request_states.values()}
+
+
 def abort_samples(engine: Any, request_ids: Iterable[str]) -> list[RequestOutput]:
     """Abort an `LLMEngine`'s requests, and return what they sampled so far.
 

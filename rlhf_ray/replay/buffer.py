@@ -209,6 +209,20 @@ class ReplayBuffer:
         self.bytes -= sum(chunk.nbytes for chunk in lease.chunks)
         self._trained += lease.samples
 
+    def give_back(self, lease: Lease) -> None:
+        """Make the chunks of a lease ready again, because no update was begun with them.
+
+        Raises:
+            BufferError: the lease is not out.
+        """
+        if self._leases.get(lease.number) is not lease:
+            raise BufferError(f"give_back of lease {lease.number}: it is not out (acknowledged before, or of another "
+                              "buffer)")
+        del self._leases[lease.number]
+        for chunk in lease.chunks:
+            self._ready[chunk.place] = chunk
+            self._samples_ready += chunk.samples
+
     def evict(self, version: int) -> list[Chunk]:
         """Drop the ready chunks that may no longer be trained now that the policy is at `version`, and return them.
         Their samples must be generated again."""

@@ -1,8 +1,8 @@
 """The process that runs a user's reward function: it loads the function and calls it for each request.
 
-Started as a program of its own, with the number of an open socket as its argument. Requests are pickles, answers are
-JSON, so that nothing from this process is ever unpickled. It ends when the socket closes, and is killed with the
-process that started it. It imports the standard library alone; the function imports what it needs.
+Started by a keeper (`user_code.keeper`), with the number of an open socket as its argument. Requests are pickles,
+answers are JSON, so that nothing from this process is ever unpickled. It ends when the socket closes. It imports the
+standard library alone; the function imports what it needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from rlhf_ray.user_code.frames import is_child_of, print_by_lines, receive, send
+from rlhf_ray.user_code.frames import print_by_lines, receive, send
 from rlhf_ray.user_code.loading import brief, definition, describe, load
 
 SEARCH_S = 1.0
@@ -28,10 +28,9 @@ OF_TRAINER = ("trainer_state", "log_extra", "log_metric", "environments")
 """Further arguments that TRL's trainer passes, which only it has."""
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Serve the socket of that number until it closes, or until the process `parent` dies."""
-    if is_child_of(parent):
-        serve(socket.socket(fileno=descriptor))
+def main(descriptor: int) -> None:
+    """Serve the socket of that number until it closes."""
+    serve(socket.socket(fileno=descriptor))
 
 
 def serve(socket_to_caller: socket.socket) -> None:
@@ -151,7 +150,3 @@ def accepted(function: Callable[..., Any], offers: Sequence[str], columns: bool 
 
 async def _awaited(result: Any) -> Any:
     return await result
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -326,11 +326,9 @@ class EpisodeRunner:
         sticky = (self._name, attempt)
 
         async def sample(request: SampleRequest) -> Completion:
-            ticket = f"{self._name}/{attempt}/{next(self._numbers)}"
             work = len(request.prompt) + request.max_tokens
-            # Until the engine has confirmed the end of a cancelled request, it counts as open.
-            [completion] = await self._generators.call(
-                Generator.sample, [request], ticket, sticky=sticky, work=work, undo=(Generator.cancel, ticket))
+            # A request that is cancelled is open until the generator has confirmed that it ended.
+            [completion] = await self._generators.call(Generator.sample, [request], sticky=sticky, work=work)
             return cast(Completion, completion)
 
         return sample

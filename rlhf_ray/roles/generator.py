@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -57,10 +56,10 @@ __all__ = ["Generator", "generator_environment"]
 
 LARGEST_COMPARED = 2 << 30
 """Bytes of the weights of the largest model that commands without a learner load once more, to compare it."""
-
-
-CANCELLED_TICKETS = 1000
-"""Tickets that were cancelled before their calls arrived are remembered, the oldest forgotten."""
+SHOWN_CALLS = 5
+"""Calls that a message about open requests names."""
+SHOWN_SEEDS = 3
+"""Seeds of each, by which samples/ has the samples."""
 
 
 class GeneratorActivity(NamedTuple):
@@ -72,6 +71,20 @@ class GeneratorActivity(NamedTuple):
     """Seconds since the oldest open request arrived; 0 without one."""
     tokens: int
     """See `Generator.tokens_made`."""
+
+
+class OpenCall(NamedTuple):
+    """A call of the engine under way."""
+
+    began: float
+    """By the monotonic clock."""
+    requests: Sequence[SampleRequest]
+
+    def described(self, now: float) -> str:
+        """In words: "2 requests for 3.1 s (seed 12, 34)"."""
+        many = len(self.requests)
+        seeds = [str(request.seed) for request in self.requests[:SHOWN_SEEDS]] + ["..."] * (many > SHOWN_SEEDS)
+        return f"{many} request{'s' * (many > 1)} for {now - self.began:.1f} s (seed {', '.join(seeds)})"
 
 
 class Generator:
@@ -116,12 +129,10 @@ class Generator:
         self._vocabulary = 0
         self._bytes = 0
         self._groups: list[list[str]] = []
-        self._open_calls: dict[object, tuple[float, int]] = {}
-        """Calls of the engine under way: when each began, by the monotonic clock, and its number of requests."""
-        self._tickets: dict[str, asyncio.Task[Any]] = {}
-        self._cancelled: OrderedDict[str, None] = OrderedDict()
-        """Tickets that were cancelled while no call had them."""
-        """The calls of `sample` under way that have a ticket."""
+        self._open_calls: dict[object, OpenCall] = {}
+        """Calls of the engine under way."""
+        self._idle = asyncio.Event()
+        """No call of the engine is under way."""
 
     @staticmethod
     def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
@@ -196,13 +207,10 @@ class Generator:
         completions = await self.sample(requests)
         return as_rollout(keys, requests, completions, self._records_masks(settings))
 
-    async def sample(self, requests: Sequence[SampleRequest], ticket: str = "") -> list[Completion]:
+    async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
         """Sample one completion per request, in their order. Calls may overlap, and their requests are batched
         together. A request's completion follows from the request and the weights alone: another generator gives the
-        same one.
-
-        Args:
-            ticket: a name of this call, by which `cancel` can end it.
+        same one. When a cancelled call has ended, the engine does not have its requests any more.
 
         Raises:
             ModelError: so many tokens are equally likely that the sampling mask is not known.
@@ -213,44 +221,21 @@ class Generator:
         engine = self._ready_engine()
         for request in requests:
             self._require_room(request)
-        with self._cancellable(ticket):
-            completions = await self._sampled(engine, requests)
+        completions = await self._sampled(engine, requests)
         self._require_whole_masks(requests, completions)
         return completions
-
-    async def cancel(self, ticket: str) -> None:
-        """End the call of `sample` with this ticket. When this returns, the engine does not have its requests any more;
-        a call that arrives later is refused."""
-        if (task := self._tickets.get(ticket)) is not None:
-            task.cancel()
-            await asyncio.wait([task])
-        else:
-            self._cancelled[ticket] = None
-            if len(self._cancelled) > CANCELLED_TICKETS:
-                self._cancelled.popitem(last=False)
-
-    @contextmanager
-    def _cancellable(self, ticket: str) -> Iterator[None]:
-        task = asyncio.current_task()
-        if not ticket or task is None:
-            yield
-            return
-        if ticket in self._cancelled:
-            raise WorkerError(f"{self.name}: the call {ticket!r} was cancelled before it arrived")
-        self._tickets[ticket] = task
-        try:
-            yield
-        finally:
-            del self._tickets[ticket]
 
     async def _sampled(self, engine: SamplingEngine, requests: Sequence[SampleRequest]) -> list[Completion]:
         """`SamplingEngine.sample`, whose requests count as open meanwhile."""
         call = object()
-        self._open_calls[call] = (time.monotonic(), len(requests))
+        self._open_calls[call] = OpenCall(time.monotonic(), requests)
+        self._idle.clear()
         try:
             return await engine.sample(requests)
         finally:
             del self._open_calls[call]
+            if not self._open_calls:
+                self._idle.set()
 
     async def given_logprobs(self, rows: GivenTokens) -> tuple[NDArray[np.float32], int]:
         """Log-probabilities of given tokens under the current weights at temperature 1, `[n]`, and the version of the
@@ -352,8 +337,14 @@ class Generator:
         return self._generation.devices
 
     async def sleep(self) -> None:
-        """Free GPU memory for other roles, as `generator.sleep_level` sets. Call it with no request in flight."""
+        """Free GPU memory for other roles, as `generator.sleep_level` sets.
+
+        Raises:
+            WorkerError: requests are open. vLLM would keep them, and wait for them to be over when it wakes.
+        """
         engine, _ = self._running()
+        if still_open := await self.open_requests(0.0):
+            raise WorkerError(f"{self.name} cannot sleep, because it has open requests: {still_open}", "generator")
         await cast(AsynchronousEngine, engine).sleep(self._generation.sleep_level)
 
     async def wake(self, parts: list[str]) -> None:
@@ -391,8 +382,27 @@ class Generator:
     def activity(self) -> GeneratorActivity:
         """Its open requests, whoever called, and its progress."""
         calls = self._open_calls.values()
-        oldest_s = time.monotonic() - min(began for began, _ in calls) if calls else 0.0
-        return GeneratorActivity(sum(count for _, count in calls), oldest_s, self.tokens_made())
+        oldest_s = time.monotonic() - min(call.began for call in calls) if calls else 0.0
+        return GeneratorActivity(sum(len(call.requests) for call in calls), oldest_s, self.tokens_made())
+
+    async def open_requests(self, wait_s: float) -> str:
+        """Wait until the engine has no request, for at most `wait_s` seconds. Requests that no call waits for are
+        aborted. Returns the requests that are still open, in words; empty if there are none.
+
+        Raises:
+            WorkerError: the engine died.
+        """
+        engine, _ = self._running()
+        if self._open_calls and wait_s:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), wait_s)
+        in_engine = await engine.end_orphans()
+        now = time.monotonic()
+        calls = [call.described(now) for call in self._open_calls.values()]
+        if in_engine and not calls:
+            return f"{in_engine} requests of vLLM that no call waits for and that it does not abort"
+        more = f", and {len(calls) - SHOWN_CALLS} calls more" if len(calls) > SHOWN_CALLS else ""
+        return ", ".join(calls[:SHOWN_CALLS]) + more
 
     async def begin_profile(self) -> None:
         """Start profiling the engine."""

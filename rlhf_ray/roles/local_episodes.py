@@ -95,16 +95,9 @@ class _Direct:
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
-    async def call(self, method: Any, *args: Any, work: int = 1, sticky: Hashable = None, undo: Any = None,
-                   **named: Any) -> Any:
+    async def call(self, method: Any, *args: Any, work: int = 1, sticky: Hashable = None, **named: Any) -> Any:
         """As `Generators.call`."""
-        try:
-            return await method(self._generator, *args, **named)
-        except asyncio.CancelledError:
-            if undo is not None:
-                ending, *of_call = undo
-                await asyncio.shield(ending(self._generator, *of_call))
-            raise
+        return await method(self._generator, *args, **named)
 
 
 def episode_means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

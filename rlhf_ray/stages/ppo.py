@@ -123,7 +123,8 @@ async def _run(
         if canary is not None:
             gap = await canary.compare_at_start()
             progress.note(f"generators and learner compute the same model: log-probabilities differ by {gap:.2g} nats")
-        weights = WeightSync(config.weights, roles, timeout_s, phases, canary)
+        weights = WeightSync(config.weights, roles, timeout_s, phases, canary,
+                             None if config.coordinator.max_staleness else timeout_s)
         detectors = await watched(roles, weights.catch_up, timeout_s)
         learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
                                          partial(restart_learners, config, runtime, roles, progress.note),

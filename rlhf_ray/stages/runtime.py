@@ -89,8 +89,10 @@ class Runtime:
         all_facts = role_facts(type(self._config))
         given = arguments
         if row.peers is not None:
-            deadline = Deadline(self._config.cluster.call_timeout_s, "cluster.call_timeout_s")
-            peers: PeerGroup[Any] = PeerGroup(all_facts[row.peers].worker, deadline)
+            cluster = self._config.cluster
+            peers: PeerGroup[Any] = PeerGroup(
+                all_facts[row.peers].worker, Deadline(cluster.call_timeout_s, "cluster.call_timeout_s"),
+                Deadline(cluster.heartbeat_timeout_s, "cluster.heartbeat_timeout_s"))
 
             def given(rank: int) -> Mapping[str, Any]:
                 return {**arguments(rank), "generators": peers}

@@ -3,11 +3,8 @@ pickles, answers are JSON, so that nothing from the process is ever unpickled. I
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import pickle
-import signal
 import socket
 import struct
 import sys
@@ -16,20 +13,6 @@ from typing import Any
 
 HEADER = struct.Struct("!Q")
 """Length of the frame that follows, in bytes."""
-PR_SET_PDEATHSIG = 1
-PR_SET_CHILD_SUBREAPER = 36
-
-
-def is_child_of(parent: int) -> bool:
-    """Bind this process to the one that started it: it is killed with it, and keeps what it starts below itself.
-
-    Returns:
-        False if the parent died before; this process must end then.
-    """
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the user's code starts stays below this process, and is killed with it
-    return os.getppid() == parent
 
 
 def print_by_lines() -> None:

@@ -1,7 +1,7 @@
 """A process of user code that can be killed with everything it has started, whose output is bounded.
 
 A blocked call cannot be interrupted inside one process (nothing stops a C function), so deadlines are enforced by
-killing the process.
+killing the process. It runs below a keeper (`keeper.py`), which ends everything that it has started.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
-
-import psutil
 
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.user_code.frames import HEADER
@@ -33,7 +30,7 @@ OUTPUT_BYTES = 1 << 20
 LAST_ANSWER_S = 0.2
 """Time to read what a process answered before it ended."""
 MARK = "RLHF_RAY_USER_PROCESS"
-"""Variable of the environment by which what a process has started is found when it has ended."""
+"""Variable of the environment by which what a process has started is found when its keeper was killed."""
 GONE_S = 5.0
 """Longest wait for a killed process to disappear."""
 
@@ -60,12 +57,12 @@ class UserProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process."""
+        """Id of its keeper."""
         assert self._popen is not None
         return self._popen.pid
 
     async def start(self, module: str, failure: type[RLHFError]) -> None:
-        """Run a module as a program, with the number of a socket and this process's id as arguments.
+        """Run the `main` of a module with the number of a socket.
 
         Raises:
             failure: no process can be started.
@@ -75,7 +72,8 @@ class UserProcess:
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
             try:
                 self._popen = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, str(theirs.fileno()), str(os.getpid())],
+                    [sys.executable, "-P", "-m", "rlhf_ray.user_code.keeper", module, str(theirs.fileno()),
+                     str(os.getpid())],
                     pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT, start_new_session=True, env=_environment(self._mark),
                 )
@@ -126,30 +124,25 @@ class UserProcess:
         """End the process: an idle one by closing its socket, a busy one by killing it."""
         if self._popen is None:
             return
-        started = _started_by(self._popen.pid)
         if idle:
             self._writer.close()
             await self._gone(SHUTDOWN_GRACE_S)
         await self.kill()
-        _kill_all(started)
         await asyncio.to_thread(self._output.wait, SHUTDOWN_GRACE_S)
 
     async def kill(self) -> None:
         """Kill it and all that it has started."""
         if self._popen is None:
             return
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(self._popen.pid, signal.SIGSTOP)  # so that it starts no more
-        deadline = time.monotonic() + GONE_S
-        while (started := _started_by(self._popen.pid)) and time.monotonic() < deadline:
-            _kill_all(started)  # those in sessions of their own too
-            await asyncio.sleep(0.01)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, signal.SIGKILL)  # its session outlives it, if it has ended
-        if self._popen.poll() is not None:  # so may what it started in sessions of their own
-            _kill_all(_marked(self._mark))
+        for signals in ((signal.SIGTERM, signal.SIGCONT), (signal.SIGKILL,)):
+            if self._popen.poll() is None:
+                for each in signals:  # its keeper kills it, and all that it has started
+                    with suppress(ProcessLookupError):
+                        os.kill(self._popen.pid, each)
+                await self._gone(GONE_S)
+        if self._popen.poll() == -signal.SIGKILL:  # perhaps its keeper was killed itself
+            await asyncio.to_thread(_kill_marked, self._mark)
         self._writer.close()
-        await self._gone(GONE_S)
 
     async def ending(self) -> str:
         """How it ended that has closed its socket, as the end of a sentence."""
@@ -244,28 +237,12 @@ class BoundedOutput:
         self._printed.add(line.decode("utf-8", "replace").rstrip("\r"))
 
 
-def _started_by(pid: int) -> list[psutil.Process]:
-    """What a process has started, and what that has started."""
-    try:
-        return [each for each in psutil.Process(pid).children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    """The processes that have inherited a variable of the environment."""
-    found: list[psutil.Process] = []
-    for pid in psutil.pids():
-        with suppress(OSError, psutil.Error):
-            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(psutil.Process(pid))
-    return found
-
-
-def _kill_all(processes: Sequence[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(psutil.Error):
-            process.kill()
+def _kill_marked(mark: str) -> None:
+    """Kill the processes that have inherited a variable of the environment."""
+    for each in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark.encode() in each.read_bytes():
+                os.kill(int(each.parent.name), signal.SIGKILL)
 
 
 def _ending(code: int | None) -> str:

@@ -5,15 +5,16 @@ import asyncio
 import gc
 import inspect
 import time
+from collections import OrderedDict
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
 
 from rlhf_ray.cluster.processes import PLAIN_PYTHON, Processes, own_processes
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.errors import WorkerLost
+from rlhf_ray.errors import WorkerError, WorkerLost
 from rlhf_ray.workers import heartbeat
 from rlhf_ray.workers.calls import Caller, CallSpec
 from rlhf_ray.workers.peers import PeerGroup, PeerReport, PeerTable
@@ -30,6 +31,9 @@ GIVE_BACK_LARGE = {**KEEP_MEMORY, "MALLOC_MMAP_MAX_": str(1 << 16), "MALLOC_MMAP
 """The same, except that blocks of 8 MiB and more are taken from the kernel and returned to it. Under ZeRO-3 whole
 weights are allocated and freed in a different order in each pass; kept memory fragments, and reached twice what is in
 use at a time."""
+MOST_ENDED = 10_000
+"""Ids of calls that were to be ended when the worker did not have them, because they had ended, or are still on their
+way; the oldest are forgotten."""
 
 
 class CallerFence:
@@ -84,10 +88,58 @@ class CallerFence:
             calls.discard((caller.incarnation, task))
 
 
+class EndableCalls:
+    """The calls of a worker that end with their callers."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[str, asyncio.Task[Any]] = {}
+        self._cancelled: set[str] = set()
+        """Of the calls under way."""
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        """See `MOST_ENDED`."""
+
+    @contextmanager
+    def around(self, call_id: str, method: str) -> Iterator[None]:
+        """Surrounds a call that ends early when its caller is cancelled.
+
+        Raises:
+            WorkerError: its caller was cancelled.
+        """
+        if call_id in self._ended:
+            raise WorkerError(f"a call of {method} arrived after its caller was cancelled")
+        task = asyncio.current_task()
+        assert task is not None
+        self._under_way[call_id] = task
+        try:
+            yield
+        except asyncio.CancelledError:
+            if call_id in self._cancelled:
+                raise WorkerError(f"a call of {method} ended because its caller was cancelled") from None
+            raise
+        finally:
+            del self._under_way[call_id]
+            self._cancelled.discard(call_id)
+
+    async def end(self, call_id: str) -> None:
+        """Cancel a call, and wait until it has ended. One that arrives later is refused."""
+        task = self._under_way.get(call_id)
+        if task is None:
+            self._ended[call_id] = None
+            if len(self._ended) > MOST_ENDED:
+                self._ended.popitem(last=False)
+            return
+        if call_id not in self._cancelled:  # a second one would interrupt what it does to end
+            self._cancelled.add(call_id)
+            task.cancel()
+        await asyncio.wait([task])
+
+
 class Process:
-    """What every worker answers besides the methods of its role: about its process, its node and its peers."""
+    """What every worker answers besides the methods of its role: about its process, its node, its calls and its
+    peers."""
 
     caller_fence: CallerFence
+    endable_calls: EndableCalls
     peer_groups: Mapping[str, PeerGroup[Any]]
     """The arguments of the role that are groups of peers, by the role of the peers."""
 
@@ -95,12 +147,17 @@ class Process:
         """Refuse the calls of a rank's processes before this one, which were given up."""
         self.caller_fence.refuse_before(Caller(*caller))
 
+    def end_call(self, call_id: str) -> Coroutine[Any, Any, None]:
+        """End the call with this id; returns when it has ended. (A method declared `async` would make every role an
+        asynchronous actor of Ray.)"""
+        return self.endable_calls.end(call_id)
+
     def update_peers(self, role: str, table: PeerTable) -> None:
         """Take over a table about the peers of a role."""
         self.peer_groups[role].update(table)
 
     def report_peers(self, role: str, wait_s: float) -> Coroutine[Any, Any, PeerReport]:
-        """See `PeerGroup.report`. (A method declared `async` would make every role an asynchronous actor of Ray.)"""
+        """See `PeerGroup.report`; declared as `end_call`."""
         return self.peer_groups[role].report(wait_s)
 
     def rendezvous(self) -> str:
@@ -134,6 +191,7 @@ def actor_class(cls: type) -> Any:
     def initialise(self: Any, *args: Any, **named: Any) -> None:
         cls.__init__(self, *args, **named)  # type: ignore[misc]
         self.caller_fence = CallerFence()
+        self.endable_calls = EndableCalls()
         groups = [argument for argument in (*args, *named.values()) if isinstance(argument, PeerGroup)]
         self.peer_groups = {group.role: group for group in groups}
         if len(groups) > len(self.peer_groups):
@@ -147,9 +205,11 @@ def actor_class(cls: type) -> Any:
         async def timed_call(self: Any, spec: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
             began = time.perf_counter()
             call = CallSpec(*spec)
-            if call.caller is None:
-                return outcome(await answer(self, call, values), call.outputs, began)
-            with self.caller_fence.around(Caller(*call.caller), call.method):
+            with ExitStack() as ways_to_end:
+                if call.caller is not None:
+                    ways_to_end.enter_context(self.caller_fence.around(Caller(*call.caller), call.method))
+                if call.call_id:
+                    ways_to_end.enter_context(self.endable_calls.around(call.call_id, call.method))
                 return outcome(await answer(self, call, values), call.outputs, began)
 
         async def answer(self: Any, call: CallSpec, values: tuple[Any, ...]) -> Any:
@@ -164,6 +224,9 @@ def actor_class(cls: type) -> Any:
             call = CallSpec(*spec)
             if call.caller is not None:
                 self.caller_fence.require(Caller(*call.caller), call.method)
+            if call.call_id:
+                raise TypeError(f"{cls.__name__}.{call.method} cannot end with its caller: {cls.__name__} has no "
+                                "asynchronous method, and would answer `end_call` after it")
             arguments, named = call.arguments(values)
             with gc_paused_for_start(call.method):
                 return outcome(getattr(self, call.method)(*arguments, **named), call.outputs, began)

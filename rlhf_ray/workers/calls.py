@@ -8,8 +8,9 @@ process that was given up; `Caller` names the process that calls, so that the wo
 import asyncio
 import pickle
 import time
+import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, Protocol, TypeVar
 
@@ -103,10 +104,12 @@ class CallSpec(NamedTuple):
     """Where each reference is: its argument, and its place in it if that is a list of references, else -1."""
     caller: tuple[str, int, int] | None = None
     """A `Caller`; None if it is the driver."""
+    call_id: str = ""
+    """By which `EndsCalls.end_call` can end the call, unique among all processes; empty if it cannot be ended."""
 
     @classmethod
     def of(cls, method: str, outputs: int, args: Sequence[Any], named: Mapping[str, Any] | None = None,
-           caller: "Caller | None" = None) -> tuple[tuple[Any, ...], list[ray.ObjectRef]]:
+           caller: "Caller | None" = None, call_id: str = "") -> tuple[tuple[Any, ...], list[ray.ObjectRef]]:
         """The call as a plain tuple, which serializes faster, and the references among its arguments and in lists of
         them. Only Ray's own arguments arrive as their values."""
         named = named or {}
@@ -122,7 +125,7 @@ class CallSpec(NamedTuple):
                 places += [(i, j) for j in range(len(argument))]
                 refs += argument
                 plain[i] = [None] * len(argument)
-        return (method, outputs, plain, list(named), places, caller and tuple(caller)), refs
+        return (method, outputs, plain, list(named), places, caller and tuple(caller), call_id), refs
 
     def arguments(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """All arguments, by position and by name; `values` are those of the references."""
@@ -152,6 +155,8 @@ class Call(Generic[Answer]):
     """By the event loop's clock, `time.monotonic`."""
     fence: Fence = field(default_factory=Fence)
     """Fence of the incarnation that was called."""
+    ending: "Callable[[Deadline], Call[None]] | None" = None
+    """Asks the worker to end this call; None if the call does not end with its caller."""
 
     @property
     def worker(self) -> str:
@@ -185,6 +190,24 @@ class Call(Generic[Answer]):
         value = await self._fetch(self.refs[index])
         traffic.received += len(pickle.dumps(value, protocol=5))
         return value
+
+    async def end(self, within: Deadline) -> WorkerLost | None:
+        """End the call at its worker because the caller is cancelled, and wait until it has ended there, even if the
+        caller is cancelled again meanwhile. A call that does not end with its caller goes on.
+
+        Args:
+            within: how long to wait.
+
+        Returns:
+            the loss of the worker, if it does not answer: the call is over then, or its process must be replaced.
+        """
+        if self.ending is None or self.fence.closed is not None:
+            return None
+        ended = asyncio.ensure_future(_loss_in(self.ending(within)))
+        while not ended.done():
+            with suppress(asyncio.CancelledError):  # the caller raises the first one
+                await asyncio.wait([ended])
+        return None if ended.cancelled() else ended.result()
 
     async def _fetch(self, ref: ray.ObjectRef) -> Any:
         at_least = asyncio.get_running_loop().time() + GRACE_S
@@ -230,6 +253,25 @@ class Call(Generic[Answer]):
         return WorkerError(message, self.role)
 
 
+async def _loss_in(call: Call[None]) -> WorkerLost | None:
+    """The loss of the worker that a call meets, if any."""
+    try:
+        await call.done()
+    except WorkerLost as error:
+        if (error.role, error.rank) == (call.role, call.rank) and error.kind in ("died", "hung", "broke"):
+            return error
+    except RLHFError:  # the worker's own error, which another call will meet
+        pass
+    return None
+
+
+class EndsCalls(Protocol):
+    """Every worker with asynchronous methods (`workers.actor_class.Process`)."""
+
+    def end_call(self, call_id: str) -> Coroutine[Any, Any, None]:
+        """End the call with this id; returns when it has ended."""
+
+
 class Startable(Protocol):
     """A role: an ordinary class without knowledge of Ray, which can be started."""
 
@@ -261,17 +303,24 @@ class WorkerHandle:
         self._methods: dict[int, Any] = {}
 
     def call(self, method: Callable[..., Result], *args: Any, deadline: Deadline, outputs: int = 1,
-             **named: Any) -> Call[Result]:
+             ends_with_caller: bool = False, **named: Any) -> Call[Result]:
         """Begin a call. Object references among the arguments, and in lists of references, arrive as their values.
 
         Args:
             method: of the role's class, or of `Process`.
             outputs: how many values the method returns as a tuple, each of which becomes an object of its own.
+            ends_with_caller: `Call.end` ends the call at the worker, whose method is asynchronous.
         """
         name = method.__name__
-        spec, references = CallSpec.of(name, outputs, args, named, self._caller)
+        call_id = uuid.uuid4().hex if ends_with_caller else ""
+        spec, references = CallSpec.of(name, outputs, args, named, self._caller, call_id)
         *refs, timing = self._timed_call(outputs + 1).remote(spec, *references)
-        return Call(self.role, self.rank, name, tuple(refs), timing, deadline, time.monotonic(), self.fence)
+
+        def end(within: Deadline) -> Call[Any]:
+            return self.call(EndsCalls.end_call, call_id, deadline=within)
+
+        return Call(self.role, self.rank, name, tuple(refs), timing, deadline, time.monotonic(), self.fence,
+                    end if ends_with_caller else None)
 
     def _timed_call(self, returns: int) -> Any:
         """The worker's one remote method, which `workers.actor_class.actor_class` defines: it calls the role's method

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from rlhf_ray.errors import WorkerError, WorkerLost, first_line
 from rlhf_ray.observability.spans import StepClock, Task
-from rlhf_ray.workers.calls import AsyncMethod, Call, Method, Result, Role
+from rlhf_ray.workers.calls import AsyncMethod, Call, Deadline, Method, Result, Role
 from rlhf_ray.workers.health_monitor import Decision, HealthMonitor
 from rlhf_ray.workers.scheduler import LeastLoadedScheduler
 from rlhf_ray.workers.worker_group import WorkerGroup
@@ -85,28 +85,50 @@ class WorkerDispatcher(Generic[Role]):
                     raise
 
     async def attempt(self, method: AsyncMethod[Role, Result], *arguments: Any, phase: str = "", work: int = 1,
-                      **named: Any) -> Call[Result]:
+                      ends_with_caller: bool = False, **named: Any) -> Call[Result]:
         """One attempt at `call`, for callers that have work of their own before each of them: they ask `lost` whether
         to repeat it.
+
+        Args:
+            ends_with_caller: if the caller is cancelled, end the call at its worker, and wait until it has ended there,
+                for at most `cluster.heartbeat_timeout_s`. Not for ranks that hold a model together.
 
         Raises:
             WorkerLost: the worker or an argument of the call is lost.
             RLHFError: as `call`.
         """
-        call, _ = await self._attempt(_nothing, method, *arguments, phase=phase, work=work, **named)
+        call, _ = await self._attempt(_nothing, method, *arguments, phase=phase, work=work,
+                                      ends_with_caller=ends_with_caller, **named)
         return call
 
     async def _attempt(self, get: Callable[[Call[Any]], Awaitable[T]], method: Any, *arguments: Any, phase: str,
-                       work: int, outputs: int = 1, **named: Any) -> tuple[Call[Any], T]:
+                       work: int, outputs: int = 1, ends_with_caller: bool = False, **named: Any
+                       ) -> tuple[Call[Any], T]:
         rank = await self.scheduler.acquire(work)
         try:
             ranks = self.group.replica(rank)
-            call = await self._call_replica(ranks, method, *arguments, phase=phase, outputs=outputs, **named)
+            if ends_with_caller:
+                call = await self._call_to_end(rank, method, *arguments, phase=phase, outputs=outputs, **named)
+            else:
+                call = await self._call_replica(ranks, method, *arguments, phase=phase, outputs=outputs, **named)
             value = await get(call)
             self.scheduler.finished[rank] += 1
             return call, value
         finally:
             self.scheduler.release(rank, work)
+
+    async def _call_to_end(self, rank: int, method: Any, *arguments: Any, phase: str, outputs: int, **named: Any
+                           ) -> Call[Any]:
+        """The call, finished. It ends with its caller."""
+        call = self.group.call(rank, method, *arguments, outputs=outputs, ends_with_caller=True, **named)
+        try:
+            return await finished(call, phase, self.health.clock)
+        except asyncio.CancelledError:
+            loss = await call.end(Deadline(self.health.heartbeat_timeout_s, "cluster.heartbeat_timeout_s"))
+            # A worker that does not answer in time may be waiting for another one; detectors find out which.
+            if loss is not None and loss.kind != "hung":
+                self.lost(loss)
+            raise
 
     async def _call_replica(self, ranks: Sequence[int], method: Any, *arguments: Any, phase: str, outputs: int,
                             **named: Any) -> Call[Any]:

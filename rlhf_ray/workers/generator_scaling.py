@@ -7,12 +7,14 @@ others. A sample has a seed of its own, so its result does not depend on the gen
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.errors import ConfigError, RLHFError, WorkerError
 from rlhf_ray.files.writer_thread import RunFiles
 from rlhf_ray.roles.generator import Generator
+from rlhf_ray.workers.calls import Deadline
 from rlhf_ray.workers.dispatcher import WorkerDispatcher
 from rlhf_ray.workers.health_monitor import GroupScheduler
 from rlhf_ray.workers.role_groups import RoleGroups
@@ -125,12 +127,24 @@ class Scaling:
 
     async def _retire(self, scheduler: GroupScheduler, rank: int) -> int:
         """End a generator that gets no more work; returns how many of its samples others must generate."""
+        until = asyncio.get_running_loop().time() + self._config.heartbeat_timeout_s
         await scheduler.idle(rank, self._config.heartbeat_timeout_s)
+        await self._warn_of_open_requests(scheduler, rank, max(0.0, until - asyncio.get_running_loop().time()))
         await self._weights.over()  # the next one begins without it
         left = scheduler.load(rank)
         await scheduler.group.remove(rank, REMOVED, shutdown=Generator.stop, grace_s=SHUTDOWN_GRACE_S)
         scheduler.notify()
         return left
+
+
+    async def _warn_of_open_requests(self, scheduler: GroupScheduler, rank: int, wait_s: float) -> None:
+        """Ask the engine itself, which episode runners call too: the driver hears of their calls later. What is open
+        after `wait_s` seconds is generated again by others."""
+        deadline = Deadline(wait_s + self._config.heartbeat_timeout_s, "cluster.heartbeat_timeout_s")
+        asked = scheduler.group.call(rank, Generator.open_requests, wait_s, deadline=deadline)
+        with suppress(RLHFError):  # it is down, and has none
+            if still_open := await asked.value():
+                self._say(f"generator/{rank} is removed with open requests, which others get again: {still_open}")
 
 
 async def _all(*work: Any) -> None:

@@ -94,6 +94,7 @@ class HealthMonitor:
                  clock: StepClock | None = None) -> None:
         """`clock` has the calls under way."""
         self._config = config or ClusterConfig()
+        self.heartbeat_timeout_s = self._config.heartbeat_timeout_s
         self.log = log or FaultLog()
         self.clock = clock or StepClock()
         self._schedulers: dict[str, GroupScheduler] = {}

@@ -2,7 +2,8 @@
 of their calls and losses.
 
 It follows the schedulers of both groups. When a peer was given up, has a successor, was added or gets no new calls, it
-sends a new table to all callers. When a caller was given up, it tells all peers, which then refuse that process.
+sends a new table to all callers. When a caller was given up, it tells all peers, which then refuse that process and end
+its calls; a peer that starts later is told before callers get its handle.
 """
 
 import asyncio
@@ -57,8 +58,10 @@ class PeerTables:
         self._number = 0
         self._introduced: dict[int, int] = {}
         """Rank -> incarnation of callers that have had a table."""
-        self._fenced: dict[int, int] = {}
-        """Rank -> the newest incarnation of a caller that peers were told to refuse."""
+        self._accepted: dict[int, int] = {}
+        """Rank of a caller that was lost -> its first incarnation that peers shall not refuse."""
+        self._told: set[tuple[int, int, int, int]] = set()
+        """Rank and incarnation of a peer, and rank and incarnation of the caller before which it was told to refuse."""
         self._changes_seen = True
         self._introductions = asyncio.Event()
         self._sending: set[asyncio.Task[None]] = set()
@@ -71,7 +74,10 @@ class PeerTables:
 
     async def introduce(self, rank: int, readmit: Callable[[], None]) -> str:
         """Give a caller that has just started its first table, then readmit it (`health_monitor.Ready`)."""
-        self._introduced[rank] = self._callers.group.incarnation(rank)
+        incarnation = self._introduced[rank] = self._callers.group.incarnation(rank)
+        if incarnation > 1:
+            self._accepted[rank] = incarnation
+            self._tell_whom_to_refuse()
         await self._send_table(rank).done()
         readmit()
         self._introductions.set()
@@ -98,19 +104,30 @@ class PeerTables:
     def _notify(self) -> None:
         self._changes_seen = True
         group = self._callers.group
+        in_use = []
         for rank, incarnation in list(self._introduced.items()):
             if rank not in group.ranks:
                 del self._introduced[rank]
             elif group.incarnation(rank) != incarnation:
                 continue  # its successor is introduced when it has started
             elif group.handle(rank).fence.closed is None:
-                self._send(self._send_table(rank))
-            elif self._fenced.get(rank, 0) < incarnation:
-                self._fenced[rank] = incarnation
-                successor = Caller(group.role, rank, incarnation + 1)
-                for peer in self._peers.scheduler.up:
-                    self._send(self._peers.group.own_call(
-                        peer, Process.refuse_callers_before, successor, deadline=self._heartbeat))
+                in_use.append(rank)
+            else:
+                self._accepted[rank] = incarnation + 1
+        self._tell_whom_to_refuse()
+        for rank in in_use:
+            self._send(self._send_table(rank))
+
+    def _tell_whom_to_refuse(self) -> None:
+        """Tell every process of a peer, also one that gets no new calls, which processes of callers were given up. None
+        is told twice."""
+        group = self._peers.group
+        present = {(rank, group.incarnation(rank)) for rank in group.ranks if group.handle(rank).fence.closed is None}
+        wanted = {(*peer, *caller) for peer in present for caller in self._accepted.items()}
+        for peer, _, rank, incarnation in sorted(wanted - self._told):
+            self._send(group.own_call(peer, Process.refuse_callers_before,
+                                      Caller(self._callers.group.role, rank, incarnation), deadline=self._heartbeat))
+        self._told = wanted
 
     def _send_table(self, rank: int) -> Call[None]:
         """Send the present table to a caller."""

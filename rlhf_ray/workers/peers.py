@@ -7,6 +7,7 @@ workers.
 """
 
 import asyncio
+import inspect
 import time
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Mapping
@@ -25,10 +26,6 @@ MOST_FINISHED = 10_000
 """Answered calls that are kept for the next report; the oldest are forgotten, as when nobody asks for one."""
 MOST_LOST_RESULTS = 3
 """A call is repeated so many times because its result was lost with a node."""
-
-
-Undo = tuple[Any, ...]
-"""A method of the peers' class, and its arguments."""
 
 
 class Peer(NamedTuple):
@@ -92,7 +89,8 @@ class PeerGroup(Generic[Role]):
     """The workers of one role as a worker of another role sees them. It is used from one event loop.
 
     Arguments and results travel by value. A call whose peer is lost is repeated at another one with the same arguments:
-    the methods of these roles are pure functions of them.
+    the methods of these roles are pure functions of them. When the caller of an asynchronous method is cancelled, the
+    call ends at the peer too.
 
     Example:
         class EpisodeRunner:
@@ -105,14 +103,16 @@ class PeerGroup(Generic[Role]):
                 return completion
     """
 
-    def __init__(self, role: str, deadline: Deadline) -> None:
+    def __init__(self, role: str, deadline: Deadline, to_end: Deadline) -> None:
         """
         Args:
             role: of the peers.
             deadline: of a call that has none of its own.
+            to_end: how long a peer may take to end a call whose caller is cancelled. A peer that exceeds it is lost.
         """
         self.role = role
         self.deadline = deadline
+        self._to_end = to_end
         self._caller: Caller | None = None
         self._number = 0
         """Of the newest table."""
@@ -141,15 +141,16 @@ class PeerGroup(Generic[Role]):
 
     @overload
     async def call(self, method: AsyncMethod[Role, Result], *args: Any, work: int = 1, sticky: Hashable = None,
-                   deadline: Deadline | None = None, undo: Undo | None = None, **named: Any) -> Result: ...
+                   deadline: Deadline | None = None, **named: Any) -> Result: ...
 
     @overload
     async def call(self, method: Method[Role, Result], *args: Any, work: int = 1, sticky: Hashable = None,
-                   deadline: Deadline | None = None, undo: Undo | None = None, **named: Any) -> Result: ...
+                   deadline: Deadline | None = None, **named: Any) -> Result: ...
 
     async def call(self, method: Any, *args: Any, work: int = 1, sticky: Hashable = None,
-                   deadline: Deadline | None = None, undo: Undo | None = None, **named: Any) -> Any:
-        """The result of a method at the peer with the least work of this worker.
+                   deadline: Deadline | None = None, **named: Any) -> Any:
+        """The result of a method at the peer with the least work of this worker. If the caller is cancelled, it waits
+        until an asynchronous method has ended at the peer.
 
         Args:
             method: of the peers' class.
@@ -158,8 +159,6 @@ class PeerGroup(Generic[Role]):
                 while it is available and not much busier than others (`scheduler.PREFERRED_LOAD`).
             deadline: how long one peer may take to answer, and how long to wait until one is available; the group's if
                 None. A peer that exceeds it is lost.
-            undo: called at the peer that has the call, whichever that is, if the caller is cancelled; the caller waits
-                until it has returned or the peer is lost.
 
         Raises:
             WorkerLost: this process itself was given up, or results were lost with nodes repeatedly.
@@ -171,7 +170,7 @@ class PeerGroup(Generic[Role]):
         while True:
             worker = await self._acquire(method.__name__, work, sticky, deadline)
             try:
-                return await self._attempt(worker, work, method, *args, deadline=deadline, undo=undo, **named)
+                return await self._attempt(worker, work, method, *args, deadline=deadline, **named)
             except WorkerLost as error:
                 if (error.role, error.rank) != (worker.role, worker.rank):
                     raise  # this process was given up
@@ -246,33 +245,22 @@ class PeerGroup(Generic[Role]):
         return rank if worker is not None and worker.fence.incarnation == incarnation else None
 
     async def _attempt(self, worker: WorkerHandle, work: int, method: Any, *args: Any, deadline: Deadline,
-                       undo: Undo | None, **named: Any) -> Any:
+                       **named: Any) -> Any:
         number = next(self._numbers)
         attempt = _Attempt(worker, method.__name__, time.monotonic(), work)
         self._under_way[number] = attempt
+        call = worker.call(method, *args, deadline=deadline, ends_with_caller=inspect.iscoroutinefunction(method),
+                           **named)
         try:
-            result = await worker.call(method, *args, deadline=deadline, **named).value()
+            result = await call.value()
             self._finished.append((attempt, time.monotonic()))
             return result
         except asyncio.CancelledError:
-            if undo is not None:
-                undone = asyncio.ensure_future(self._undo(worker, undo))
-                while not undone.done():
-                    with suppress(asyncio.CancelledError):  # it is raised below
-                        await asyncio.wait([undone])
+            if (loss := await call.end(self._to_end)) is not None:
+                self._lost(worker, loss, 0)
             raise
         finally:
             del self._under_way[number]
-
-    async def _undo(self, worker: WorkerHandle, undo: Undo) -> None:
-        method, *args = undo
-        try:
-            await worker.call(method, *args, deadline=self.deadline).value()
-        except WorkerLost as error:  # with what it had
-            if (error.role, error.rank) == (worker.role, worker.rank) and error.kind != "result":
-                self._lost(worker, error, 0)
-        except RLHFError:  # its own; another call will meet it
-            pass
 
     def _lost(self, worker: WorkerHandle, error: WorkerLost, work: int) -> None:
         """A call of `work` to a peer was lost. Its other calls end too, and the driver is told."""

@@ -19,6 +19,10 @@ from rlhf_ray.workers.heartbeat import count_at, forget, key_of
 KILLED_S = 2.0
 """Time for Ray to kill actors; Ray reports an actor that ends in another way as failed."""
 
+MOST_CALLS = 10_000
+"""Calls that a worker with asynchronous methods has at a time; Ray lets further ones wait, also those that would end
+others. More than the open episodes of a run, each of which has one call at a generator."""
+
 
 class WorkerGroup(Generic[Role]):
     """All workers of one role."""
@@ -54,7 +58,7 @@ class WorkerGroup(Generic[Role]):
         self._class = actor_class(cls)
         self._placement = placement
         self._pools = pools
-        self._concurrency = 1000 if is_async(cls) else 1
+        self._concurrency = MOST_CALLS if is_async(cls) else 1
         self._task_events = task_events
         self._arguments = arguments
         self._environment = worker_environment(placement, environment)
@@ -182,14 +186,14 @@ class WorkerGroup(Generic[Role]):
 
     @overload
     def call(self, rank: int, method: AsyncMethod[Role, Result], *args: Any, outputs: int = 1,
-             deadline: Deadline | None = None, **named: Any) -> Call[Result]: ...
+             deadline: Deadline | None = None, ends_with_caller: bool = False, **named: Any) -> Call[Result]: ...
 
     @overload
     def call(self, rank: int, method: Method[Role, Result], *args: Any, outputs: int = 1,
              deadline: Deadline | None = None, **named: Any) -> Call[Result]: ...
 
     def call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
-             **named: Any) -> Call[Any]:
+             ends_with_caller: bool = False, **named: Any) -> Call[Any]:
         """Call one worker. Object references among the arguments, and in lists of references, arrive as their values;
         results stay in the object store.
 
@@ -197,8 +201,10 @@ class WorkerGroup(Generic[Role]):
             method: of the role's class.
             outputs: how many values the method returns as a tuple, each of which becomes an object of its own.
             deadline: the group's if None.
+            ends_with_caller: `Call.end` ends the call at the worker; asynchronous methods only.
         """
-        return self.own_call(rank, method, *args, outputs=outputs, deadline=deadline, **named)
+        return self._worker(rank).call(method, *args, deadline=deadline or self.deadline, outputs=outputs,
+                                       ends_with_caller=ends_with_caller, **named)
 
     @overload
     def own_call(self, rank: int, method: Callable[..., Coroutine[Any, Any, Result]], *args: Any, outputs: int = 1,

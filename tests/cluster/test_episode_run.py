@@ -16,7 +16,7 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.replay.audit import audit, counts
 from rlhf_ray.replay.ledger import open_for_reading
-from rlhf_ray.roles.episode_journal import JournalReader, last_attempt
+from rlhf_ray.roles.episode_journal import TRAINING, JournalReader, last_attempt
 from tests.chat_templates import make_chat_tokenizer
 from tests.cluster.conftest import SMALL
 from tests.cluster.faults import WorkerFault, worker_faults
@@ -77,18 +77,19 @@ def undisturbed(configure, sections, tmp_path_factory):
 
 
 def turns_under_way(directory):
-    """Recorded turns of the episodes that are not over yet."""
+    """Recorded turns of the episodes of training that are not over yet."""
     turns = 0
     for path in directory.glob("episodes/*/episode_runner*.journal"):
         reader = JournalReader(path)
         reader.refresh()
-        attempts = [last_attempt(entries) for entries in reader.entries.values()]
-        turns += sum(len(each) - 1 for each in attempts if each and each[-1].kind == "turn")
+        attempts = [last_attempt(entries) for (scope, _), entries in reader.entries.items() if scope == TRAINING]
+        turns += sum(each.kind == "turn" for entries in attempts for each in entries if entries[-1].kind == "turn")
     return turns
 
 
 class EpisodeFault(WorkerFault):
-    """The signal is sent when turns of unfinished episodes are recorded, to a worker or a process of "environment"."""
+    """The signal is sent when turns of unfinished episodes are recorded, to a worker or the processes of all
+    "environment"s."""
 
     def inject(self, coordinator):
         """See `WorkerFault`."""
@@ -98,14 +99,15 @@ class EpisodeFault(WorkerFault):
         if not at or turns_under_way(Path(coordinator.config.run.dir)) < TURNS:
             return
         if self.worker == "environment":
-            children = psutil.Process(roles.runners.processes(0).pid).children(recursive=True)
-            pids = [each.pid for each in children if "rlhf_ray.environments.host" in each.cmdline()]
+            keepers = psutil.Process(roles.runners.processes(0).pid).children()
+            pids = [each.pid for keeper in keepers for each in keeper.children()
+                    if "rlhf_ray.environments.host" in each.cmdline()]
         else:
             (group,) = [group for group in roles.groups() if group.role == self.worker]
             pids = [group.processes(0).pid]
-        if pids:
-            self.pids = (pids[0],)
-            os.kill(pids[0], self.signal)
+        for pid in pids:
+            os.kill(pid, self.signal)
+        self.pids = tuple(pids)
 
 
 def audited(directory):
@@ -146,8 +148,7 @@ def test_a_runner_a_generator_and_an_environment_that_are_stopped_change_nothing
                      cluster={**sections["cluster"], "heartbeat_timeout_s": 6})
     assert audited(directory)["committed"] == 3 * 8
     assert_nothing_left(directory)
-    (stopped,) = [fault.pids[0] for fault in faults if fault.worker == "environment"]
-    assert gone(stopped)
+    assert all(gone(pid) for fault in faults for pid in fault.pids)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ class Direct:
         self.generators = generators
         self.calls = 0
 
-    async def call(self, method, *args, work=1, sticky=None, undo=None, **named):
+    async def call(self, method, *args, work=1, sticky=None, **named):
         """As `PeerGroup.call`."""
         self.calls += 1
         return await getattr(self.generators[self.calls % len(self.generators)], method.__name__)(*args, **named)

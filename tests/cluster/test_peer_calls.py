@@ -112,7 +112,7 @@ async def peers(directory: Path, generator: type, heartbeat_timeout_s: float = 2
             "generator", generator, PlacementConfig(workers=2), lambda _: arguments), health)
         runners = WorkerDispatcher(runtime.spawn(
             "runner", Runner, PlacementConfig(),
-            lambda _: {"generators": PeerGroup("generator", generators.group.deadline)}), health)
+            lambda _: {"generators": PeerGroup("generator", generators.group.deadline, SOON)}), health)
         await asyncio.gather(generators.group.start(), runners.group.start())
         tables = PeerTables(runners, generators, heartbeat_timeout_s)
         health.register(generators.scheduler)

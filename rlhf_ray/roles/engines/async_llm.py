@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.errors import RLHFError, WeightsError, WorkerBroken, WorkerError
-from rlhf_ray.internals.vllm import unfinished_tokens
+from rlhf_ray.internals.vllm import open_requests, unfinished_tokens
 from rlhf_ray.records import WeightOffer, WorkerProfile
 from rlhf_ray.roles.engines.in_process import quiet_start
 from rlhf_ray.roles.engines.interface import (
@@ -203,6 +203,14 @@ class AsynchronousEngine(SamplingEngine):
             self._end()
             raise self._dead from error
 
+    async def end_orphans(self) -> int:
+        """See `SamplingEngine.end_orphans`. vLLM's engine process takes messages in their order, so it aborts a request
+        before it does what it is asked afterwards."""
+        engine = self._living()
+        if orphans := open_requests(engine) - self._sampling:
+            await engine.abort(list(orphans))
+        return len(open_requests(engine))
+
     async def abort_samples(self) -> None:
         await self._living().abort(list(self._sampling))
 
@@ -261,6 +269,11 @@ class AsynchronousEngine(SamplingEngine):
             self._dead = self._dead or WorkerBroken(f"{self._settings.name}: vLLM's engine process died; restart this "
                                                     "generator")
             raise self._dead from error
+        except asyncio.CancelledError:
+            # vLLM aborts a request only if it is cancelled while it waits for a token.
+            with suppress(EngineDeadError):
+                await asyncio.shield(engine.abort(request_id))
+            raise
         finally:
             self._sampling.discard(request_id)
         if last is None:

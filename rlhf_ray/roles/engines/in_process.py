@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -29,6 +29,7 @@ from rlhf_ray.errors import RLHFError, WorkerBroken, WorkerError
 from rlhf_ray.internals.vllm import (
     abort_samples,
     engine_in_this_process,
+    open_requests,
     restored_thread_setter,
     shut_down,
     unchanged_transformers_classes,
@@ -154,6 +155,9 @@ class InProcessEngine(SamplingEngine):
     async def apply(self, stage: DoubleBuffer | StagedBuckets, version: int) -> float:
         return await self._on_thread(lambda: self._apply(stage, version))
 
+    async def end_orphans(self) -> int:
+        return await self._on_thread(self._end_orphans)
+
     async def abort_samples(self) -> None:
         await self._on_thread(lambda: self._end_samples(self._waiting))
 
@@ -194,8 +198,21 @@ class InProcessEngine(SamplingEngine):
         try:
             return await asyncio.wrap_future(batch.done)
         except BaseException:
-            self._jobs.put((lambda: self._run_alive(lambda: self._abort(list(batch.results))), Future()))
+            await self._aborted(list(batch.results))
             raise
+
+    async def _aborted(self, request_ids: list[str]) -> None:
+        """Abort requests, and wait until the engine does not have them, even if this call is cancelled again."""
+        if self._dead is not None:
+            return
+        aborted: Future[None] = Future()
+        self._jobs.put((lambda: self._run_alive(lambda: self._abort(request_ids)), aborted))
+        waiting = asyncio.wrap_future(aborted)
+        while not waiting.done():
+            with suppress(asyncio.CancelledError):  # the caller raises the first one
+                await asyncio.wait([waiting])
+        if not waiting.cancelled():
+            waiting.exception()  # an engine that died meanwhile has no requests
 
     def _require_thread(self) -> None:
         if self._dead is not None or not self._thread.is_alive():
@@ -290,6 +307,10 @@ class InProcessEngine(SamplingEngine):
             self._waiting.pop(request_id, None)
             self._watches.pop(request_id, None)
         self._engine.abort_request(request_ids)
+
+    def _end_orphans(self) -> int:
+        self._abort(list(open_requests(self._engine) - self._waiting.keys()))
+        return len(open_requests(self._engine))
 
     def _end_samples(self, request_ids: Iterable[str]) -> None:
         """Return the requests' tokens so far to their callers, and abort them."""

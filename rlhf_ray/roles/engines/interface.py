@@ -114,11 +114,15 @@ class SamplingEngine(Protocol):
         ...
 
     async def sample(self, requests: Sequence[SampleRequest]) -> list[Completion]:
-        """Sample all responses. Cancelling the call aborts its requests.
+        """Sample all responses. When a cancelled call ends, the engine does not have its requests any more.
 
         Raises:
             WorkerError: the engine died.
         """
+        ...
+
+    async def end_orphans(self) -> int:
+        """Abort requests that no call of `sample` waits for; returns how many requests the engine then still has."""
         ...
 
     async def fused_layers(self) -> dict[str, list[str]]:

@@ -66,8 +66,10 @@ class PipelineHarness:
         rollout = {"keys": keys, "version": self.version}
         self.generating += len(keys)
         self.most_generating = max(self.most_generating, self.generating)
-        await self.delay()
-        self.generating -= len(keys)
+        try:
+            await self.delay()
+        finally:
+            self.generating -= len(keys)
         return rollout
 
     async def forward(self, rank, method, *passed, rollouts=()):
@@ -143,7 +145,7 @@ def coordinator_of(config, roles, state, buffer, calls, pipeline, publish, **par
     given = {"evaluator": None, "stop": StopRequest(_nothing), "on_evaluation": _nothing, **others, **parts}
     return Coordinator(
         config=config, derived=derive(config), roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,
-        weights=SimpleNamespace(publish=publish, changing=nullcontext, phases=None, canary=None),
+        weights=SimpleNamespace(publish=publish, changing=nullcontext, phases=None, canary=None, require_idle=_silence),
         profiler=StepProfiler(RunDirectory("nowhere"), roles), **given)
 
 

@@ -49,9 +49,10 @@ class StandInGroup(LocalGroup):
         self.log: list[tuple[str, int]] = []
 
     def call(self, rank: int, method: Any, *args: Any, outputs: int = 1, deadline: Deadline | None = None,
-             **named: Any) -> Call[Any]:
+             ends_with_caller: bool = False, **named: Any) -> Call[Any]:
         self.log.append((method.__name__, rank))
-        call = super().call(rank, method, *args, outputs=outputs, deadline=deadline or Deadline(FOREVER_S), **named)
+        call = super().call(rank, method, *args, outputs=outputs, deadline=deadline or Deadline(FOREVER_S),
+                            ends_with_caller=ends_with_caller, **named)
         return replace(call, refs=tuple(map(SharedRef, call.refs)), timing=SharedRef(call.timing))
 
 

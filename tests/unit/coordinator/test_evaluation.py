@@ -172,6 +172,36 @@ def test_when_one_chunk_fails_the_others_are_not_scored(ppo_config):
     assert asyncio.run(run()) == []
 
 
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_when_an_evaluation_is_over_early_generators_have_none_of_its_requests(ppo_config, cancelled):
+    class Long(EvaluationHarness):
+        open = 0
+
+        async def generate(self, rank, method, prompts, keys, seed, sampling):
+            if keys[0].row == 4 and not cancelled:
+                await asyncio.sleep(0.02)
+                raise RewardError("no score")
+            self.open += 1
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(0.02)  # until the engine has aborted it
+                self.open -= 1
+
+    async def run():
+        harness = Long(ppo_config(chunk=4, evaluation={"prompts": "e"}), rows=10)
+        measuring = asyncio.create_task(harness.evaluator.measure())
+        await asyncio.sleep(0.01)
+        began = harness.open
+        if cancelled:
+            measuring.cancel()
+        with pytest.raises(asyncio.CancelledError if cancelled else RewardError):
+            await measuring
+        return began, harness.open
+
+    assert asyncio.run(run()) == ((3, 0) if cancelled else (2, 0))
+
+
 @pytest.mark.parametrize(("sampling", "told"), [
     (None, True), ({"temperature": 0.7}, True), ({"temperature": 0.7, "max_tokens": 9}, True),
     ({"temperature": 1.0}, False), ({"temperature": 0.0}, False), ({"temperature": 0.7, "top_p": 0.9}, False),

@@ -163,6 +163,23 @@ def test_workers_that_cannot_be_kept_alive_end_the_run_with_what_is_done_saved(p
     assert run.patience[0] == (None if saved else 300), "what is saved may take its time to be written"
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_open_requests_before_an_update_end_the_run_with_the_last_step_saved_and_the_batch_ready(
+        ppo_config, summary, step):
+    run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)
+
+    async def require_idle():
+        if run.harness.state.step == step:
+            raise WorkerError("generator/1 has open requests", "generator")
+
+    run.coordinator.weights.require_idle = require_idle
+    with pytest.raises(WorkerError, match="generator/1 has open requests"):
+        run.go()
+    assert [event for event in run.events if event.startswith(("policy", "publish", "save"))][-2:] == (
+        [f"publish {step}", f"save {step}"] if step else ["save 0"])
+    assert run.harness.buffer.stats().samples_ready == 4 and not run.harness.buffer.leases()
+
+
 def test_the_last_workers_own_error_saves_what_is_done_too(ppo_config, summary):
     """Such as a reward model that cannot be loaded again."""
     run = CoordinatorHarness(ppo_config(prompts=4, steps=5), summary)

@@ -146,3 +146,12 @@ def test_the_limit_is_the_share_of_the_prompts_as_written(tmp_path, limit, rows,
     leave(allowed)
     with pytest.raises(RewardError, match=f"lets {allowed} "):
         leave(allowed + 1)
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(1.0, 4), (0.01, 1)])
+def test_the_last_prompt_does_not_leave_whatever_the_limit(ppo_config, summary, limit, rows):
+    """A run without it would draw all prompts again and again, epoch by epoch."""
+    harness = QuarantineHarness(ppo_config(prompts=2, chunk=1, steps=1), summary, bad=range(50))
+    harness.pipeline.quarantine = Quarantine(harness.ledger, harness.file, limit, rows, harness.warnings.append)
+    with pytest.raises(RewardError, match=f"{rows} of {rows} prompts have .* lets {rows - 1} leave the run"):
+        play(harness, 1)

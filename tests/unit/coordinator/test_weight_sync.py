@@ -7,7 +7,7 @@ import pytest
 from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.generation import BUCKETS_IN_STORE, WeightsConfig
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.errors import DamagedBucket, WeightsError, WorkerLost
+from rlhf_ray.errors import DamagedBucket, WeightsError, WorkerError, WorkerLost
 from rlhf_ray.observability.faults import read_faults
 from rlhf_ray.records import PublicationSize, WeightsConfirmed, WeightsPlan
 from tests.unit.coordinator.losses import PublishingHarness
@@ -224,3 +224,61 @@ def test_a_refused_bucket_fails_the_publication_before_it_is_finished():
     with pytest.raises(WeightsError, match="bucket 1 is damaged"):
         asyncio.run(it.sync.publish(7))
     assert not any(event[0] == "finish_weights" for event in it.events)
+
+
+class TestOpenRequests:
+    """With max_staleness 0 nothing may be in flight when weights change."""
+
+    @staticmethod
+    def sync(still_open=None, idle_within_s=30.0, doomed=()):
+        """(weight sync, its harness, and the ranks that were asked with the seconds that they may wait)."""
+        it, asked = PublishingHarness(doomed=doomed), []
+        behave = it.group.behave
+
+        async def answer(rank, method, *args):
+            answered = await behave(rank, method, *args)
+            if method != "open_requests":
+                return answered
+            asked.append((rank, *args))
+            return (still_open or {}).get(rank, "")
+
+        it.group.answer = answer
+        return WeightSync(WeightsConfig(), it.roles, idle_within_s=idle_within_s), it, asked
+
+    def test_generators_are_asked_and_may_go_on_when_they_have_none(self):
+        sync, _, asked = self.sync()
+        run_in_virtual_time(sync.require_idle())
+        assert asked == [(0, 30.0), (1, 30.0)]
+
+    def test_requests_that_stay_open_are_an_error_that_names_them(self):
+        sync, _, _ = self.sync({1: "2 requests for 31.0 s (seed 5, 6)"})
+        with pytest.raises(WorkerError, match=r"max_staleness=0 .* generator/1: 2 requests for 31.0 s \(seed 5, 6\)"
+                           ) as found:
+            run_in_virtual_time(sync.require_idle())
+        assert found.value.role == "generator", "the run is saved: it is not a learner's loss"
+
+    def test_a_generator_that_is_lost_meanwhile_is_replaced_and_has_none(self):
+        sync, it, asked = self.sync(doomed=[(0, "open_requests")])
+
+        async def run():
+            await sync.require_idle()
+            return list(it.health.down)
+
+        assert run_in_virtual_time(run()) == [("generator", 0)]
+        assert asked == [(1, 30.0)]
+
+    def test_responses_may_be_in_flight_with_another_bound(self):
+        sync, _, asked = self.sync({1: "2 requests"}, idle_within_s=None)
+        run_in_virtual_time(sync.require_idle())
+        assert asked == []
+
+    @pytest.mark.parametrize("resend", [True, False])
+    def test_weights_that_are_sent_again_outside_a_step_wait_for_them_too(self, resend):
+        sync, it, asked = self.sync()
+
+        async def run():
+            async with sync.changing():
+                await sync.publish(3, resend=resend)
+
+        run_in_virtual_time(run())
+        assert len(asked) == 2 * resend and it.group.versions == [3, 3]

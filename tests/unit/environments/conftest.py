@@ -29,10 +29,20 @@ def deaf():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); time.sleep(600)
 def fork(file, then):
     children = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
-    shell = subprocess.Popen("setsid sleep 600 & echo $!", shell=True, stdout=subprocess.PIPE)
-    pids = [child.pid for child in children] + [int(shell.stdout.readline())]
-    open(file, "w").write(" ".join(map(str, pids)))
+    pids = [child.pid for child in children]
+    for program in ("setsid sleep 600", "env -i setsid sleep 600"):
+        shell = subprocess.Popen(f"{program} & echo $!", shell=True, stdout=subprocess.PIPE)
+        pids.append(int(shell.stdout.readline()))
+    open(file, "a").write(" ".join(map(str, pids)) + " ")
     exec(then)
+def chain(file):
+    """Processes that live for a moment each, and start the next one before they end."""
+    if os.fork(): return
+    os.setsid()
+    while os.fork() == 0:
+        with open(file, "a") as beats: beats.write(".")
+        time.sleep(0.003)
+    os._exit(0)
 def flood():
     for _ in range(200): os.write(1, b"x" * 100_000)
 def throw(error): raise error

@@ -1,12 +1,20 @@
 """Which answers of user code are taken, and what is said of the others."""
 
+import json
 import math
 from decimal import Decimal
 
 import numpy as np
 import pytest
 
-from rlhf_ray.environments.answers import plain_reward, plain_start, plain_step, tool_content
+from rlhf_ray.environments.answers import (
+    given_snapshot,
+    plain_reward,
+    plain_snapshot,
+    plain_start,
+    plain_step,
+    tool_content,
+)
 from rlhf_ray.environments.protocol import Start, Step
 
 SAYS = {"role": "user", "content": "go on"}
@@ -89,3 +97,31 @@ def test_a_value_whose_class_raises_is_refused_like_any_other():
 def test_the_result_of_a_tool_is_text_as_it_is_or_json():
     assert [tool_content(value, "f") for value in ("a\nb", 3, None, {"ü": [1.5]}, True)] == [
         "a\nb", "3", "null", '{"ü": [1.5]}', "true"]
+
+
+@pytest.mark.parametrize("value, plain", [
+    (None, {"json": None}), ({"a": [1, 2.5, "ü", None, True]}, {"json": {"a": [1, 2.5, "ü", None, True]}}),
+    (b"ab", {"base64": "YWI="}), (bytearray(b""), {"base64": ""}),
+    ({"base64": "YWI="}, {"json": {"base64": "YWI="}}), (np.float64(0.5), {"json": 0.5}),
+])
+def test_a_snapshot_is_restored_as_it_was_given(value, plain):
+    assert plain_snapshot(value) == plain
+    given = given_snapshot(json.loads(json.dumps(plain)))
+    assert given == value and (type(given) is bytes) == ("base64" in plain)
+
+
+@pytest.mark.parametrize("value, said", [
+    ((1, 2), r"snapshot returned tuple \(1, 2\), which JSON gives back changed \(tuples become lists, and keys text\)"),
+    ({1: 2}, r"snapshot returned dict \{1: 2\}, which JSON gives back changed"),
+    ([math.nan], r"snapshot returned list \[nan\], which JSON gives back changed.*finite numbers"),
+    ({1, 2}, r"the result of snapshot is set \{1, 2\}, which JSON cannot hold"),
+    (Start(), r"the result of snapshot is Start .*, which JSON cannot hold"),
+    ("x" * (1 << 24), r"snapshot returned str of 16777218 bytes as JSON .*, and may have 16777216"),
+    (b"x" * (3 << 22), None), (b"x" * ((3 << 22) + 1), r"snapshot returned bytes of 16777220 bytes as JSON"),
+])
+def test_another_snapshot_is_refused_with_its_value(value, said):
+    if said is None:  # 4 bytes of base64 for 3
+        assert len(plain_snapshot(value)["base64"]) == 1 << 24
+        return
+    with pytest.raises((TypeError, ValueError), match=said):
+        plain_snapshot(value)

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 
+from rlhf_ray.environments import host_process
 from rlhf_ray.environments.protocol import Reply, ToolCall
 from rlhf_ray.environments.session import Played
 from rlhf_ray.errors import EpisodeFailed, ReplayDiverged
@@ -54,6 +55,11 @@ def fields(step):
     return dict(vars(step))
 
 
+def printed(pool):
+    """What the environments of a stopped pool have printed, but for their ends."""
+    return [line.removeprefix("environments.mine: ") for line in pool.printed() if not line.endswith("closes")]
+
+
 async def played_of(environment, *codes):
     """What was played, as another process would get it."""
     steps = []
@@ -81,9 +87,9 @@ def test_an_episode_of_another_runner_goes_on_from_its_snapshot(pool_of, keeps, 
             assert environment.start.messages[0]["content"] == "5:0" and environment.snapshot == kept
             assert content(await say(environment)) == "5:3" and environment.interrupted == 0
             assert environment.snapshot != kept, "the newest"
-            return pool.printed()
+        return printed(pool)
 
-    assert asyncio.run(live()) == [f"environments.mine: {seen}"]
+    assert asyncio.run(live()) == [seen]
 
 
 def test_an_episode_of_another_runner_is_repeated_if_it_has_no_snapshot(pool_of):
@@ -94,10 +100,10 @@ def test_an_episode_of_another_runner_is_repeated_if_it_has_no_snapshot(pool_of)
             assert played.snapshot is None
         async with pool_of() as pool:
             environment = await pool.open({"a": 1}, 5, played=played)
-            assert pool.printed() == ["environments.mine: one", "environments.mine: two"]
             assert content(await say(environment)) == "5:3" and environment.interrupted == 0
+        return printed(pool)
 
-    asyncio.run(live())
+    assert asyncio.run(live()) == ["one", "two"]
 
 
 @pytest.mark.parametrize("code, change, said", [
@@ -134,13 +140,13 @@ def test_the_reward_of_an_ended_episode_of_another_runner_is_that_of_its_snapsho
             steps = [(reply, fields(await environment.step(reply))) for reply in (call, Reply("done"))]
             played = Played({**vars(environment.start), "observation": environment.observation}, steps,
                             environment.snapshot)
-            pool.printed()
             again = await pool.open({"row_name": "A"}, 3, played=played)
-            assert again.observation == " at A" and await again.reward() == 7.0 and pool.printed() == []
+            assert again.observation == " at A" and await again.reward() == 7.0
             with pytest.raises(AssertionError, match="is done"):
                 await again.step(call)
+        return printed(pool)
 
-    asyncio.run(live())
+    assert asyncio.run(live()) == ["reset"]
 
 
 @pytest.mark.parametrize("code, where", [
@@ -172,7 +178,7 @@ def test_a_call_in_which_a_process_died_once_is_repeated(pool_of, tmp_path, code
 def test_each_call_may_lose_a_process_once(pool_of, tmp_path):
     async def live():
         async with pool_of(processes=1) as pool:
-            environment = await pool.open({}, 5)
+            environment = await pool.open({"reset": UNLESS.format(str(tmp_path / "0"))}, 5)
             for turn in (1, 2, 3):
                 step = await say(environment, UNLESS.format(str(tmp_path / str(turn))))
                 assert content(step) == f"5:{turn}" and environment.interrupted == turn
@@ -212,9 +218,9 @@ def test_a_neighbour_of_a_killed_process_is_restored_and_not_repeated(pool_of):
             with pytest.raises(EpisodeFailed):
                 await say(bad, "time.sleep(600)")
             assert content(await say(other)) == "1:2" and other.interrupted == 1
-            return pool.printed()
+        return printed(pool)
 
-    assert asyncio.run(live()) == ["environments.mine: once", "environments.mine: restored [{}, 1, 1]"]
+    assert asyncio.run(live()) == ["once", "restored [{}, 1, 1]"]
 
 
 @pytest.mark.parametrize("keeps, said", [
@@ -253,6 +259,23 @@ def test_a_restore_that_fails_is_the_failure_of_the_episode(pool_of, does, cause
     with pytest.raises(EpisodeFailed, match=said) as caught:
         asyncio.run(live())
     assert caught.value.cause == cause
+
+
+def test_a_step_during_which_the_process_is_stopped_is_repeated_once(pool_of, monkeypatch, tmp_path):
+    monkeypatch.setattr(host_process, "ANSWERING_S", 0.3)
+    stops = "[os.kill(os.getpid(), signal.SIGSTOP), time.sleep(600)]"  # another thread may take the signal
+    once = UNLESS.format(str(tmp_path / "stopped")).replace("os._exit(3)", stops)
+
+    async def live():
+        async with pool_of(processes=1, timeout_s={"step": 1.0}) as pool:
+            environment = await pool.open({}, 5)
+            assert content(await say(environment)) == "5:1"
+            assert content(await say(environment, once)) == "5:2" and environment.interrupted == 1
+            with pytest.raises(EpisodeFailed, match=r"within 1 s(.|\n)*its process is stopped") as caught:
+                await say(environment, stops)
+            assert caught.value.cause == "error_timeout" and environment.interrupted == 2
+
+    asyncio.run(live())
 
 
 def test_a_process_that_is_killed_during_a_step_costs_nothing(pool_of):

@@ -212,14 +212,61 @@ def test_what_an_environment_starts_is_gone_when_its_process_is_stopped_killed_o
                 with pytest.raises(EpisodeFailed):
                     await say(environment, code)
         pids = [int(pid) for pid in file.read_text().split()]
-        await until(lambda: all(map(gone, pids)))
-        assert len(pids) == 3
+        assert len(pids) == (4 if then in ("pass", "time.sleep(600)") else 8), "a call in which it died is repeated"
+        if then == keeper:  # what has another environment is not found without it
+            for pid in (pids.pop(3), pids.pop(6)):
+                os.kill(pid, signal.SIGKILL)
+        assert all(map(gone, pids)), then
+
+    keeper = "os.kill(os.getppid(), signal.SIGKILL), time.sleep(600)"
 
     async def live():
-        await asyncio.gather(*(one(tmp_path / str(number), then) for number, then in
-                               enumerate(("pass", "time.sleep(600)", "os._exit(1)"))))
+        endings = ("pass", "time.sleep(600)", "os._exit(1)", "os.kill(0, 9)", keeper)
+        await asyncio.gather(*(one(tmp_path / str(number), then) for number, then in enumerate(endings)))
 
     asyncio.run(live())
+
+
+def test_a_chain_of_processes_that_start_the_next_one_is_ended(pool_of, tmp_path):
+    """Each has another parent soon, and none lives for long."""
+    beats = tmp_path / "beats"
+
+    async def live():
+        async with pool_of() as pool:
+            await say(await pool.open({}, 0), f"chain({str(beats)!r})")
+            await until(lambda: beats.exists() and beats.stat().st_size > 10)
+
+    asyncio.run(live())
+    size = beats.stat().st_size
+    time.sleep(0.3)
+    assert beats.stat().st_size == size
+
+
+def test_a_flood_without_end_is_killed_at_its_deadline(pool_of, capsys):
+    async def live():
+        async with pool_of(processes=1, timeout_s=SHORT) as pool:
+            bad, other = [await pool.open({}, seed) for seed in (0, 1)]
+            with pytest.raises(EpisodeFailed, match="gave no answer to step within 0.5 s"):
+                await say(bad, "[flood() for _ in iter(int, 1)]")
+            assert content(await say(other)) == "1:1"
+
+    asyncio.run(live())
+    assert len(capsys.readouterr().out) < 4_000_000
+
+
+def test_thousands_of_open_files_are_the_failure_of_the_one_that_opens_them(pool_of):
+    limit = "__import__('resource').setrlimit(7, (3000, 3000))"  # RLIMIT_NOFILE
+    hoard = f"[{limit}, kept.extend(open(os.devnull) for _ in iter(int, 1))]"
+
+    async def live():
+        async with pool_of(OBEDIENT + "kept = []\n", processes=1) as pool:
+            bad, other = [await pool.open({}, seed) for seed in (0, 1)]
+            with pytest.raises(EpisodeFailed, match="ran out of files: OSError: .*open files") as caught:
+                await say(bad, hoard)
+            assert content(await say(other, "(open(os.devnull), None)[1]")) == "1:1" and other.interrupted == 1
+            return caught.value.cause
+
+    assert asyncio.run(live()) == "error_environment"
 
 
 def test_a_flood_of_output_holds_nothing_up_and_is_cut(pool_of, capsys):
@@ -517,19 +564,22 @@ def test_stop_ends_an_import_that_hangs(pool_of, tmp_path):
     asyncio.run(live())
 
 
-def test_the_processes_end_with_the_one_that_started_them(tmp_path):
+def test_the_processes_and_what_they_have_started_end_with_the_one_that_started_them(tmp_path):
     (tmp_path / "mine.py").write_text(OBEDIENT)
+    code = f"fork({str(tmp_path / 'pids')!r}, '')"
     script = (
         "import asyncio\nfrom rlhf_ray.config.environments import EnvironmentConfig\n"
         "from rlhf_ray.environments.pool import EnvironmentPool\nfrom rlhf_ray.environments.protocol import Reply\n"
         "async def live():\n"
         f"    pool = EnvironmentPool('mine', EnvironmentConfig(path='{tmp_path}/mine.py:Counter'))\n"
         "    await pool.start()\n    environment = await pool.open({}, 0)\n"
-        "    print(int((await environment.step(Reply(''))).info['pid']), flush=True)\n"
+        f"    answer = await environment.step(Reply({code!r}))\n"
+        "    print(int(answer.info['pid']), flush=True)\n"
         "    await environment.step(Reply('holds_the_lock()'))\nasyncio.run(live())"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    pid = int(parent.stdout.readline())
+    pids = [int(parent.stdout.readline()), *map(int, (tmp_path / "pids").read_text().split())]
+    assert len(pids) == 5 and not any(map(gone, pids))
     parent.kill()
     parent.wait()
-    asyncio.run(until(lambda: gone(pid)))
+    asyncio.run(until(lambda: all(map(gone, pids))))

@@ -1,6 +1,8 @@
 """The environments of docs/environments.md do what the page says. `tests/slow/test_pages.py` runs its commands."""
 
 import asyncio
+import os
+import signal
 
 import pytest
 
@@ -63,6 +65,29 @@ def test_an_environment_in_messages_ends_when_it_says_so(here):
     shape, steps, _ = play("guess.py:Guess", {}, Reply("none"), Reply("0"))
     assert shape == "environment" and [step.info for step in steps] == [{"wrote_number": 0.0}, {"wrote_number": 1.0}]
     assert [step.messages[0]["content"] for step in steps] == ["Write a number.", "More."]
+
+
+def test_an_environment_with_snapshots_goes_on_after_its_process_was_killed(here):
+    async def run():
+        pool = EnvironmentPool("page", EnvironmentConfig(path="kept_guess.py:KeptGuess"))
+        try:
+            facts = await pool.start()
+            environment = await pool.open({}, seed=5)
+            number = environment.snapshot["json"]["number"]
+            wrong = [await environment.step(Reply("none"))]
+            (process,) = [each for each in pool._hosts._processes if each.episodes]
+            os.kill(process._process.pid, signal.SIGKILL)
+            await process._process.ending()
+            wrong.append(await environment.step(Reply("nothing")))
+            return facts, wrong, await environment.step(Reply(f"Is it {number}?")), environment.interrupted
+        finally:
+            await pool.stop()
+
+    facts, wrong, right, interrupted = asyncio.run(run())
+    assert facts.restorable and not facts.replayable and interrupted == 1
+    assert [step.messages[0]["content"] for step in wrong] == [
+        "No. You have tried 1 times.", "No. You have tried 2 times."]
+    assert right.done and right.reward == 1 / 3
 
 
 def test_the_configurations_of_the_page_can_run(here):

@@ -1,6 +1,7 @@
 """What a user brings is recognised by its shape, and its tools are called as the policy wrote them. In this process."""
 
 import asyncio
+import errno
 import inspect
 
 import pytest
@@ -127,6 +128,87 @@ def test_a_class_with_reset_of_row_and_seed_and_step_is_an_environment():
     assert episode.reward() == 0.0
 
 
+class Keeps:
+    """Both of an environment that can be restored."""
+
+    async def snapshot(self):
+        return [self.n]
+
+    def restore(self, kept, strict=True):
+        (self.n,) = kept
+
+
+class KeptBoard(Keeps, Board):
+    """May be restored, although it is not replayable."""
+
+
+class KeptTable(Keeps, Table):
+    """Has both, so that they are no tools."""
+
+
+class TableThatRestores(Table):
+    """Has one of them, which is a tool."""
+
+    def restore(self, name: str) -> None:
+        """Restores a file.
+
+        Args:
+            name: which
+        """
+
+
+def test_snapshot_and_restore_are_recognised_in_both_shapes_if_there_are_both():
+    names = {brought: [each["function"]["name"] for each in recognise(brought).schemas]
+             for brought in (Board, KeptBoard, Table, KeptTable, TableThatRestores)}
+    assert names == {Board: [], KeptBoard: [], Table: ["look_up"], KeptTable: ["look_up"],
+                     TableThatRestores: ["look_up", "restore"]}
+    restorable = {brought: recognise(brought).restorable for brought in names}
+    assert restorable == {Board: False, KeptBoard: True, Table: False, KeptTable: True, TableThatRestores: False}
+    assert not recognise(KeptBoard).replayable and recognise(KeptTable).facts()["restorable"] is True
+    assert not recognise(add).restorable
+
+
+def test_an_episode_goes_on_in_another_instance_from_a_snapshot():
+    first, _ = begin(KeptTable, {"question": "q"})
+    first._instance.n = 4
+    second = Episode(recognise(KeptTable), run, lambda name: None)
+    second.restore(first.snapshot())
+    assert second._instance.n == 4 and second._instance is not first._instance
+    second._instance.asked = second._instance.score = 1
+    step = second.step(Reply("", tool_calls=[ToolCall("look_up", {"key": "k"})]))
+    assert step["messages"][0]["content"] == "1/k", "its tools are those of the new instance"
+    assert begin(Board, {"a": 1})[0].snapshot() is None
+
+
+class OnlySnapshot(Board):
+    def snapshot(self): ...
+
+
+class OnlyRestore(Board):
+    def restore(self, kept): ...
+
+
+class SnapshotOfWhat(Keeps, Board):
+    def snapshot(self, what): ...
+
+
+class RestoresNothing(Keeps, Table):
+    def restore(self): ...
+
+
+@pytest.mark.parametrize("brought, said", [
+    (OnlySnapshot, r"OnlySnapshot\.restore\(snapshot\) is missing: .* it has snapshot\n  .*test_shapes.py:\d+: def "),
+    (OnlyRestore, r"OnlyRestore\.snapshot\(\) is missing: .* it has restore\n  .*test_shapes.py:\d+: def restore"),
+    (SnapshotOfWhat, r"SnapshotOfWhat\.snapshot\(\) cannot be called so: missing a required argument: 'what'"
+                     r".*\n  .*test_shapes.py:\d+: def snapshot\(self, what\)"),
+    (RestoresNothing, r"RestoresNothing\.restore\(snapshot\) cannot be called so: too many positional arguments"
+                      r".*\n  .*test_shapes.py:\d+: def restore\(self\)"),
+])
+def test_one_of_snapshot_and_restore_or_one_with_other_arguments_is_refused_with_its_line(brought, said):
+    with pytest.raises(TypeError, match=said):
+        recognise(brought)
+
+
 def untyped(a):
     """Adds.
 
@@ -210,6 +292,17 @@ def test_a_tool_call_gives_its_result_or_an_error_that_the_policy_reads(call, co
     assert step["tool_errors"] == int(failed) and not step["done"]
     assert first["content"] == content if content else first["content"].startswith("Error: ")
     assert second == {"role": "tool", "name": "add", "tool_call_id": "2", "content": "2"}
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EMFILE, "Too many open files")])
+def test_a_tool_that_finds_its_process_exhausted_fails_the_step_instead_of_being_read(error):
+    def opens() -> str:
+        """Opens a file."""
+        raise error
+
+    episode, _ = begin(opens)
+    with pytest.raises(type(error)):
+        episode.step(Reply("", tool_calls=[ToolCall("opens", {})]))
 
 
 def test_a_turn_without_a_tool_call_ends_the_episode():

@@ -62,6 +62,12 @@ def test_tokens_of_unfinished_requests_are_counted(engine):
     assert internals.unfinished_tokens(None) == 0
 
 
+def test_open_requests_have_the_ids_that_they_were_given(engine):
+    assert internals.open_requests(engine) == {"a", "b"}
+    engine.output_processor.abort_requests(["a"], internal=False)
+    assert internals.open_requests(engine) == {"b"}
+
+
 def test_what_was_sampled_is_returned(engine):
     [output] = internals.abort_samples(engine, ["a"])
     assert (output.request_id, output.outputs[0].token_ids, output.outputs[0].finish_reason) == ("a", [5, 6], "abort")

@@ -213,6 +213,19 @@ def test_a_lease_ends_once():
         buffer.ack(lease, 0)
 
 
+def test_a_lease_that_is_given_back_is_ready_again_with_its_order_and_can_be_saved():
+    buffer = filled(make(), [2, 2, 2])
+    lease = buffer.lease(4, 0)
+    buffer.give_back(lease)
+    assert counts(buffer) == (6, 0, 0) and buffer.accepted == 6 and buffer.bytes == 30
+    assert [chunk.place.order for chunk in buffer.ready()] == [0, 1, 2]
+    assert len(buffer.state_dict()["ready"]) == 3
+    assert buffer.lease(4, 0).experiences == lease.experiences
+    for refused in (buffer.give_back, lambda given: buffer.ack(given, 0)):
+        with pytest.raises(BufferError, match=f"of lease {lease.number}: it is not out"):
+            refused(lease)
+
+
 def test_ack_of_another_version_is_refused_and_the_lease_stays_out():
     buffer = filled(make(), [2])
     lease = buffer.lease(2, 0)

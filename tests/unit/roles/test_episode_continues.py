@@ -4,6 +4,11 @@ character, and 0 ends a turn."""
 
 import asyncio
 import contextlib
+import copy
+import errno
+import os
+import threading
+import time
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,13 +20,30 @@ from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.prompts import sample_seed
+from rlhf_ray.environments.pool import EnvironmentPool
+from rlhf_ray.environments.protocol import Step
 from rlhf_ray.environments.tool_calls import ToolCallParser
 from rlhf_ray.records import Prompts, SampleKey
+from rlhf_ray.roles import episode_journal
 from rlhf_ray.roles.engines.interface import Completion
 from rlhf_ray.roles.episode import TextTools, turn_seed
-from rlhf_ray.roles.episode_journal import HEAD, TRAINING, JournalPlace, JournalReader, episode, last_attempt
+from rlhf_ray.roles.episode_journal import HEAD, TRAINING, JournalPlace, JournalReader, Needed, episode, last_attempt
 from rlhf_ray.roles.episode_runner import EpisodeRunner
-from tests.unit.roles.test_episode_policies import BROKEN, Rewrites, Template
+from tests.unit.roles import test_episode_policies as policies
+from tests.unit.roles.test_episode_policies import (
+    BROKEN,
+    BUG,
+    CALL,
+    DONE,
+    LATE,
+    MORE,
+    NARRATED,
+    Refuses,
+    Rewrites,
+    Template,
+    World,
+    Writer,
+)
 
 KEY = SampleKey(0, 0, 0)
 ADD = '{"name": "add", "arguments": {"number": %d}}'
@@ -122,10 +144,7 @@ def runner_of(tmp_path):
     @contextlib.asynccontextmanager
     async def build(policy, name="Till", template=None, **given):
         config = EnvironmentConfig(path=f"{tmp_path}/mine.py:{name}", processes=1, **given)
-        runner = EpisodeRunner({"till": config}, ModelConfig(path="m"), SamplingConfig(max_tokens=60), policy,
-                               least_scored=0)
-        runner._texts = {"till": TextTools(template or Template(), ToolCallParser.of("json"),
-                                           lambda tokens: "".join(map(chr, tokens)), [0], 0)}
+        runner = runner_with(EnvironmentPool("till", config), config, policy, template or Template())
         try:
             await runner._pools["till"].start()
             yield runner
@@ -133,6 +152,21 @@ def runner_of(tmp_path):
             await runner.stop()
 
     return build
+
+
+def runner_with(pool, config, policy, template):
+    runner = EpisodeRunner({"till": config}, ModelConfig(path="m"), SamplingConfig(max_tokens=60), policy,
+                           least_scored=0)
+    runner._pools = {"till": pool}
+    runner._texts = {"till": TextTools(template, ToolCallParser.of("json"), lambda tokens: "".join(map(chr, tokens)),
+                                       [0], 0)}
+    return runner
+
+
+def successor(runner, template=None):
+    """Another process of a runner; that its environments live in the same processes saves starting these."""
+    return runner_with(runner._pools["till"], runner._environments["till"], runner._generators,
+                       template or Template())
 
 
 def play(runner, tmp_path, place, **options):
@@ -221,5 +255,320 @@ def test_an_episode_goes_on_after_any_record_as_if_nothing_had_happened(
                     assert_same(found, expected, continued=int(done > 0 and not ended))
                     again = recorded(only_journal(cut))
                     assert (len(again.turns), again.outcome is not None) == (turns, True)
+
+    asyncio.run(live())
+
+
+async def lose(runner, policy, tmp_path, place, turn):
+    """A runner plays until it has a turn sampled, and is lost then."""
+    policy.hold = turn
+    policy.held.clear()
+    playing = asyncio.ensure_future(play(runner, tmp_path, place))
+    await policy.held.wait()
+    playing.cancel()
+    await asyncio.wait([playing])
+    policy.hold = -1
+    policy.asked.clear()
+
+
+@pytest.mark.parametrize("name", ["Till", "Keeps"])
+def test_runners_that_are_lost_one_after_the_other_while_a_turn_is_sampled_cost_that_turn_each(
+        runner_of, tmp_path, name):
+    async def live():
+        policy = Policy()
+        place = JournalPlace(directory_of(tmp_path, "run"), 0, 0, look=True)
+        async with runner_of(policy, name) as runner:
+            expected = await play(runner, tmp_path, None)
+            for turn in range(len(SCRIPT)):
+                await lose(successor(runner), policy, tmp_path, place, turn)
+            (tmp_path / "done").unlink()
+            assert_same(await play(successor(runner), tmp_path, place), expected, continued=len(SCRIPT) - 1)
+        assert policy.asked == [len(SCRIPT) - 1]
+        calls = {"Till": ["reset", "call1", "call2", "reward"], "Keeps": ["reward"]}  # repeated, or restored
+        assert (tmp_path / "done").read_text().split() == calls[name]
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("call, turn", [("reset", 0), ("call1", 0), ("call2", 3), ("reward", 5)])
+def test_a_runner_that_is_lost_while_the_environment_answers_costs_that_turn(runner_of, tmp_path, call, turn):
+    async def live():
+        policy = Policy()
+        place = JournalPlace(directory_of(tmp_path, "run"), 0, 0, look=True)
+        async with runner_of(policy) as runner:
+            expected = await play(runner, tmp_path, None)
+            (tmp_path / "done").unlink()
+            (tmp_path / f"wait-{call}").touch()
+            playing = asyncio.ensure_future(play(runner, tmp_path, place))
+            while (tmp_path / f"wait-{call}").exists():
+                await asyncio.sleep(0.01)
+            playing.cancel()
+            await asyncio.wait([playing])
+            policy.asked.clear()
+            assert_same(await play(successor(runner), tmp_path, place), expected, continued=int(turn > 0))
+        assert policy.asked == list(range(turn, len(SCRIPT)))
+
+    asyncio.run(live())
+
+
+class Louder(Template):
+    def open(self, messages, tools=None, **_):
+        return [ord("!"), *super().open(messages)]
+
+    def delta(self, messages, tools=None, **_):
+        return super().open(messages)
+
+
+@pytest.mark.parametrize("name, template", [("Forgets", Template()), ("Moody", Template()), ("Till", Louder())])
+def test_an_episode_that_cannot_go_on_begins_again_and_is_counted(runner_of, tmp_path, name, template):
+    """Its environment is not replayable, or answers differently, or the record is of other tokens."""
+    async def live():
+        policy = Policy()
+        directory = directory_of(tmp_path, "run")
+        async with runner_of(policy, name) as runner:
+            await lose(runner, policy, tmp_path, JournalPlace(directory, 0, 0), 3)
+            lost = only_journal(directory)
+            runner = successor(runner, template)
+            found = await play(runner, tmp_path, JournalPlace(directory, 1, 0, look=True))
+            assert policy.asked == [0, 1, 2, 3, 4]
+            if name != "Moody":  # whose reset says something else each time
+                assert_same(found, await play(runner, tmp_path, None), restarted=1)
+            assert found.episodes[0].events["restarted"] == 1 and "continued" not in found.episodes[0].events
+        lost.unlink()
+        again = recorded(only_journal(directory))
+        assert (again.start.attempt, again.start.version) == (1, 1) and again.start.events["restarted"] == 1
+
+    asyncio.run(live())
+
+
+def test_an_ended_episode_that_does_not_fit_its_record_begins_again(runner_of, tmp_path):
+    async def live():
+        policy = Policy()
+        async with runner_of(policy) as runner:
+            await play(runner, tmp_path, JournalPlace(directory_of(tmp_path, "run"), 0, 0))
+            policy.asked.clear()
+            runner = successor(runner, Louder())
+            found = await play(runner, tmp_path, JournalPlace(str(tmp_path / "run"), 0, 0, look=True))
+            assert policy.asked == [0, 1, 2, 3, 4]
+            assert_same(found, await play(runner, tmp_path, None), restarted=1)
+
+    asyncio.run(live())
+
+
+ENDS = {
+    "completed": (World(MORE, DONE), {}),
+    "masked after a deadline": (World(MORE, LATE), {}),
+    "quarantined": (World(MORE, BUG), {"on_failure": {"environment": "quarantine"}}),
+    "quarantined after retries": (World(MORE, BUG), {"on_failure": {"retries": 2}}),
+    "no reset": (World(DONE), {"on_failure": {"environment": "mask"}}),
+    "unreadable": (World(MORE, Step([NARRATED])), {"on_failure": {"environment": "zero"}}),
+    "no reward": (World(MORE, DONE), {"on_failure": {"environment": "zero"}}),
+    "out of turns": (World(MORE), {"max_turns": 3, "on_failure": {"overflow": "zero"}}),
+    "too slow": (World(MORE), {"timeout_s": {"episode": 0.05}, "on_failure": {"timeout": "train"}}),
+}
+
+
+class Unopened(World):
+    """Is not asked anything."""
+
+    async def open(self, row, seed, played=None):
+        raise AssertionError("it was opened")
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+@pytest.mark.parametrize("name", ENDS)
+def test_an_episode_that_has_ended_is_what_it_was_without_generator_and_environment(tmp_path, name, held_out):
+    world, given = ENDS[name]
+    world = copy.deepcopy(world)
+    if name == "no reset":
+        world.resets = [BUG]
+    if name == "no reward":
+        world.failure = BUG
+    writer = Writer(CALL)
+    if name == "too slow":
+        writer.last = 2
+    directory = directory_of(tmp_path, "run")
+
+    def played(world, writer, look, journal=True):
+        runner = policies.runner_of({"world": world}, writer, given)
+        runner._texts["world"] = replace(runner._texts["world"], template=Refuses())
+        place = JournalPlace(directory, 0, 0, look=look) if journal else None
+        return asyncio.run(play(runner, tmp_path, place, held_out=held_out))
+
+    expected = played(world, writer, look=False)
+    found = played(Unopened(), Writer(), look=True)
+    assert_same(found, expected)
+    assert_same(played(Unopened(), Writer(), look=True), expected)  # and from what the second one copied
+    [ended] = expected.episodes
+    assert (ended.cause == "completed") == (name == "completed")
+    if name == "quarantined":
+        assert ended.use == ("mask" if held_out else "quarantine")
+
+
+def test_what_two_scopes_record_of_one_key_does_not_mix(tmp_path):
+    async def live():
+        directory = directory_of(tmp_path, "run")
+        found = {}
+        for scope, world in (("training", World(MORE, DONE)), ("evaluation of version 3", World(DONE))):
+            runner = policies.runner_of({"world": world}, Writer(CALL), {})
+            found[scope] = await play(runner, tmp_path, JournalPlace(directory, 0, 0, scope))
+        for scope in found:
+            runner = policies.runner_of({"world": Unopened()}, Writer(), {})
+            assert_same(await play(runner, tmp_path, JournalPlace(directory, 0, 0, scope, look=True)), found[scope])
+        assert [len(each.episodes[0].turns) for each in found.values()] == [2, 1]
+
+    asyncio.run(live())
+
+
+def test_retries_in_all_processes_together_are_bounded(tmp_path):
+    """Of one retry that is allowed, the lost process had made one."""
+    async def live():
+        directory = directory_of(tmp_path, "run")
+        given = {"on_failure": {"environment": "retry", "retries": 1}}
+        policy = Policy([CALL])
+        failing = policies.runner_of({"world": World(MORE, BUG, MORE)}, policy, given)
+        await lose(failing, policy, tmp_path, JournalPlace(directory, 0, 0), 3)  # in its second attempt
+        world = World(BUG)
+        [found] = (await play(policies.runner_of({"world": world}, policy, given), tmp_path,
+                              JournalPlace(directory, 0, 0, look=True))).episodes
+        assert (found.use, found.events["retries"], world.opened, policy.asked) == ("quarantine", 1, 1, [3])
+
+    asyncio.run(live())
+
+
+def test_an_attempt_that_has_not_sampled_anything_is_still_counted(tmp_path):
+    async def live():
+        directory = directory_of(tmp_path, "run")
+        given = {"on_failure": {"environment": "retry", "retries": 1}}
+        policy = Policy([CALL])
+
+        class Second(World):
+            async def open(self, row, seed, played=None):
+                if self.opened == 1:
+                    policy.held.set()
+                    await asyncio.Event().wait()
+                return await super().open(row, seed, played)
+
+        await lose(policies.runner_of({"world": Second(BUG)}, policy, given), policy, tmp_path,
+                   JournalPlace(directory, 0, 0), -1)
+        world = World(BUG)
+        [found] = (await play(policies.runner_of({"world": world}, policy, given), tmp_path,
+                              JournalPlace(directory, 0, 0, look=True))).episodes
+        assert (found.use, world.opened) == ("quarantine", 1)
+        assert found.events == {"retries": 1, "tool_calls": 1}
+
+    asyncio.run(live())
+
+
+def test_the_environments_interruptions_in_all_processes_are_counted(tmp_path):
+    async def live():
+        directory = directory_of(tmp_path, "run")
+        policy = Policy([CALL])
+        for turn, lost in ((1, 2), (2, 1)):
+            world = World(MORE)
+            world.interrupted = lost
+            await lose(policies.runner_of({"world": world}, policy, {}), policy, tmp_path,
+                       JournalPlace(directory, 0, 0, look=True), turn)
+        [found] = (await play(policies.runner_of({"world": World(DONE)}, policy, {}), tmp_path,
+                              JournalPlace(directory, 0, 0, look=True))).episodes
+        assert found.events == {"tool_calls": 3, "interrupted": 3, "continued": 2}
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("policy_of_it, use", [("mask", "mask"), ("train", "train"), ("retry", "quarantine")])
+def test_the_time_of_an_episode_is_that_of_all_processes_together(tmp_path, policy_of_it, use):
+    async def live():
+        directory = directory_of(tmp_path, "run")
+        given = {"timeout_s": {"episode": 0.3}, "on_failure": {"timeout": policy_of_it}}
+
+        class Slow(World):
+            async def open(self, row, seed, played=None):
+                await asyncio.sleep(0)
+                return await super().open(row, seed, played)
+
+            async def step(self, reply):
+                await asyncio.sleep(0.2)
+                return MORE
+
+        policy = Policy([CALL])
+        await lose(policies.runner_of({"world": Slow()}, policy, given), policy, tmp_path,
+                   JournalPlace(directory, 0, 0), 1)
+        runner = policies.runner_of({"world": Slow()}, policy, given)
+        began = time.monotonic()
+        [found] = (await play(runner, tmp_path, JournalPlace(directory, 0, 0, look=True))).episodes
+        assert time.monotonic() - began < 0.19
+        assert (found.cause, found.use, len(found.turns)) == ("error_timeout", use, 2)
+        assert found.events == {"tool_calls": 2, "continued": 1}
+        lost = max(Path(directory).glob("*"), key=lambda path: path.stat().st_mtime)
+        assert recorded(lost).age_s >= 0.2
+        # It ends also if nothing is left of its time when it is looked up.
+        for journal in Path(directory).glob("*"):
+            if journal != lost:
+                journal.unlink()
+        whole = recorded(lost)
+        over = replace(whole, outcome=None, turns=[replace(whole.turns[0], age_s=9.0)])
+        lost.write_bytes(b"".join(frame.encoded() for frame in over.frames(TRAINING, KEY)))
+        policy.asked.clear()
+        [found] = (await play(policies.runner_of({"world": Slow()}, policy, given), tmp_path,
+                              JournalPlace(directory, 0, 0, look=True))).episodes
+        assert (found.cause, found.use, len(found.turns), policy.asked) == ("error_timeout", use, 1, [])
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("defect", ["no space", "gone", "hung", "hung look"])
+def test_a_journal_that_cannot_be_written_fails_no_episode_and_is_said_once(tmp_path, monkeypatch, defect):
+    directory = directory_of(tmp_path, "run")
+    release = threading.Event()
+
+    def hangs(*_):
+        release.wait()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(episode_journal, "PATIENCE_S", 0.2)
+    if defect == "gone":
+        os.rmdir(directory)
+    elif defect == "hung look":
+        monkeypatch.setattr(JournalReader, "refresh", hangs)
+        directory_of(tmp_path, "former")
+        Path(directory, "other.journal").touch()
+    else:
+        monkeypatch.setattr(episode_journal, "_write", {"no space": full, "hung": hangs}[defect])
+
+    async def live():
+        runner = policies.runner_of({"world": World(MORE, DONE, MORE, DONE)}, Writer(CALL), {})
+        expected = await play(policies.runner_of({"world": World(MORE, DONE)}, Writer(CALL), {}), tmp_path, None)
+        place = JournalPlace(directory, 0, 0, look=True)
+        assert_same(await play(runner, tmp_path, place), expected)
+        assert_same(await play(runner, tmp_path, place), expected)
+        assert runner._pools["world"].lines == []
+        [warning] = runner.printed()
+        said = {"no space": "No space left", "gone": "No such file", "hung": "no progress", "hung look": "no progress"}
+        assert "From now on episodes begin again" in warning and said[defect] in warning
+        assert runner.printed() == []
+
+    try:
+        asyncio.run(live())
+    finally:
+        release.set()
+
+
+def test_a_runner_forgets_what_is_not_needed_and_names_its_file(tmp_path):
+    async def live():
+        directory = directory_of(tmp_path, "run")
+        runner = policies.runner_of({"world": World(DONE)}, Writer(CALL), {})
+        name = await runner.forget(directory, Needed(0, -1, 0))
+        await play(runner, tmp_path, JournalPlace(directory, 3, 3))
+        assert only_journal(directory).name == name
+        assert await runner.forget(str(tmp_path), Needed(4, 4, 0)) == name, "of another directory"
+        assert await runner.forget(directory, Needed(3, 2, 0)) == name
+        assert recorded(only_journal(directory)).outcome is not None
+        assert await runner.forget(directory, Needed(4, 4, 0)) == name
+        assert list(Path(directory).iterdir()) == []
+        await play(runner, tmp_path, JournalPlace(directory, 4, 4))
+        assert only_journal(directory).name == name and recorded(only_journal(directory)).start.version == 4
 
     asyncio.run(live())

@@ -214,20 +214,6 @@ def test_requests_are_open_while_the_engine_samples_them_whoever_called(generato
     assert asyncio.run(look()) == [(0, 0.0, 7), (3, 5.0, 7), (1, 1.0, 7), (0, 0.0, 7)]
 
 
-def test_a_call_that_is_cancelled_before_it_arrives_never_reaches_the_engine(generator, engine):
-    async def run():
-        await generator.cancel("runner/7")
-        asked = len(engine.requests)
-        with pytest.raises(WorkerError, match="'runner/7' was cancelled before it arrived"):
-            await generator.sample([sample_request([2])], "runner/7")
-        assert len(engine.requests) == asked
-        await generator.sample([sample_request([2])], "runner/8")
-        await generator.cancel("runner/8")  # after its end
-        return generator.activity()
-
-    assert asyncio.run(run()).requests == 0
-
-
 def masked(engine, policy_model, sampling, masks, asked=None, record=True):
     """The rollout of two prompts, and the one request's settings; the engine returns these masks of its two tokens."""
     engine.masks = tuple(np.array(mask, np.int32) for mask in masks)
@@ -349,8 +335,8 @@ def test_calls_for_the_engine_reach_it(generator, engine):
 
     assert asyncio.run(all_calls()) == "profile"
     assert [(name, *map(str, arguments)) for name, *arguments in engine.calls] == [
-        ("connect", str(transfer_info(route, 2))), ("sleep", "2"), ("wake", "['weights']"), ("begin_profile",),
-        ("end_profile", "/somewhere/trace.json"), ("drop_profile",), ("stop",)]
+        ("connect", str(transfer_info(route, 2))), ("end_orphans",), ("sleep", "2"), ("wake", "['weights']"),
+        ("begin_profile",), ("end_profile", "/somewhere/trace.json"), ("drop_profile",), ("stop",)]
     with pytest.raises(WorkerError, match="generator/1 is not running; call start first"):
         generator.tokens_made()
     asyncio.run(generator.stop())

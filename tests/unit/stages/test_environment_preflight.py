@@ -28,6 +28,15 @@ class Shop:
     def look(self) -> int:
         \"\"\"Price.\"\"\"
         return self.price
+
+
+class Once(Shop):
+    replayable = False
+
+
+class Kept(Once):
+    def snapshot(self): return self.price
+    def restore(self, price): self.price = price
 """
 
 
@@ -87,17 +96,18 @@ def test_an_unknown_format_of_tool_calls_is_refused_by_its_field(root):
         check_environments(config(root, {"one": {"path": f"{root}/env.py:add", "tool_format": "smoke"}}))
 
 
-def test_a_loaded_environment_is_told_with_its_shape_and_tools(root):
+@pytest.mark.parametrize("name, kept", [("Shop", ""), ("Once", ", not replayable"), ("Kept", ", with snapshots")])
+def test_a_loaded_environment_is_described_with_its_shape_its_tools_and_how_it_is_brought_back(root, name, kept):
     import asyncio
 
     from rlhf_ray.environments.pool import EnvironmentPool
 
     async def facts():
-        pool = EnvironmentPool("shop", config(root, {"shop": {"path": f"{root}/env.py:Shop"}}).environments["shop"])
+        pool = EnvironmentPool("shop", config(root, {"shop": {"path": f"{root}/env.py:{name}"}}).environments["shop"])
         try:
             return await pool.start()
         finally:
             await pool.stop()
 
     words = in_words("shop", asyncio.run(facts()))
-    assert words.startswith("environments.shop is a class with tools (look): ") and words.endswith("class Shop:")
+    assert words.startswith(f"environments.shop is a class with tools (look){kept}: ") and f"class {name}" in words

@@ -23,6 +23,8 @@ class Growing(LossyGenerators):
         self.present, self.room, self.unstartable, self.slow = list(range(workers)), room, unstartable, dict(slow)
         self.incarnations, self.versions = defaultdict(lambda: 1), defaultdict(int)
         self.gone = {}
+        self.still_open = {}
+        self.waits = []
 
     def __len__(self):
         return len(self.present)
@@ -36,6 +38,9 @@ class Growing(LossyGenerators):
             await asyncio.sleep(self.slow.get(rank, 0.0))
             if rank in self.gone:
                 raise lost(self, rank, kind="stale")
+        if method == "open_requests":
+            self.waits.append(args[0])
+            return self.still_open.get(rank, "")
         return await super().behave(rank, method, *args)
 
     async def add(self, timeout_s):
@@ -123,6 +128,24 @@ def test_one_that_goes_finishes_what_it_has_and_is_given_nothing_new():
     assert first == [0, 1, 2] and later == [0, 0, 0, 1, 1, 1]
     assert answer["generators"] == [0, 1] and list(it.group.gone) == [2] and it.numbers == [2]
     assert it.said[-1] == "generator/2 removed"
+
+
+def test_the_engine_of_one_that_goes_is_asked_for_open_requests_after_the_driver_s_own_calls():
+    it = Scaled(workers=3, slow={2: 10.0})
+    it.group.still_open = {2: "1 request for 30.0 s (seed 7)"}
+
+    async def run():
+        first = asyncio.create_task(it.ask_all(3))
+        await asyncio.sleep(1)
+        await it.to(2)
+        await first
+
+    run_in_virtual_time(run())
+    [waits] = it.group.waits
+    assert 20 < waits < 22, "what is left of 30 s after the call of 10 s, which began 1 s before"
+    assert it.said[1:] == [
+        "generator/2 is removed with open requests, which others get again: 1 request for 30.0 s (seed 7)",
+        "generator/2 removed"]
 
 
 def test_what_it_does_not_finish_within_a_lease_is_made_again_by_others(tmp_path):

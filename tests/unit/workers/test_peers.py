@@ -14,12 +14,13 @@ from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.errors import ConfigError, ModelError, WorkerError, WorkerLost
 from rlhf_ray.observability.spans import StepClock
 from rlhf_ray.workers import peers as peers_module
-from rlhf_ray.workers.actor_class import CallerFence, Process, actor_class
+from rlhf_ray.workers.actor_class import CallerFence, Process
 from rlhf_ray.workers.calls import Caller, CallSpec, Deadline
 from rlhf_ray.workers.dispatcher import WorkerDispatcher
 from rlhf_ray.workers.health_monitor import HealthMonitor
 from rlhf_ray.workers.peer_tables import PeerTables
 from rlhf_ray.workers.peers import Peer, PeerCall, PeerGroup, PeerReport, PeerTable
+from tests.unit.workers.local_actors import process_of
 from tests.unit.workers.local_groups import local_group
 
 RUNNER = Caller("runner", 4, 1)
@@ -43,8 +44,9 @@ class Actor:
     def _remote(self, spec, *_):
         call = CallSpec(*spec)
         answer = asyncio.get_running_loop().create_future()
-        self.calls.append(SimpleNamespace(seed=call.plain[0], caller=call.caller, answer=answer))
-        return answer, None
+        self.calls.append(SimpleNamespace(seed=call.plain[0], caller=call.caller, answer=answer, method=call.method,
+                                          call_id=call.call_id))
+        return answer, answer
 
     @property
     def seeds(self):
@@ -71,7 +73,7 @@ def table(number, peers, error=None):
 @pytest.fixture
 def two():
     """A group of two peers, and their actors."""
-    group, actors = PeerGroup("generator", SOON), [Actor("a"), Actor("b")]
+    group, actors = PeerGroup("generator", SOON, SOON), [Actor("a"), Actor("b")]
     group.update(table(1, {rank: (1, actor, None) for rank, actor in enumerate(actors)}))
     return group, actors
 
@@ -188,7 +190,7 @@ def test_a_peer_that_dies_is_left_at_once_by_all_its_calls_and_told_until_it_has
 
 
 def test_a_report_has_calls_under_way_and_those_that_were_answered_since_the_last(two, monkeypatch):
-    group, (a, _) = two
+    group, (a, b) = two
     now = 100.0
     monkeypatch.setattr(peers_module, "time", SimpleNamespace(monotonic=lambda: now))
 
@@ -202,6 +204,8 @@ def test_a_report_has_calls_under_way_and_those_that_were_answered_since_the_las
         reports = [await group.report(0), await group.report(0)]
         for task in tasks:
             task.cancel()
+        await asyncio.sleep(0.01)
+        b.answer_all()  # the call to it, and its end
         await asyncio.gather(*tasks, return_exceptions=True)
         return [*reports, await group.report(0)]
 
@@ -241,7 +245,7 @@ def test_a_table_that_is_overtaken_by_a_later_one_changes_nothing(two):
 
 def test_a_wait_for_a_peer_has_the_call_s_deadline_and_names_it():
     async def run():
-        group = PeerGroup("generator", Deadline(30.0, "cluster.call_timeout_s"))
+        group = PeerGroup("generator", Deadline(30.0, "cluster.call_timeout_s"), SOON)
         with pytest.raises(WorkerError, match=r"^no generator was available for sample within 30 s "
                                               r"\(cluster.call_timeout_s\)$"):
             await group.call(Generator.sample, 1)
@@ -260,7 +264,7 @@ def test_a_wait_for_a_peer_has_the_call_s_deadline_and_names_it():
 
 def test_who_waits_for_a_peer_hears_that_none_will_come():
     async def run():
-        group = PeerGroup("generator", SOON)
+        group = PeerGroup("generator", SOON, SOON)
         waiting = await begun(group, 1)
         group.update(table(1, {}, ModelError("the model is gone")))
         await asyncio.gather(*waiting)
@@ -283,7 +287,7 @@ def test_a_caller_that_was_given_up_repeats_nothing(two):
 
 
 def test_an_empty_group_travels_to_the_worker_that_it_is_for():
-    group = pickle.loads(pickle.dumps(PeerGroup("generator", SOON)))
+    group = pickle.loads(pickle.dumps(PeerGroup("generator", SOON, SOON)))
     assert (group.role, group.deadline, group.ranks) == ("generator", SOON, [])
 
 
@@ -330,11 +334,6 @@ class Plain:
         return 2 * x
 
 
-def process_of(cls, **arguments):
-    """What Ray would run, as an ordinary object."""
-    return actor_class(cls).__ray_metadata__.modified_class(**arguments)
-
-
 def spec(method, *args, caller=None):
     return CallSpec.of(method, 1, args, None, caller)[0]
 
@@ -367,7 +366,7 @@ def test_a_role_with_plain_methods_refuses_such_callers_too_and_stays_a_plain_ac
 
 
 def test_a_group_among_a_role_s_arguments_gets_the_tables_of_its_role():
-    group = PeerGroup("generator", SOON)
+    group = PeerGroup("generator", SOON, SOON)
     worker = process_of(Plain, generators=group)
     worker.timed_call(spec("update_peers", "generator", table(1, {2: (1, Actor("c"), None)})))
     assert worker.generators is group and group.ranks == [2]
@@ -513,43 +512,3 @@ def test_ranks_that_hold_a_model_together_are_nobody_s_peers(monkeypatch):
     scorers.group.replica = lambda rank: [0, 1]
     with pytest.raises(ConfigError, match="runner cannot call reward_scorer/0, which holds a model together"):
         PeerTables(runners, scorers, 20.0)
-
-
-def test_a_cancelled_call_is_undone_at_the_peer_that_has_it_however_busy_that_is(two):
-    group, (a, b) = two
-
-    async def run():
-        [ours] = await begun(group, 1, work=4, sticky="episode", undo=(Generator.sample, "undo"))
-        [other] = await begun(group, 2, work=1)
-        await begun(group, 3, work=9, sticky="episode")  # its peer, a, has far more work than b from now on
-        ours.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert (a.seeds, b.seeds) == ([1, "undo"], [2, 3]) or (a.seeds, b.seeds) == ([1, 3, "undo"], [2])
-        ours.cancel()  # once more, by another deadline
-        await asyncio.sleep(0)
-        assert not ours.done(), "until the peer has confirmed it, the call counts as under way"
-        a.answer_all()
-        b.answer_all()
-        with pytest.raises(asyncio.CancelledError):
-            await ours
-        await other
-
-    asyncio.run(run())
-
-
-def test_a_cancelled_call_to_a_peer_that_is_lost_meanwhile_ends_as_cancelled(two):
-    group, (a, _) = two
-
-    async def run():
-        [ours] = await begun(group, 1, undo=(Generator.sample, "undo"))
-        ours.cancel()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        a.die()
-        with pytest.raises(asyncio.CancelledError):
-            await ours
-        return await group.report(0.0)
-
-    [(loss, _)] = asyncio.run(run()).losses
-    assert (loss.rank, loss.kind) == (0, "died")
