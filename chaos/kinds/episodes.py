@@ -11,6 +11,7 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from chaos import environments
@@ -276,6 +277,18 @@ class GeneratorFault(WorkerFault):
         await hit_worker(self, driver, fault, fault.rank, in_words(episode))
 
 
+async def pausing(driver: DriverUnderTest, fault: Fault) -> Path:
+    """Order an environment to wait between two turns of an episode; returns when it does. It goes on when the file is
+    removed, or after `environments.PAUSE_S`."""
+    place = driver.injections.path
+    paused = environments.paused_file(place, fault.number)
+    paused.unlink(missing_ok=True)
+    environments.order_failure(place, fault.number, environments.PAUSE)
+    while not paused.exists():
+        await asyncio.sleep(POLL_S)
+    return paused
+
+
 @dataclass(frozen=True, kw_only=True)
 class BetweenTurns(GeneratorFault):
     """The same while the environment of an episode answers."""
@@ -283,11 +296,7 @@ class BetweenTurns(GeneratorFault):
     async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Order an environment to wait; it goes on when the generator was hit."""
         await worker_up(driver, self.role, fault.rank)
-        place = driver.injections.path
-        paused = environments.paused_file(place, fault.number)
-        environments.order_failure(place, fault.number, environments.PAUSE)
-        while not paused.exists():
-            await asyncio.sleep(POLL_S)
+        paused = await pausing(driver, fault)
         await hit_worker(self, driver, fault, fault.rank, "an episode is between two turns")
         paused.unlink(missing_ok=True)
 
@@ -297,14 +306,18 @@ class DriverKilledInEpisodes(DriverSignal):
     """The driver is killed when turns of open episodes are recorded."""
 
     async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
-        """Wait for such an episode, of the policy of the newest checkpoint: turns of a later one are not continued."""
+        """Let an episode pause until the checkpoint of the policy that plays it is written: turns of a later policy
+        than the restored one are not continued."""
         store = driver.coordinator.recovery.store
         while True:
-            episode = await open_episode(driver)
-            if driver.coordinator.state.step in dict(store.steps()):
+            paused = await pausing(driver, fault)
+            until = time.monotonic() + environments.PAUSE_S - 1.0
+            while not (saved := driver.coordinator.state.step in dict(store.steps())) and time.monotonic() < until:
+                await asyncio.sleep(ASKED_EVERY_S)
+            if saved:
                 break
-            await asyncio.sleep(ASKED_EVERY_S)
-        driver.injected(fault, pid=os.getpid(), state=in_words(episode))
+            paused.unlink(missing_ok=True)
+        driver.injected(fault, pid=os.getpid(), state="an episode is between two turns")
         os.kill(os.getpid(), self.signal)
 
     def outcome(self, evidence: Evidence, fault: Fault, injection: dict[str, Any]) -> Outcome:

@@ -176,8 +176,12 @@ def test_a_driver_is_killed_where_its_episodes_are_of_the_newest_checkpoint(driv
     monkeypatch.setattr(episodes.os, "kill", lambda pid, number: killed.append(number))
 
     async def run():
-        driver.coordinator.roles.runners.doing[0] = [activity(4)]
+        place = driver.injections.path
+        environments.paused_file(place, 1).write_text("of an attempt before")
         task = await injecting(driver, "driver_kill_in_episodes")
+        assert '"pause"' in environments.order_file(place).read_text()
+        environments.paused_file(place, 1).write_text("{}")
+        await asyncio.sleep(0.1)
         assert killed == [], "the checkpoint of step 3 is not written yet"
         driver.coordinator.recovery.store.steps = lambda: [(2, Path("step_2")), (3, Path("step_3"))]
         await over(driver, task)
