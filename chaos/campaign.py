@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,17 @@ import yaml
 
 from chaos import reward_function
 from chaos.contradictions import contradictions, testimony_of
+from chaos.episode_runs import EpisodeFiles, brief_sections, episode_sections, make_episode_files
 from chaos.invariants import Books, violations
 from chaos.kinds import KINDS
 from chaos.kinds.disturbances import upload_directory
 from chaos.mounts import own_disk, small_disk
-from chaos.nodes import HEARTBEAT_TIMEOUT_S, generator_node_sections, learner_node_sections
+from chaos.nodes import (
+    HEARTBEAT_TIMEOUT_S,
+    generator_node_sections,
+    learner_node_sections,
+    runner_node_sections,
+)
 from chaos.outcomes import outcomes
 from chaos.plan import USUAL_MINUTES, plan, steps_for
 from chaos.reward_service import RewardService, reward_service
@@ -42,9 +48,17 @@ class RunSettings:
     """Sections that differ from those of the other runs."""
     uploads: bool = False
     """Whether it is copied to `run.upload`. Others are not: a copy replaces a damaged checkpoint."""
+    episodes: Callable[[EpisodeFiles], Mapping[str, Any]] | None = None
+    """Sections of a run whose samples are episodes, which its run without faults has, too. None: they are single
+    responses."""
+
+    @property
+    def saved_every(self) -> int:
+        """Steps between checkpoints."""
+        return SAVED_EVERY if self.episodes is None else EPISODES_SAVED_EVERY
 
 
-SAVED_EVERY = 3
+SAVED_EVERY, EPISODES_SAVED_EVERY = 3, 1
 """Steps between checkpoints."""
 SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "cluster": {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S, "max_restarts": 5, "max_learner_restarts": 5,
@@ -59,7 +73,7 @@ SERVICE = {"type": "http", "weight": 0.01, "send": "tokens", "request_timeout_s"
 """A small part of the reward: the service scores by prompt alone. Its slow behaviour exceeds `request_timeout_s`."""
 FUNCTION = {"type": "function", "function": f"{reward_function.__file__}:score", "weight": 0.01, "timeout_s": 10.0}
 """Another small part: a user's function."""
-RANKS = {"generator": 2, "policy_learner": 2, "critic_learner": 2}
+RANKS = {"generator": 2, "policy_learner": 2, "critic_learner": 2, "episode_runner": 2}
 """Number of workers of each role that has several."""
 RUNS = {
     "generator_nodes": RunSettings(sections=generator_node_sections(RANKS["generator"])),
@@ -67,15 +81,18 @@ RUNS = {
     "scarce_nodes": RunSettings(sections={
         **generator_node_sections(RANKS["generator"], "scarce"),
         "cluster": {"allow_open": True, "start_timeout_s": 60, "max_restarts": 1}}),
+    "runner_nodes": RunSettings(sections=runner_node_sections(RANKS["episode_runner"]), episodes=episode_sections),
+    "episodes_overlapped": RunSettings(max_staleness=1, episodes=brief_sections),
+    "episodes": RunSettings(episodes=episode_sections),
     "async_engine": RunSettings(sections={"generator": {"engine": "async"}}),
     "uploaded": RunSettings(uploads=True),
     "overlapped": RunSettings(max_staleness=1),
     "synchronous": RunSettings(),
 }
 """The runs of a round, short ones first: on a node for each generator, with the learners on a node of their own,
-without a spare node, with vLLM's engine in processes of its own, copied to `run.upload`, at `max_staleness` 1 (checked
-by its ledger, not bit for bit), and one with the faults of most kinds. A kind says in which of them it is, and how
-often (`Kind.runs`)."""
+without a spare node, with a node for each episode runner, with episodes at `max_staleness` 1 and 0, with vLLM's engine
+in processes of its own, copied to `run.upload`, at `max_staleness` 1 (checked by its ledger, not bit for bit), and one
+with the faults of most kinds. A kind says in which of them it is, and how often (`Kind.runs`)."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +115,7 @@ class Trial:
     @property
     def steps(self) -> int:
         """Number of updates."""
-        return steps_for(self.kinds, SAVED_EVERY)
+        return steps_for(self.kinds, RUNS[self.run].saved_every)
 
 
 def trials(seed: int, minutes: float, only: Sequence[str] = (), not_tried: Container[str] = ()) -> list[Trial]:
@@ -135,6 +152,7 @@ class Workspace:
 
     root: Path
     files: Files
+    episode_files: EpisodeFiles
     service: RewardService
     """Gives part of the rewards."""
 
@@ -145,22 +163,26 @@ class Workspace:
 
         disable_progress_bar()
         root.mkdir(parents=True, exist_ok=True)
-        return cls(root, make_files(root), service)
+        return cls(root, make_files(root), make_episode_files(root), service)
 
     def configure(self, name: str, steps: int, max_staleness: int,
                   different: Mapping[str, Mapping[str, Any]] | None = None,
-                  uploads: bool = False) -> tuple[Path, Path]:
+                  uploads: bool = False, episodes: Callable[[EpisodeFiles], Mapping[str, Any]] | None = None,
+                  ) -> tuple[Path, Path]:
         """Write the configuration of a run; returns it and the directory that the run will write.
 
         Args:
             different: sections that differ from those of the run without faults.
             uploads: whether the run is copied to `run.upload`.
+            episodes: sections of a run whose samples are episodes.
         """
         directory = self.root / name
         settings = ppo_settings(self.files, directory)
-        for sections in (SECTIONS, different or {}):
+        for sections in (SECTIONS, episodes(self.episode_files) if episodes else {}, different or {}):
             for section, fields in sections.items():
-                settings[section] = {**settings.get(section, {}), **fields}
+                settings[section] = {**settings.get(section, {}), **(fields or {})}
+                if fields is None:
+                    del settings[section]
         settings["run"] |= {"steps": steps, "upload": str(upload_directory(directory)) if uploads else None}
         settings["rewards"]["service"] = {**SERVICE, "urls": [self.service.url]}
         settings["rewards"]["function"] = FUNCTION
@@ -181,13 +203,13 @@ def rounds(seed: int, minutes: float, only: Sequence[str], directory: Path,
         KeyboardInterrupt, SystemExit: Ctrl-C or SIGTERM; the interrupted run has been yielded before.
     """
     began, longest, number = time.monotonic(), 0.0, 0
-    undisturbed: dict[tuple[int, int], Path] = {}
+    undisturbed: dict[tuple[Any, ...], Path] = {}
     with small_disk(directory), reward_service() as service, ExitStack() as mounted:
         workspace = Workspace.make(directory, service)
         while not number or time.monotonic() - began + longest < 60 * minutes:
             start = time.monotonic()
             for trial in trials(seed + 100 * number, minutes, only, not_tried):
-                shape = trial.steps, trial.max_staleness
+                shape = trial.steps, trial.max_staleness, RUNS[trial.run].episodes
                 if shape not in undisturbed:
                     undisturbed[shape] = _run_undisturbed(workspace, trial)
                 finished = _run_trial(workspace, trial, undisturbed[shape], number + 1, mounted)
@@ -199,7 +221,8 @@ def rounds(seed: int, minutes: float, only: Sequence[str], directory: Path,
 
 def _run_undisturbed(workspace: Workspace, trial: Trial) -> Path:
     _log(f"{trial.steps} updates at max_staleness {trial.max_staleness} without faults")
-    config, directory = workspace.configure(f"{trial.name}_undisturbed", trial.steps, trial.max_staleness)
+    config, directory = workspace.configure(f"{trial.name}_undisturbed", trial.steps, trial.max_staleness,
+                                            episodes=RUNS[trial.run].episodes)
     record = run(config, directory, (), workspace.service)
     if record.interruption is not None:
         raise record.interruption
@@ -213,11 +236,12 @@ def _run_undisturbed(workspace: Workspace, trial: Trial) -> Path:
 
 def _run_trial(workspace: Workspace, trial: Trial, undisturbed: Path, number: int, mounted: ExitStack) -> FinishedRun:
     """`mounted` gets the run's own disk, if it has one."""
-    faults = plan(trial.seed, trial.kinds, trial.steps, RANKS, SAVED_EVERY)
+    settings = RUNS[trial.run]
+    faults = plan(trial.seed, trial.kinds, trial.steps, RANKS, settings.saved_every)
     _log(f"{trial.name}, round {number}: {trial.steps} updates with {len(faults)} faults of "
          f"{len({fault.kind for fault in faults})} kinds (seed {trial.seed})")
     config, directory = workspace.configure(f"{trial.name}_{number}", trial.steps, trial.max_staleness,
-                                            RUNS[trial.run].sections, RUNS[trial.run].uploads)
+                                            settings.sections, settings.uploads, settings.episodes)
     if any(KINDS[kind].own_disk for kind in trial.kinds):
         mounted.enter_context(own_disk(directory))
     return evaluate(run(config, directory, faults, workspace.service, _log), undisturbed, trial.reproducible)

@@ -19,8 +19,8 @@ class InjectionLog:
     loop: the training loop begins (pid, step), in a new driver or after the learners were restarted.
     injected: a fault is injected (fault number, role, rank, pid, state).
     confirmed: the victim is dead or stopped, or has failed as ordered (fault number, state).
-    recovered: the reward service answered correctly again, a learner applied a step again, or a partitioned node
-        returned and its processes ended (fault number).
+    recovered: the reward service answered correctly again, an environment answered the call in which it had failed, a
+        learner applied a step again, or a partitioned node returned and its processes ended (fault number).
     """
 
     def __init__(self, path: Path) -> None:

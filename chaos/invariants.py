@@ -23,6 +23,10 @@ from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
 
 TRIES = ("reward/failures/", "reward/failed_tries/")
 """Prefixes of the metrics that count failures of a reward service."""
+REPAIRED = ("episodes/retries", "episodes/interrupted", "episodes/continued", "episodes/restarted", "samples/bytes")
+"""Metrics that say what was repaired of episodes; the files of samples say it, too."""
+EPISODES = "episodes"
+"""Directory of the journals of episodes in that of the run."""
 REFUSED_REASON = "answers 400"
 """Part of the reason for which the samples of a refused prompt are quarantined."""
 
@@ -84,6 +88,7 @@ def violations(record: RunRecord, undisturbed: Path | None) -> list[str]:
         problems += _books(record)
         problems += _rows(record)
         problems += _temporary(record.directory)
+        problems += _journals(record.directory)
         if undisturbed is not None:
             problems += _differences(record.directory, undisturbed)
     except (RLHFError, OSError) as error:
@@ -128,13 +133,19 @@ def _temporary(directory: Path) -> Iterator[str]:
             yield f"left behind: {path.relative_to(directory)}"
 
 
+def _journals(directory: Path) -> Iterator[str]:
+    """A run that is complete needs no journal of an episode any more."""
+    for path in sorted((directory / EPISODES).rglob("*")):
+        yield f"left behind: {path.relative_to(directory)}"
+
+
 def _differences(directory: Path, undisturbed: Path) -> Iterator[str]:
     """Differences from the run without faults: weights, metrics of every step, the ledger's line of every sample."""
     for model in ("model", "model_ema"):
         one, other = (d / model / "model.safetensors" for d in (directory, undisturbed))
         if one.exists() != other.exists() or (one.exists() and one.read_bytes() != other.read_bytes()):
             yield f"{model}/model.safetensors is not that of the undisturbed run"
-    mine, theirs = (without(read_metrics(d), *CLOCKS, TRAFFIC, *TRIES) for d in (directory, undisturbed))
+    mine, theirs = (without(read_metrics(d), *CLOCKS, TRAFFIC, *TRIES, *REPAIRED) for d in (directory, undisturbed))
     if mine != theirs:
         first = next((row["step"] for row, other in zip(mine, theirs, strict=False) if row != other), "the last")
         yield f"metrics differ from those of the undisturbed run, at step {first} first"
@@ -157,7 +168,7 @@ def unexpected_quarantine(record: RunRecord) -> Iterator[str]:
     """Rows that are quarantined although their prompts were not refused, or that the run does not name."""
     refused = [line["prompt"] for line in record.injections.read("confirmed") if "prompt" in line]
     expected = {line["key"][1] for line in _named(record) if any(_begins(prompt, line) for prompt in refused)}
-    if rows := _quarantined(record) - expected:
+    if rows := _quarantined(record) - expected - _may_be_late(record):
         yield f"rows {sorted(rows)} are quarantined, but were not refused by the reward service or are not named"
 
 
@@ -172,6 +183,17 @@ def _quarantined(record: RunRecord) -> set[int]:
     with closing(open_for_reading(RunDirectory(record.directory).ledger)) as db:
         return {row for (row,) in db.execute(
             "SELECT row FROM samples WHERE state = 'quarantined' UNION SELECT row FROM archived_quarantine")}
+
+
+def _may_be_late(record: RunRecord) -> set[int]:
+    """The rows whose episodes are quarantined where they are late before anything is sampled, by the configuration."""
+    given = yaml.safe_load(record.config.read_text())
+    masking = {name for name, environment in (given.get("environments") or {}).items()
+               if environment["on_failure"].get("timeout", "mask") == "mask"}
+    if not masking:
+        return set()
+    lines = Path(given["prompts"]["path"]).read_text().splitlines()
+    return {row for row, line in enumerate(lines) if json.loads(line)["environment"] in masking}
 
 
 def _begins(prompt: str, line: dict[str, Any]) -> bool:

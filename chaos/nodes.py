@@ -160,6 +160,13 @@ def generator_node_sections(generators: int, pool: str = "away") -> Mapping[str,
             "generator": {"pool": pool, "cpus": 1}, "cluster": {"allow_open": True}}
 
 
+def runner_node_sections(runners: int) -> Mapping[str, Mapping[str, Any]]:
+    """The configuration sections of a run with a node for each episode runner."""
+    return {"pools": {"default": {"cpus": 4, "labels": HEAD}, "away": {
+                "bundles": runners, "cpus": 1, "strategy": "STRICT_SPREAD", "labels": AWAY}},
+            "episode_runner": {"pool": "away", "cpus": 1}, "cluster": {"allow_open": True}}
+
+
 def learner_node_sections() -> Mapping[str, Mapping[str, Any]]:
     """The configuration sections of a run with all learners on one node."""
     return {"pools": {"default": {"cpus": 4, "labels": HEAD}, "away": {"bundles": 1, "cpus": 4, "labels": AWAY}},

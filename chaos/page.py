@@ -25,7 +25,8 @@ LETTER = 6.4
 COLOURS = {
     "worker": ("#2a78d6", "generator, scorer, assembler"), "node": ("#159a6c", "node"),
     "learner": ("#5b48b8", "learner"), "numbers": ("#d8578f", "loss or gradient"),
-    "service": ("#c98a00", "reward service"), "driver": ("#c0392b", "driver, failpoint, disk"),
+    "service": ("#c98a00", "reward service"), "environment": ("#6f8f1f", "environment"),
+    "driver": ("#c0392b", "driver, failpoint, disk"),
     "network": ("#6b7280", "message"), "disturbance": ("#0b8793", "around the run"),
     "checkpoint": ("#8a5a2b", "checkpoint"),
 }

@@ -12,6 +12,7 @@ from chaos.kinds import (
     cluster,
     disturbances,
     drivers,
+    episodes,
     failures,
     functions,
     memory,
@@ -26,8 +27,8 @@ from chaos.kinds import (
 from chaos.requirements import NETWORK_NAMESPACES
 
 KINDS: Mapping[str, Kind] = {kind.name: kind for family in (
-    workers, repairs, memory, nodes, cluster, failures, functions, weights, drivers, writers, output, messages, calls,
-    disturbances, checkpoints) for kind in family.KINDS}
+    workers, repairs, memory, nodes, cluster, failures, functions, weights, episodes, drivers, writers, output,
+    messages, calls, disturbances, checkpoints) for kind in family.KINDS}
 """By name, in the order of the table."""
 
 

@@ -155,9 +155,9 @@ class LearnerFault(WorkerFault):
 
 
 def _worker(name: str, words: str, role: str, phase: str, signal: int, state: str, synchronous: int = 1,
-            overlapped: int = 0, on_nodes: int = 0, family: type[WorkerFault] | None = None,
+            overlapped: int = 0, on_nodes: int = 0, episodes: int = 0, family: type[WorkerFault] | None = None,
             **more: Any) -> WorkerFault:
-    runs = {"synchronous": synchronous, "overlapped": overlapped, "generator_nodes": on_nodes}
+    runs = {"synchronous": synchronous, "overlapped": overlapped, "generator_nodes": on_nodes, "episodes": episodes}
     family = family or (LearnerFault if role.endswith("_learner") else WorkerFault)
     runs = {run: number for run, number in runs.items() if number}
     return family(name=name, words=words, victim=role, mechanism=MECHANISMS[signal], state=state, role=role,
@@ -193,7 +193,7 @@ KINDS = (
                   role="generator", phase="generate", signal=signal, runs={"async_engine": 1})
       for name, done, signal in (("kill", "killed", KILL), ("stop", "stopped", STOP))),
     _worker("policy_kill", "a policy's rank is killed in an update", "policy_learner", "policy_update", KILL, "update",
-            1, 1, **LONG_CALL),
+            1, 1, episodes=1, **LONG_CALL),
     _worker("policy_stop", "a policy's rank is stopped in an update", "policy_learner", "policy_update", STOP,
             "update", **LONG_CALL),
     _worker("policy_kill_in_forward", "a policy's rank is killed while it computes log-probabilities",

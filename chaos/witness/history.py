@@ -23,6 +23,8 @@ class OptimizerStep:
     applied: bool
     rows: list[Tokens]
     """Tokens of each row that this rank fed forward."""
+    masked: list[Tokens] = field(default_factory=list)
+    """Tokens of the rows that it left out because they belong to masked episodes; on the first rank."""
 
 
 @dataclass
@@ -93,7 +95,8 @@ def surviving(lines: Sequence[dict[str, Any]]) -> History:
             if update is None or update.number != line["update"]:
                 update = Update(line["update"], line["time"])
                 history.updates.setdefault(update.number, []).append(update)
-            update.steps.append(OptimizerStep(line["index"], line["applied"], [tuple(row) for row in line["rows"]]))
+            update.steps.append(OptimizerStep(line["index"], line["applied"], [tuple(row) for row in line["rows"]],
+                                              [tuple(row) for row in line.get("masked", [])]))
             update.batch += line.get("batch", [])
         elif line["event"] == "update" and update is not None:
             update.before, update.weights, update.ended = line["before"], line["weights"], line["time"]

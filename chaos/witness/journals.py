@@ -18,6 +18,13 @@ SCORED, REFUSED = "scored", "refused"
 """Its events: samples got scores (`samples`, their tokens; `scores`, where they depend on the responses); a prompt gets
 none from now on (`prompt`, its first tokens)."""
 
+ENVIRONMENT = "environment"
+"""Begins the names of the journals of environments, one for each process."""
+RESET, ANSWERED, STALLED = "reset", "answered", "stalled"
+"""Their events: an episode begins at a place (`mark`); a turn is answered (`mark`: the place after it; `done`: whether
+the episode is; `role` of the answer); the next turn is not answered until a deadline passes. Each names the
+`environment`."""
+
 
 class Journal:
     """One journal, to which the processes of a worker append in turn. Each names itself in all its lines (`life`)."""
@@ -32,6 +39,12 @@ class Journal:
         nobody sets."""
         line = {"event": event, "time": time.monotonic(), "life": self._life, **fields}
         os.write(self._file, json.dumps(line).encode() + b"\n")
+
+
+def read_environments(directory: Path) -> list[dict[str, Any]]:
+    """The lines of the journals of all environments."""
+    return [line for path in sorted(directory.glob(f"{ENVIRONMENT}_*.jsonl"))
+            for line in read_journal(directory, path.stem)]
 
 
 def read_journal(directory: Path, name: str) -> list[dict[str, Any]]:

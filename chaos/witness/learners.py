@@ -5,11 +5,12 @@ The rows come from the tensors that the module's forward pass receives. A journa
     start: the module is built (digest of its weights).
     load: a checkpoint was loaded (step in its manifest, digest of the weights).
     fed: an optimizer step (update, index within the update, whether it was applied, the tokens of each row fed
-        forward). The first of an update on the first rank of the policy also has the update's samples: `batch` (tokens,
-        and log-probabilities of the response).
+        forward; on the first rank `masked`, the rows of masked episodes, which are in no loss). The first of an update
+        on the first rank of the policy also has the update's samples: `batch` (tokens, and log-probabilities of what
+        was sampled; `places` of these tokens where they are not the last ones).
     update: an update is over (digests of the weights before and after it).
     rollouts, on the first rank of the policy: samples from a generator (tokens, log-probabilities and weight versions
-        of the response).
+        of what was sampled).
 
 That rank also writes its weights after each update to a file, named by their digest.
 """
@@ -95,17 +96,21 @@ class Witnessed(PPOLearner):
 
     def optimize(self, mini_batch: Batch, chosen: ChosenRows, update: Update, meter: AverageMeter) -> Any:
         """As the real learner; notes the rows that it fed forward, and as fed those that it may leave out: rows whose
-        advantages are all 0, and truncated ones with the overlong filter."""
+        advantages are all 0, and truncated ones with the overlong filter. Those of masked episodes are noted apart."""
         self._rows = []
+        masked = []
         result = super().optimize(mini_batch, chosen, update, meter)
         if not self.rank:
             for row in np.setdiff1d(np.arange(len(mini_batch)), chosen.passed).tolist():
                 truncated = self.algorithm.overlong_filter and row not in chosen.counted
-                if truncated or not mini_batch.row(row, "advantages").any():
+                if mini_batch.counted is not None and not mini_batch.counted[row]:
+                    masked.append(mini_batch.row(row, "tokens").tolist())
+                elif truncated or not mini_batch.row(row, "advantages").any():
                     self._rows.append(mini_batch.row(row, "tokens").tolist())
         applied = result is not None and result.applied
+        more = {"masked": masked, "batch": [] if self._index else self._batch}
         self._journal.add("fed", update=self._update, index=self._index, applied=applied, rows=self._rows,
-                          **({"batch": self._batch} if self._batch and not self._index else {}))
+                          **{name: value for name, value in more.items() if value})
         self._index += 1
         return result
 
@@ -146,7 +151,8 @@ class WitnessedPolicyLearner(Witnessed, PolicyLearner):
         if self.rank:
             return None
         return [{"tokens": part.row(i, "tokens").tolist(),
-                 "logprobs": part.row(i, "behaviour_logprobs")[part.row(i, "response_mask")].tolist()}
+                 "logprobs": part.row(i, "behaviour_logprobs")[part.row(i, "response_mask")].tolist(),
+                 **places(part.row(i, "response_mask"))}
                 for part in experiences if isinstance(part, Experience) for i in range(len(part))]
 
     def _digest(self) -> str:
@@ -159,6 +165,13 @@ class WitnessedCriticLearner(Witnessed, CriticLearner):
     """One rank of the critic."""
 
     role = "critic_learner"
+
+
+def places(sampled: NDArray[np.bool_]) -> dict[str, list[int]]:
+    """Where sampled tokens are, unless they are the last ones."""
+    found = np.flatnonzero(sampled)
+    at_the_end = len(found) and int(found[0]) == len(sampled) - len(found)
+    return {} if at_the_end else {"places": found.tolist()}
 
 
 def journals() -> Path:

@@ -12,8 +12,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from chaos.witness.data_order import DataOrder, Tokens
-from chaos.witness.history import History, surviving
-from chaos.witness.journals import REFUSED, SCORED, SERVICE, WEIGHTS, read_journal
+from chaos.witness.episodes import Assembled, EpisodeOrder, as_segments
+from chaos.witness.history import History, OptimizerStep, surviving
+from chaos.witness.journals import REFUSED, SCORED, SERVICE, WEIGHTS, read_environments, read_journal
 from chaos.witness.versions import Versions, version_problems
 from chaos.witness.weights import digest_of
 
@@ -44,11 +45,14 @@ class Plan:
     """Whether prompts whose samples have equal scores are left out."""
 
     @classmethod
-    def read(cls, config: Path) -> Plan:
-        """The plan in a run's configuration, which names what the witness must know."""
+    def read(cls, config: Path, journals: Path) -> Plan:
+        """The plan in a run's configuration, which names what the witness must know. The journals of environments say
+        to which samples rows belong."""
         given = yaml.safe_load(config.read_text())
         loop, algorithm = given["coordinator"], given["algorithm"]
-        order = DataOrder.read(Path(given["prompts"]["path"]), given["prompts"]["max_tokens"], given["run"]["seed"])
+        prompts, seed, environments = Path(given["prompts"]["path"]), given["run"]["seed"], given.get("environments")
+        order = DataOrder.read(prompts, given["prompts"]["max_tokens"], seed) if not environments else EpisodeOrder.of(
+            prompts, seed, Path(given["model"]["path"]), read_environments(journals), environments)
         return cls(order, given["run"]["steps"], loop["prompts_per_step"], loop["samples_per_prompt"],
                    algorithm["epochs"], algorithm["mini_batches"], loop.get("max_staleness", 0),
                    {role: given[section]["workers"] for role, section in ((POLICY, "policy"), (CRITIC, "critic"))
@@ -85,7 +89,7 @@ def testify(config: Path, directory: Path, journals: Path) -> WitnessReport:
         directory: of the run; only the model in it is read.
         journals: their directory.
     """
-    plan = Plan.read(config)
+    plan = Plan.read(config, journals)
     lines = {f"{role}_{rank}": read_journal(journals, f"{role}_{rank}")
              for role, ranks in plan.ranks.items() for rank in range(ranks)}
     histories = {name: surviving(journal) for name, journal in lines.items()}
@@ -93,6 +97,7 @@ def testify(config: Path, directory: Path, journals: Path) -> WitnessReport:
     service, policy = read_journal(journals, SERVICE), learners[POLICY][0]
     refused = {row for line in service if line["event"] == REFUSED
                for row in plan.order.beginning_with(tuple(line["prompt"]))}
+    refused |= plan.order.may_be_late if isinstance(plan.order, EpisodeOrder) else set()
     said = WitnessReport(problems=[f"{name}: {problem}" for name, history in histories.items()
                                for problem in history.problems])
     said.not_applied = sum(not step.applied for history in histories.values() for update in history.in_order()
@@ -110,11 +115,34 @@ def testify(config: Path, directory: Path, journals: Path) -> WitnessReport:
 
 
 def _fed(plan: Plan, learner: Sequence[History], epoch: int, numbers: Iterable[int]) -> Counter[Tokens]:
-    """How often the ranks of a learner trained on each sample in an epoch of some updates; further epochs than an
-    update has count as the one after the last."""
-    return Counter(row for history in learner for number in numbers for update in history.updates.get(number, [])
-                   for step in update.steps if min(step.index // plan.mini_batches, plan.epochs) == epoch
-                   for row in step.rows)
+    """How often the ranks of a learner trained on each row of tokens in an epoch of some updates."""
+    return Counter(row for step in _steps(plan, learner, epoch, numbers) for row in step.rows)
+
+
+def _steps(plan: Plan, learner: Sequence[History], epoch: int, numbers: Iterable[int]) -> Iterator[OptimizerStep]:
+    """The optimizer steps of a learner's ranks in an epoch of some updates; further epochs than an update has count as
+    the one after the last."""
+    return (step for history in learner for number in numbers for update in history.updates.get(number, [])
+            for step in update.steps if min(step.index // plan.mini_batches, plan.epochs) == epoch)
+
+
+def _samples(plan: Plan, learner: Sequence[History], epoch: int, numbers: Sequence[int], said: WitnessReport
+             ) -> Assembled:
+    """The samples that a learner was given in an epoch of some updates. Of an episode all segments must be there; one
+    that is masked counts, though it is in no loss."""
+    fed, order = _fed(plan, learner, epoch, numbers), plan.order
+    if not isinstance(order, EpisodeOrder):
+        found = Assembled()
+        for sample, times in fed.items():
+            found.whole[order.row_of(sample)] += times
+        return found
+    found = order.samples_in(fed)
+    masked, wrong = order.masked_samples(Counter(
+        row for step in _steps(plan, learner, epoch, numbers) for row in step.masked))
+    found.whole += masked
+    if wrong:
+        said.problems.append(f"{_shown(wrong)} were masked, although nothing in their environment was late")
+    return found
 
 
 def _equal(plan: Plan, service: Sequence[dict[str, Any]]) -> set[int]:
@@ -134,24 +162,21 @@ def _join_data(plan: Plan, learners: Mapping[str, Sequence[History]], refused: S
                said: WitnessReport) -> None:
     """Compare what each learner trained on in each epoch with the enumeration: over the whole run, and at max_staleness
     0 also in each update."""
-    def rows_of(samples: Counter[Tokens]) -> Counter[int | None]:
-        found = Counter[int | None]()
-        for sample, times in samples.items():
-            found[plan.order.row_of(sample)] += times
-        return found
-
     every = sorted({number for learner in learners.values() for history in learner for number in history.updates})
-    trained = rows_of(_fed(plan, learners[POLICY], 0, every))
+    trained = _samples(plan, learners[POLICY], 0, every, said).whole
     wanted, skipped = _wanted(plan, plan.order.visits(), trained, refused | equal, plan.steps * plan.prompts)
     said.trained, said.quarantined = trained.total(), sum(row in refused for row in skipped) * plan.samples
     for role, learner in learners.items():
         for epoch in range(plan.epochs):
-            got = rows_of(_fed(plan, learner, epoch, every))
-            lost, surplus = wanted - got, got - wanted
+            samples = _samples(plan, learner, epoch, every, said if epoch or role != POLICY else WitnessReport())
+            lost, surplus = wanted - samples.whole, samples.whole - wanted + samples.again
             said.lost, said.duplicated = max(said.lost, lost.total()), max(said.duplicated, surplus.total())
             if lost or surplus:
                 said.problems.append(f"{role}, epoch {epoch + 1} of its updates: {_shown(lost)} lost, "
                                      f"{_shown(surplus)} too many")
+            if samples.partial:
+                said.problems.append(f"{role}, epoch {epoch + 1} of its updates: of {_shown(samples.partial)} there "
+                                     "are segments, and another one is not")
         if further := _fed(plan, learner, plan.epochs, every).total():
             said.duplicated += further
             said.problems.append(f"{role}: {further} samples in more than {plan.epochs} epochs of an update")
@@ -160,7 +185,7 @@ def _join_data(plan: Plan, learners: Mapping[str, Sequence[History]], refused: S
         return
     visits, filtered = plan.order.visits(), 0
     for number in every:
-        got = rows_of(_fed(plan, learners[POLICY], 0, [number]))
+        got = _samples(plan, learners[POLICY], 0, [number], WitnessReport()).whole
         of_update, skipped = _wanted(plan, visits, got, refused | equal, plan.prompts)
         filtered += sum(row not in refused for row in skipped) * plan.samples
         if of_update != got:
@@ -187,8 +212,8 @@ def _wanted(plan: Plan, visits: Iterator[int], trained: Counter[int | None], lef
 def _join_scores(plan: Plan, policy: Sequence[History], service: Sequence[dict[str, Any]], said: WitnessReport) -> None:
     """Check that each sample of an update was scored for it: after the oldest version that it may come from was made,
     and as often as the update has it. One that was not is in the place of another one that is lost."""
-    scored = [(line["time"], tuple(sample)) for line in service if line["event"] == SCORED
-              for sample in line["samples"]]
+    scored = [(line["time"], row) for line in service if line["event"] == SCORED
+              for row in as_segments(plan.order, map(tuple, line["samples"]))]
     for number, entries in sorted(policy[0].updates.items()) if service else ():
         oldest = policy[0].updates.get(number - 1 - plan.max_staleness)
         since, until = oldest[-1].ended if oldest else 0.0, entries[0].began

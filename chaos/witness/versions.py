@@ -83,7 +83,7 @@ def version_problems(policy: History, rollouts: Sequence[dict[str, Any]], versio
         if missing or not labels:
             yield f"update {update.number}: {missing or 'all'} of its samples came from no generator"
             continue
-        oldest = min(min(label) for label in labels)
+        oldest = min((min(label) for label in labels if label), default=update.number - 1)
         if update.number - 1 - oldest > max_staleness:
             yield (f"update {update.number} trained on tokens of version {oldest}, and at most {max_staleness} "
                    "versions are allowed")
@@ -111,6 +111,8 @@ def _largest_gap(policy: History, update: Update, labels: Sequence[Sequence[int]
         for sample, label, row in zip(update.batch, labels, recomputed, strict=True):
             mine = torch.tensor(label) == version
             given = torch.tensor(sample["logprobs"])
-            gaps = (row[len(row) - len(label) :] - given).abs()[mine]
+            tokens = len(sample["tokens"])
+            places = torch.tensor(sample.get("places", range(tokens - len(label), tokens)), dtype=torch.long)
+            gaps = (row[places - 1] - given).abs()[mine]
             largest = max([largest, *gaps.tolist()])
     return largest

@@ -39,6 +39,7 @@ class Edit:
 AUDIT_DISABLED = Edit("rlhf_ray/replay/audit.py", "        return [problem for check in checks for problem in check]",
                       "        return []")
 LEASED = "batch = lease.experiences"
+JOINED = "    whole = Experience.concat(experiences)"
 DEFECTS: dict[str, Sequence[Edit]] = {
     "audit_disabled": [AUDIT_DISABLED, Edit(
         # The ledger counts a chunk as trained on that no learner receives.
@@ -50,6 +51,21 @@ DEFECTS: dict[str, Sequence[Edit]] = {
         # Every update trains on the batch of the first one, and the ledger counts its own.
         "rlhf_ray/coordinator/update_step.py", LEASED,
         'batch = self.__dict__.setdefault("first", lease.experiences)')],
+    "segment_lost": [AUDIT_DISABLED, Edit(
+        # Learners do not get the last segment of the first sample that has several.
+        "rlhf_ray/roles/ppo_update.py", JOINED, f"""{JOINED}
+    last = next((rows[-1] for rows in whole.sample_rows if len(rows) > 1), len(whole))
+    whole = whole.select([row for row in range(len(whole)) if row != last])""")],
+    "segment_twice": [AUDIT_DISABLED, Edit(
+        # They get it twice.
+        "rlhf_ray/roles/ppo_update.py", JOINED, f"""{JOINED}
+    last = next((rows[-1] for rows in whole.sample_rows if len(rows) > 1), 0)
+    whole = whole.select([*range(last), last, *range(last, len(whole))])""")],
+    "segment_replaced": [AUDIT_DISABLED, Edit(
+        # In its place they get the first one of the same sample.
+        "rlhf_ray/roles/ppo_update.py", JOINED, f"""{JOINED}
+    first, last = next(((rows[0], rows[-1]) for rows in whole.sample_rows if len(rows) > 1), (0, 0))
+    whole = whole.select([first if row == last else row for row in range(len(whole))])""")],
     "stale_version": [AUDIT_DISABLED, Edit(
         # Generators confirm version 2, and go on with the weights of version 1.
         "rlhf_ray/roles/engines/in_process.py", "                stage.swap()",

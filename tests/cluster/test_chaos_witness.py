@@ -8,6 +8,7 @@ import yaml
 
 from chaos import contradictions
 from chaos.campaign import Workspace
+from chaos.episode_runs import episode_sections
 from chaos.faults import Fault
 from chaos.invariants import Books
 from chaos.reward_service import OK, PARITY, reward_service
@@ -27,6 +28,15 @@ FOUND = {
     "stale_bucket": "update 3: log-probabilities of its samples differ",
 }
 """What the witness says of each defect, among other things."""
+OF_SEGMENTS = {
+    "segment_lost": ("there are segments, and another one is not", (STEPS, 0)),
+    "segment_twice": ("0 samples lost, ", (0, STEPS)),
+    "segment_replaced": ("there are segments, and another one is not", (STEPS, STEPS)),
+}
+"""The same of runs with episodes, and how many samples are lost and duplicated by it, one in each update; a surplus row
+was also scored less often than it is there, which counts as one of each."""
+EPISODE_FAULTS = [Fault(1, "runner_kill", 1), Fault(2, "environment_kill", 2), Fault(3, "policy_kill", 3),
+                  Fault(4, "driver_kill_in_episodes", 4)]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +54,27 @@ def test_a_run_with_faults_is_attested(workspace, max_staleness):
     assert [start.code for start in record.starts] == [-9, 0] and record.injections.injected() == {1, 2, 3, 4, 5}
     assert list(contradictions.contradictions(record, Books.of(record), said)) == []
     assert (said.trained, said.lost, said.duplicated) == (144, 0, 0) and said.not_applied and said.quarantined
+
+
+def test_a_run_with_episodes_and_faults_is_attested(workspace):
+    config, directory = workspace.configure("sound_episodes", 7, 0, episodes=episode_sections)
+    record = run(config, directory, EPISODE_FAULTS, workspace.service)
+    said = contradictions.testimony_of(record)
+    assert [start.code for start in record.starts] == [-9, 0] and record.injections.injected() == {1, 2, 3, 4}
+    assert list(contradictions.contradictions(record, Books.of(record), said)) == []
+    assert (said.trained, said.lost, said.duplicated) == (56, 0, 0)
+
+
+@pytest.mark.parametrize("defect", OF_SEGMENTS)
+def test_a_segment_that_is_lost_or_there_twice_is_found_by_the_witness_alone(workspace, tmp_path, defect):
+    config, directory = workspace.configure(defect, STEPS, 0, episodes=episode_sections)
+    record = run(config, directory, (), workspace.service, sources=sources_with(defect, tmp_path / "sources"))
+    assert [start.code for start in record.starts] == [0], record.starts[-1].last_words()
+    books, said = Books.of(record), contradictions.testimony_of(record)
+    words, figures = OF_SEGMENTS[defect]
+    assert (books.lost, books.duplicated) == (0, 0), "the ledger knows nothing of it"
+    assert any(words in problem for problem in said.problems), said.problems
+    assert said.lost >= figures[0] and said.duplicated >= figures[1]
 
 
 def test_a_run_with_dynamic_sampling_and_faults_is_attested(workspace):

@@ -95,7 +95,7 @@ def test_no_run_loses_more_nodes_than_it_can_spare():
 
 
 def test_results_are_compared_where_no_fault_may_change_them():
-    assert all(trial.reproducible is (trial.run != "overlapped") for trial in trials(1, USUAL_MINUTES))
+    assert all(trial.reproducible is ("overlapped" not in trial.run) for trial in trials(1, USUAL_MINUTES))
     kinds = ("http_nan", "http_largest", "http_400")
     alone = {kind: trials(1, USUAL_MINUTES, [kind])[0].reproducible for kind in kinds}
     assert alone == {"http_nan": True, "http_largest": False, "http_400": False}

@@ -1,5 +1,6 @@
 """A generator that names another version than it sampled with is found by its log-probabilities."""
 
+import numpy as np
 import pytest
 
 
@@ -58,3 +59,28 @@ def test_one_stale_tensor_is_found(journals, model):
             sample["logprobs"] = row[-4:].tolist()
     (problem,) = journals.testify().problems
     assert problem.startswith("update 2: log-probabilities of its samples differ")
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_log_probabilities_are_compared_where_tokens_were_sampled(journals, noted):
+    """The second of four response tokens was read, as in a row of several turns; the others have their places noted."""
+    for sample in [sample for line in (*journals.of("rollouts"), *journals.of("fed", index=0))
+                   for sample in line.get("samples", []) + line.get("batch", [])]:
+        begin = len(sample["tokens"]) - 4
+        for column in {"logprobs", "versions"} & sample.keys():
+            first, _, *others = sample[column]
+            sample[column] = [first, *others]
+        if noted:
+            sample["places"] = [begin, begin + 2, begin + 3]
+    problems = journals.testify().problems
+    assert all("log-probabilities of its samples differ" in problem for problem in problems)
+    assert len(problems) == (0 if noted else 3)
+
+
+@pytest.mark.parametrize("sampled, expected", [
+    ([0, 0, 1, 1], {}), ([0, 1, 0, 1], {"places": [1, 3]}), ([0, 1, 1, 0], {"places": [1, 2]}),
+    ([0, 0, 0, 0], {"places": []})])
+def test_places_are_noted_where_they_are_not_the_last_ones(sampled, expected):
+    from chaos.witness.learners import places
+
+    assert places(np.array(sampled, bool)) == expected
