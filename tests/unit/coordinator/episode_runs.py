@@ -102,6 +102,8 @@ class Runners(StandInGroup):
         self.made = 0
         """Calls of `play` so far."""
         self.open = 0
+        self.losses = 0
+        """Processes given up so far."""
         self.most = 0
         """Calls until the end of the step."""
         self.version = 0
@@ -113,6 +115,7 @@ class Runners(StandInGroup):
         return self.fences[rank].incarnation
 
     def give_up(self, rank, reason):
+        self.losses += self.fences[rank].closed is None
         self.fences[rank].close(reason)
 
     async def respawn(self, rank, reason):
@@ -283,14 +286,19 @@ class EpisodeRun:
         """As the pipeline's, within its bounds."""
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         before = self.runners.made - self.runners.open
+        losses = self.runners.losses - 1  # one may be under repair
         self.runners.most = before + self.most_calls
         self.check_ledger()
         try:
-            lease = await self._next_batch()
+            async with asyncio.timeout(self.longest_s(self.most_calls, self.most_calls)):
+                lease = await self._next_batch()
+        except TimeoutError:
+            raise AssertionError("a step waits, and makes no calls") from None
         finally:
             calls = self.runners.made - before
+            longest_s = self.longest_s(calls, self.runners.losses - losses)
             seconds = loop.time() - began
-            assert seconds <= (1 + calls) * self.longest_s, f"a step waited {seconds:.0f} s, for {calls} calls"
+            assert seconds <= longest_s, f"a step waited {seconds:.0f} s, with {calls} calls, and not {longest_s:.0f} s"
         if lease is None:
             assert self.pipeline.exhausted, "no batch, and prompts are left"
             return None
@@ -300,15 +308,14 @@ class EpisodeRun:
         self.trained |= set(lease.keys)
         return lease
 
-    @property
-    def longest_s(self):
-        """A call of a runner lasts until its deadline. If it is lost, and no other runner is up, one of them is up
-        again after so many restarts as are made at once, and a delayed one; or the run ends. Then its chunk is
-        scored."""
+    def longest_s(self, calls, losses):
+        """A call of a runner lasts until its deadline, and then its chunk is scored. After a loss, if no other runner
+        is up, one of them is up again after so many restarts as are made at once, and a delayed one; or the run
+        ends."""
         cluster = self.config.cluster
-        call_s = (episodes_deadline_s(self.config) + GRACE_S) * (1 + LINGER)
+        call_s = (episodes_deadline_s(self.config) + GRACE_S) * (1 + LINGER) + OTHERS * OTHER_S
         restart_s = OTHER_S + cluster.start_timeout_s + GRACE_S
-        return call_s + (cluster.max_restarts + 2) * restart_s + LONGEST_DELAY_S + OTHERS * OTHER_S
+        return (1 + calls) * call_s + losses * ((cluster.max_restarts + 2) * restart_s + LONGEST_DELAY_S)
 
     @property
     def most_calls(self):
