@@ -63,6 +63,7 @@ class WeightSync:
         self.phases = phases
         """The loop switches to `learning`; `publish` switches to `publishing` and `generation`."""
         self.config, self.roles = config, roles
+        self._idle_within_s = idle_within_s
         self.version = 0
         """The newest published version; generators load version 0 when they start."""
         self.confirmed: dict[int, int] = {}
@@ -76,7 +77,6 @@ class WeightSync:
         self._publication = 0
         """Number of the latest publication. It is unique, unlike a version, which repeats after a learner is lost."""
         self._direct = DirectSync(config.transport, roles, self._to_finish) if config.transport in DIRECT else None
-        self._idle_within_s = idle_within_s
         self._plan: WeightsPlan | None = None
         self._unchanged: Any = None
         """Reference to digests of the tensors that may be omitted; None before a whole publication was confirmed."""

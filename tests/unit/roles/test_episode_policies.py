@@ -356,6 +356,24 @@ def test_the_beginnings_of_an_episode_that_is_lost_with_its_neighbours_share_one
     assert (found.cause, world.opened) == ("error_timeout", 2)
 
 
+def test_a_runner_has_at_most_so_many_open_episodes_of_an_environment():
+    class Counted(World):
+        now = most = 0
+
+        async def open(self, row, seed, played=None):
+            self.now += 1
+            self.most = max(self.most, self.now)
+            await asyncio.sleep(0.001)
+            return self
+
+        async def close(self):
+            self.now -= 1
+
+    world = Counted(DONE)
+    assert len(play({"world": world}, Writer(CALL), rows=[{}] * 7, fields={"concurrency": 3}).episodes) == 7
+    assert world.most == 3
+
+
 def test_an_attempt_counts_its_turns_from_the_first_in_what_it_says():
     seen = []
 

@@ -44,7 +44,7 @@ def test_chunks_begun_again_are_dropped_before_their_ledger_is_closed(tmp_path):
         weights=SimpleNamespace(changing=changing, forget=forget), recovery=SimpleNamespace(restore=restore),
         state=SimpleNamespace(step=0, cursor=SimpleNamespace(position=[0])), open_keys=list,
         progress=SimpleNamespace(note=lambda _: None),
-        pipeline=SimpleNamespace(resume=lambda: done.append("resumed"), close=close,
+        pipeline=SimpleNamespace(resume=lambda: done.append("resumed"), close=close, journals=None,
                                  ledger=SimpleNamespace(close=lambda: done.append("ledger closed"), open_keys=set,
                                                         position=lambda: [0])),
         best=SimpleNamespace(resume=lost_learner), files=RunFiles(), make_generators_agree=make_generators_agree,
