@@ -145,8 +145,9 @@ def test_a_runner_a_generator_and_an_environment_that_are_stopped_change_nothing
               for step, worker in enumerate(("episode_runner", "generator", "environment"))]
     limits = {name: {**each, "timeout_s": {"step": 5}} for name, each in sections["environments"].items()}
     directory = play(configure, sections, tmp_path / "run", *faults, environments=limits,
-                     cluster={**sections["cluster"], "heartbeat_timeout_s": 6})
+                     cluster={"heartbeat_timeout_s": 6})
     assert audited(directory)["committed"] == 3 * 8
+    assert_the_same(directory, undisturbed)
     assert_nothing_left(directory)
     assert all(gone(pid) for fault in faults for pid in fault.pids)
 
