@@ -51,8 +51,8 @@ OTHERS = 8
 UPDATE_S = 100.0
 START_S, CALL_S = 40.0, 30.0
 """`cluster.start_timeout_s` and `cluster.call_timeout_s`."""
-DELAYS = 4
-"""Delayed restarts of one runner while a call to another lasts: the delays are 15, 30, 60 and 120 s."""
+DELAYS = 6
+"""Delayed restarts until the delay is the longest: 15, 30, 60, 120, 240 and 480 s."""
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,8 @@ class EpisodeRun:
             return prompts + len(self.calls) * (1 + prompts)
         visits = (prompts * (dynamic.max_batches if dynamic else 1) + self.rows) * self.rows
         losses = self.config.cluster.max_restarts + 1
-        return visits * losses * self.workers * (losses + DELAYS) * prompts
+        delays = DELAYS + int(episodes_deadline_s(self.config) / LONGEST_DELAY_S)
+        return visits * losses * self.workers * (losses + delays) * prompts
 
     def check_ledger(self):
         with closing(open_for_reading(self.ledger.path)) as db:
