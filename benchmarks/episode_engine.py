@@ -133,8 +133,9 @@ async def rate(runner: EpisodeRunner, recording: RecordingGenerator, number: int
     await play(runner, EPISODES, 1000 + EPISODES * number, epoch=1)
     episodes_s = time.perf_counter() - began
     calls = list(recording.calls)
+    episodes = list(recording.episodes.values())
     singles = [exactly(turns[0][0], turns[0][0].prompt[::-1], sum(len(one.tokens) for _, one in turns))
-               for turns in recording.episodes.values()]
+               for turns in episodes]
     assert len(singles) == EPISODES
     tokens = sum(len(completion.tokens) for _, completion, _ in calls)
     began = time.perf_counter()
@@ -142,9 +143,19 @@ async def rate(runner: EpisodeRunner, recording: RecordingGenerator, number: int
     single_s = time.perf_counter() - began
     read = sum(len(request.prompt) for request, _, _ in calls)
     return {"episodes": tokens / episodes_s, "single": tokens / single_s, "sampled": tokens, "read": read,
+            "computed_with_cache": sum(map(computed, episodes)),
             "read_again_without_cache": read - sum(len(single.prompt) for single in singles),
             "waiting_for_the_engine": sum(seconds for _, _, seconds in calls) / (EPISODES * episodes_s),
             "longest": max(len(request.prompt) + len(completion.tokens) for request, completion, _ in calls)}
+
+
+def computed(turns: Sequence[tuple[SampleRequest, Completion]]) -> int:
+    """Tokens of an episode's contexts that are in no whole block of an earlier turn."""
+    total = held = 0
+    for request, completion in turns:
+        total += len(request.prompt) - held
+        held = (len(request.prompt) + len(completion.tokens) - 1) // BLOCK * BLOCK
+    return total
 
 
 async def publication(

@@ -19,14 +19,14 @@ def test_ratios_are_of_the_same_row_and_the_value_is_their_median():
     assert found["publication_prefill"].value == 2.0
 
 
-def test_the_growth_of_open_episodes_is_from_the_first_round_to_the_last():
+def test_the_growth_of_open_episodes_is_from_the_second_round_to_the_last():
     """By hand: 100 + 20 MB with ten open and 110 + 20 with 30 is half a MB for each of the 20."""
     rows = [{"open": number, "runner_mb": runner, "hosts_mb": 20.0, "cpu_waiting": cpu} for number, runner, cpu in (
-        (10, 100.0, 0.0), (30, 110.0, 0.01), (10, 110.0, 0.0), (30, 123.0, 0.02))]
+        (10, 100.0, 0.0), (30, 110.0, 0.01), (10, 110.0, 0.0), (30, 123.0, 0.02), (10, 110.0, 0.0), (30, 180.0, 0.03))]
     found = episodes.of_open(rows)
-    assert found["open_episodes_growth"].value == pytest.approx(143 / 130) and not found["open_episodes_growth"].reached
+    assert found["open_episodes_growth"].value == pytest.approx(200 / 143) and not found["open_episodes_growth"].reached
     assert found["open_episodes_growth"].more["kb_per_episode"] == 512
-    assert found["open_episodes_cpu"].repeats == [0.01, 0.02] and found["open_episodes_cpu"].reached
+    assert found["open_episodes_cpu"].repeats == [0.01, 0.02, 0.03] and found["open_episodes_cpu"].reached
 
 
 def test_growth_compares_the_most_with_a_tenth_of_them():
