@@ -23,6 +23,7 @@ NAMES = (
     "publish",
     "async_speedup",
     "coordinator_scale",
+    "episodes",
     "vs_trl",
     "step_vs_parts",
     "first_token",

@@ -55,6 +55,13 @@ TITLES = {
     "coordinator_efficiency_256": "Throughput of 256 generators, compared with the ideal",
     "coordinator_ms_per_sample": "The coordinator's CPU time per sample",
     "coordinator_bytes_per_sample": "Bytes through the coordinator per sample",
+    "episode_turn": "A turn of an episode, compared with the engine alone",
+    "episodes_per_single": "Tokens per second of episodes of eight turns, compared with single responses",
+    "publication_prefill": "What open episodes read again after a publication, compared with the publication",
+    "open_episodes_growth": "Memory of 1,000 open episodes, the last round compared with the second",
+    "open_episodes_cpu": "CPU use of 1,000 open episodes that wait",
+    "episodes_growth_driver": "The driver's time per episode, 10,000 open compared with 1,000",
+    "episodes_growth_runner": "The runner's time per turn, 10,000 open compared with 1,000",
     "first_token_seconds": "From the command to the first token",
     "plan_memory_error": "Planned memory, compared with measured memory",
 }

@@ -319,10 +319,18 @@ class HealthMonitor:
             f"without completing a call in between: {error}", error.role)
 
     def _others_left(self, scheduler: GroupScheduler, rank: int) -> bool:
-        """Whether another worker of the group is available, or being restarted without a delay."""
+        """Whether another worker of the group is available, or being restarted without a delay. One that was lost again
+        after a delayed restart, and has completed no call since, does not count: otherwise workers that are lost in
+        turns, each in a call that lasts longer than the others' delays, would keep each other in use without end."""
         group = scheduler.group
-        return any((group.role, other) not in self._delayed for other in group.ranks
+        return any(not self._fails_on(scheduler, other) for other in group.ranks
                    if other == group.replica(other)[0] != rank)
+
+    def _fails_on(self, scheduler: GroupScheduler, rank: int) -> bool:
+        worker = (scheduler.group.role, rank)
+        restarts, completed = self._consecutive_restarts.get(worker, (0, 0))
+        lost_again = restarts > self._config.max_restarts + 1 and scheduler.finished[rank] == completed
+        return lost_again or worker in self._delayed
 
     async def _delay(self, loss: Loss, role: str, rank: int, reason: RLHFError, excess: int) -> None:
         """Wait before the next restart of a worker that cannot be replaced, the `excess`-th such wait in a row."""

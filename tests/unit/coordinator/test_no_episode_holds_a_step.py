@@ -25,9 +25,11 @@ def played(how="answers"):
                      st.booleans())
 
 
-CALLS = st.one_of(st.just(Played()), played(), played("loses"), st.builds(
-    Played, how=st.sampled_from(["dies", "hangs", "dies", "hangs", "breaks", "raises"]), part=PARTS))
-REPAIRS = st.builds(Repair, st.sampled_from(["starts", "dies", "hangs", "fails"]), PARTS)
+LOST = st.builds(Played, how=st.sampled_from(["dies", "hangs"]), part=PARTS)
+ERRORS = st.builds(Played, how=st.sampled_from(["breaks", "raises"]), part=PARTS)
+ALL_LEAVE = st.just(Played(("quarantine",)))
+CALLS = st.one_of(st.just(Played()), played(), played(), played("loses"), LOST, LOST, LOST, ERRORS)
+REPAIRS = st.builds(Repair, st.sampled_from(["starts", "dies", "hangs", "fails", "fails"]), PARTS)
 
 
 @st.composite
@@ -75,7 +77,7 @@ def go_on(run, saved):
     assert ended.error is None and (ended.step == run.config.run.steps or ended.exhausted)
 
 
-@proven(60)
+@proven(100)
 @given(config=configurations(), calls=st.lists(CALLS, min_size=4, max_size=30), repairs=st.lists(REPAIRS, max_size=8),
        workers=st.integers(1, 2), seed=st.integers(0, 2**16), rows=st.sampled_from([5, 10, 40]), bounded=st.booleans(),
        stop_at=st.none() | st.floats(0, 60) | st.floats(0, 2000))
@@ -90,8 +92,8 @@ def test_every_step_has_a_whole_batch_or_the_run_ends_with_what_it_had_saved(
             go_on(run, ended.saved)
 
 
-@proven(30)
-@given(config=configurations(prompts=2, staleness=1), calls=st.lists(CALLS, min_size=1, max_size=3),
+@proven(120)
+@given(config=configurations(prompts=2, staleness=1), calls=st.lists(CALLS | ALL_LEAVE | LOST, min_size=1, max_size=3),
        repairs=st.lists(REPAIRS, max_size=2), workers=st.integers(1, 2), seed=st.integers(0, 2**16),
        rows=st.integers(1, 4))
 def test_a_run_in_which_the_same_goes_wrong_again_and_again_ends(summary, config, calls, repairs, workers, seed, rows):

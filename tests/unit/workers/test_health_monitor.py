@@ -158,6 +158,32 @@ def test_one_that_is_missing_counts_as_so_and_the_last_that_is_left_ends_the_run
         run_in_virtual_time(run())
 
 
+def test_workers_lost_in_turns_in_calls_longer_than_the_delays_do_not_keep_each_other_in_use_without_end():
+    """Calls of 5,000 s begin 2,500 s apart, and the longest delay is 600 s. By hand, with one restart at once, a worker
+    is lost at the end of its first call, of the second and of the third, which follows a delayed restart: then it does
+    not count any more. The other one's next loss ends the run, in less than four calls and their delays."""
+    it = ReplacementHarness(workers=2, max_restarts=1)
+
+    async def behave(rank, method, *args):
+        if method == "generate":
+            await asyncio.sleep(5000)
+            raise lost(it.group, rank)
+
+    it.group.answer = behave
+
+    async def run():
+        asked = [asyncio.create_task(it.ask_all(1))]
+        await asyncio.sleep(2500)
+        asked.append(asyncio.create_task(it.ask_all(1)))
+        done, _ = await asyncio.wait(asked, timeout=200_000, return_when=asyncio.FIRST_COMPLETED)
+        assert done, "the calls go on and on"
+        assert asyncio.get_running_loop().time() < 2500 + 4 * (5000 + 60)
+        asked[0].result()
+
+    with pytest.raises(WorkerError, match="was lost once more after 1 restarts"):
+        run_in_virtual_time(run())
+
+
 def test_the_last_one_that_cannot_start_ends_the_run_with_its_own_words():
     it = ReplacementHarness(workers=1, doomed=[(0, "generate")], unrestartable=ModelError("the model is gone"))
     with pytest.raises(ModelError, match="the model is gone"):
