@@ -214,12 +214,12 @@ class Session:
             message = future.result() if answered else await self._overdue(process, call, future)
         finally:
             self.call = None
-        if message.get("exhausted"):
-            self._exhausted(process, message)
         if "error" in message:
+            if message["exhausted"]:
+                self._exhausted(process, message)
             raise EpisodeFailed("error_environment", with_lines(
                 f"{self._hosts.who} failed in {call}: {message['error']}", "", "Fix the environment"))
-        if message.get("snapshot") is not None:
+        if message["snapshot"] is not None:
             self.snapshot = message["snapshot"]
         return dict(message["answer"])
 
