@@ -127,26 +127,34 @@ async def turn(runner: EpisodeRunner, recording: RecordingGenerator, number: int
 
 
 async def rate(runner: EpisodeRunner, recording: RecordingGenerator, number: int) -> dict[str, float]:
-    """Sampled tokens a second of episodes side by side, and of single responses of the same lengths."""
+    """Sampled tokens a second of episodes side by side, and of single responses that sample and read as many tokens:
+    what the environment said in all turns is in their prompts."""
     recording.forget()
     began = time.perf_counter()
     await play(runner, EPISODES, 1000 + EPISODES * number, epoch=1)
     episodes_s = time.perf_counter() - began
     calls = list(recording.calls)
     episodes = list(recording.episodes.values())
-    singles = [exactly(turns[0][0], turns[0][0].prompt[::-1], sum(len(one.tokens) for _, one in turns))
-               for turns in episodes]
+    singles = [single(turns) for turns in episodes]
     assert len(singles) == EPISODES
     tokens = sum(len(completion.tokens) for _, completion, _ in calls)
     began = time.perf_counter()
-    await asyncio.gather(*(recording.call(None, [single]) for single in singles))
+    await asyncio.gather(*(recording.call(None, [each]) for each in singles))
     single_s = time.perf_counter() - began
     read = sum(len(request.prompt) for request, _, _ in calls)
     return {"episodes": tokens / episodes_s, "single": tokens / single_s, "sampled": tokens, "read": read,
             "computed_with_cache": sum(map(computed, episodes)),
-            "read_again_without_cache": read - sum(len(single.prompt) for single in singles),
+            "read_again_without_cache": read - sum(len(each.prompt) for each in singles),
             "waiting_for_the_engine": sum(seconds for _, _, seconds in calls) / (EPISODES * episodes_s),
             "longest": max(len(request.prompt) + len(completion.tokens) for request, completion, _ in calls)}
+
+
+def single(turns: Sequence[tuple[SampleRequest, Completion]]) -> SampleRequest:
+    """A request that samples as many tokens as all turns, after as many as they read, none of which is cached."""
+    request, completion = turns[-1]
+    sampled = sum(len(one.tokens) for _, one in turns)
+    read = len(request.prompt) + len(completion.tokens) - sampled
+    return exactly(request, request.prompt[:read][::-1], sampled)
 
 
 def computed(turns: Sequence[tuple[SampleRequest, Completion]]) -> int:
@@ -174,9 +182,9 @@ async def publication(
         else:
             await asyncio.gather(*(recording.call(None, [request]) for request in requests))
         seconds.append(time.perf_counter() - began)
-    _, warm_s, publish_s, cold_s = seconds
+    fill_s, warm_s, publish_s, cold_s = seconds
     tokens = sum(len(context) // BLOCK * BLOCK for context in contexts)
-    return {"tokens": tokens, "episodes": len(contexts), "warm_ms": 1e3 * warm_s, "publication_ms": 1e3 * publish_s,
+    return {"tokens": tokens, "episodes": len(contexts), "first_ms": 1e3 * fill_s, "warm_ms": 1e3 * warm_s, "publication_ms": 1e3 * publish_s,
             "cold_ms": 1e3 * cold_s, "prefill_ms": 1e3 * (cold_s - warm_s)}
 
 

@@ -57,7 +57,7 @@ TITLES = {
     "coordinator_bytes_per_sample": "Bytes through the coordinator per sample",
     "episode_turn": "A turn of an episode, compared with the engine alone",
     "episodes_per_single": "Tokens per second of episodes of eight turns, compared with single responses",
-    "publication_prefill": "What open episodes read again after a publication, compared with the publication",
+    "publication_prefill": "Open episodes after a publication, compared with reading them first",
     "open_episodes_growth": "Memory of 1,000 open episodes, the last round compared with the second",
     "open_episodes_cpu": "CPU use of 1,000 open episodes that wait",
     "episodes_growth_driver": "The driver's time per episode, 10,000 open compared with 1,000",

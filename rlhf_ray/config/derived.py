@@ -292,9 +292,8 @@ def episodes_deadline_s(config: PPOConfig) -> float:
 def episode_kind(config: PPOConfig) -> str:
     """What episodes of two configurations must have in common to be continued with each other's turns, as JSON: all
     that decides what is sampled and how an environment answers, but no deadline and no number of processes."""
-    aside = {"timeout_s", "concurrency", "processes", "isolated", "memory_mib", "on_failure"}
-    environments = {name: each.model_dump(mode="json", exclude=aside) | {"parse": each.on_failure.parse}
-                    for name, each in config.environments.items()}
+    aside = {"timeout_s", "concurrency", "processes", "isolated", "memory_mib"}
+    environments = {name: each.model_dump(mode="json", exclude=aside) for name, each in config.environments.items()}
     return json.dumps([config.run.seed, config.model.path, config.episode_runner.column,
                        config.generator.sampling.model_dump(mode="json"), environments])
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, TypeVar
 
 from rlhf_ray.config.derived import Derived
@@ -150,9 +151,11 @@ class Evaluator:
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Measured | UnscoredSamples:
         """One chunk, measured (what was measured stays in the object store), or which of its samples have no score."""
 
+        times = count()
+
         async def measured() -> Measured:
             chunk = Chunk.outside(keys)
-            await self._rollouts.generate(chunk)
+            await self._rollouts.generate(chunk, repeated=next(times) > 0)
             columns = await self._calls.score([chunk], held_out=True)
             part = await self._roles.dispatcher(self._roles.assembler).call(
                 Assembler.measure, keep_texts, chunk.rollout, columns["rewards"], columns.get("reference"),

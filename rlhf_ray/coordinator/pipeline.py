@@ -247,7 +247,7 @@ class Pipeline:
         while True:
             try:
                 if chunk.rollout is None:
-                    linger_s = await self._generate(chunk)
+                    linger_s = await self._generate(chunk, repeated=losses > 0)
                 elif staying is not None:
                     chunk.rollout = await self._calls.samples_of(chunk.rollout, staying)
                     staying = None
@@ -272,7 +272,7 @@ class Pipeline:
                 break
         self.admit()
 
-    async def _generate(self, chunk: Chunk) -> float:
+    async def _generate(self, chunk: Chunk, repeated: bool) -> float:
         """Generate a chunk, by another generator if one is lost; then admit others, because its generator is free.
         Returns how long the chunk may wait for others to be scored with, in seconds."""
         began = self._roles.clock.now()
@@ -282,7 +282,7 @@ class Pipeline:
             await self.ledger.settled()
 
         await self.ledger.settled()  # the attempt must be on disk before it starts
-        await self._rollouts.generate(chunk, again)
+        await self._rollouts.generate(chunk, again, repeated)
         self.ledger.generated(chunk.keys, chunk.generator)
         self._enter(chunk, Phase.SCORE)
         self.admit()

@@ -171,12 +171,14 @@ class RolloutSource:
         self._episodes = episodes
         self._dispatcher: WorkerDispatcher[Any] = generators if episodes is None else episodes.runners
 
-    async def generate(self, chunk: Chunk, again: Callable[[WorkerLost], Awaitable[None]] | None = None) -> None:
+    async def generate(self, chunk: Chunk, again: Callable[[WorkerLost], Awaitable[None]] | None = None,
+                       repeated: bool = False) -> None:
         """Fill in the chunk's `prompts`, `rollout` and `generator`; when a worker is lost, another one samples the
         chunk. If it is cancelled, the worker's call ends first, and so do the requests of its episodes.
 
         Args:
             again: awaited before each further attempt, with the error that ended the last one.
+            repeated: its rollout was lost.
 
         Raises:
             WorkerLost: an argument of the call is lost, and must be produced again.
@@ -185,21 +187,20 @@ class RolloutSource:
         """
         chunk.prompts = await self._prompts.read_for(chunk.keys)
         samples = len(chunk.keys)
-        lost = False
         while True:
             try:
-                call = await self._attempt(chunk, lost)
+                call = await self._attempt(chunk, repeated)
                 break
             except WorkerLost as error:
                 if self._dispatcher.lost(error, samples) is not Decision.RETRY:
                     raise
-                lost = True
+                repeated = True
                 if again is not None:
                     await again(error)
         chunk.rollout = call.ref
         chunk.generator = call.worker
 
-    async def _attempt(self, chunk: Chunk, again: bool) -> Call[Any]:
+    async def _attempt(self, chunk: Chunk, repeated: bool) -> Call[Any]:
         samples = len(chunk.keys)
         if self._episodes is None:
             return await self._generators.attempt(
@@ -207,7 +208,7 @@ class RolloutSource:
                 phase="generate", work=samples, ends_with_caller=True)
         return await self._episodes.runners.attempt(
             EpisodeRunner.play, chunk.prompts, chunk.keys, self._seed, self._sampling, self._episodes.held_out,
-            self._episodes.place(again),
+            self._episodes.place(repeated),
             phase="episodes", work=samples, deadline=self._episodes.deadline, ends_with_caller=True)
 
 
@@ -232,9 +233,9 @@ class EpisodeSource:
         return cls(roles.dispatcher(roles.runners), Deadline(episodes_deadline_s(config), "environments.*.timeout_s"),
                    held_out, journals)
 
-    def place(self, again: bool) -> JournalPlace | None:
-        """Where a call records its episodes; `again` as in `EpisodeJournals.place`."""
-        return None if self.journals is None else self.journals.place(again, self.held_out)
+    def place(self, repeated: bool) -> JournalPlace | None:
+        """Where a call records its episodes; `repeated` as in `EpisodeJournals.place`."""
+        return None if self.journals is None else self.journals.place(repeated, self.held_out)
 
 
 def chunks_at_a_time(config: GenerationConfig, generators: int) -> int:

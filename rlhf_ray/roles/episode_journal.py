@@ -6,7 +6,8 @@ writes to it. A journal is no truth: an episode without one begins again, and gi
 environment can be replayed. So its errors end no run, and it is written without fsync: it survives processes, not
 machines.
 
-    frame: format, crc32, length of the JSON, length of the arrays (4 bytes each) | JSON | arrays
+    file: format (4 bytes), 12 random bytes | frames
+    frame: crc32, length of the JSON, length of the arrays (4 bytes each) | JSON | arrays
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,9 +35,10 @@ from rlhf_ray.roles.engines.interface import Completion
 
 T = TypeVar("T")
 SUFFIX = ".journal"
-HEAD = struct.Struct("<4sIII")
+HEAD = struct.Struct("<III")
 FORMAT = b"EPJ1"
 """What another version of this package wrote is not read."""
+FILE_HEAD_BYTES = 16
 PATIENCE_S = 5.0
 """A disk that has not taken a record for so long hangs: the journal is given up."""
 KEPT_BYTES = 1 << 20
@@ -76,12 +81,12 @@ class Frame(NamedTuple):
         text = json.dumps([self.kind, self.scope, list(self.key.numbers), self.newest, self.facts,
                            [[name, each.dtype.str, len(each)] for name, each in arrays.items()]]).encode()
         body = b"".join([text, *(each.tobytes() for each in arrays.values())])
-        return HEAD.pack(FORMAT, zlib.crc32(body), len(text), len(body) - len(text)) + body
+        return HEAD.pack(zlib.crc32(body), len(text), len(body) - len(text)) + body
 
     @classmethod
     def decoded(cls, data: bytes) -> Frame:
         """The inverse of `encoded`."""
-        _, _, text, _ = HEAD.unpack_from(data)
+        _, text, _ = HEAD.unpack_from(data)
         at = HEAD.size + text
         kind, scope, key, newest, facts, layout = json.loads(data[HEAD.size:at])
         arrays = {}
@@ -119,7 +124,7 @@ class RecordedTurn:
     answer: dict[str, Any] | None
     """The fields of the `Step` that followed; None if none did, in the last turn of an episode that has ended."""
     snapshot: Any = None
-    """Of the environment after its answer, if it gives any."""
+    """Of the environment after its answer, if it gives any; of an episode that was read, only the newest."""
     interrupted: int = 0
     """How often the environment had been lost with neighbours in the process that recorded it."""
     age_s: float = 0.0
@@ -214,26 +219,29 @@ class Entry:
     version: int
     """Of the policy at a "start"; else 0."""
     path: Path
-    place: int
+    offset: int
     """Of its frame in the file, in bytes."""
     size: int
     crc: int
     """Of the frame: its file may have been rewritten since."""
+    failed: bool = False
+    """An "outcome" that may be another one when the environment is put right: it failed, or the prompt was left out."""
 
     @classmethod
-    def of(cls, frame: Frame, path: Path, place: int, data: bytes) -> Entry:
-        """Of a frame at a place of a file, where it is this data."""
+    def of(cls, frame: Frame, path: Path, offset: int, data: bytes) -> Entry:
+        """Of a frame at an offset of a file, where it is this data."""
         facts = frame.facts if frame.kind == "start" else {}
-        _, crc, _, _ = HEAD.unpack_from(data)
-        return cls(frame.kind, frame.newest, facts.get("attempt", 0), facts.get("version", 0), path, place, len(data),
-                   crc)
+        failed = frame.kind == "outcome" and (
+            frame.facts["cause"] == "error_environment" or frame.facts["use"] == "quarantine")
+        return cls(frame.kind, frame.newest, facts.get("attempt", 0), facts.get("version", 0), path, offset, len(data),
+                   HEAD.unpack_from(data)[0], failed)
 
     def read(self) -> bytes:
         """The frame. Raises OSError if it is not there any more."""
         with self.path.open("rb") as file:
-            file.seek(self.place)
+            file.seek(self.offset)
             data = _next_data(file)
-        if data is None or HEAD.unpack_from(data)[1] != self.crc:
+        if data is None or HEAD.unpack_from(data)[0] != self.crc:
             raise OSError(f"{self.path} was rewritten")
         return data
 
@@ -252,17 +260,19 @@ class JournalReader:
         self.entries: dict[tuple[str, SampleKey], list[Entry]] = {}
         """By scope and key, oldest first."""
         self._read = 0
-        self._inode = 0
+        self._head = b""
 
     def refresh(self) -> None:
-        """Read what was appended since the last time, or all of a file that was put in its place. A file that is gone
-        has no more."""
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._read:
+        """Read what was appended since the last time, or all of a file that was put in its place. A file that is gone,
+        or cannot be read, has no more."""
+        with suppress(OSError), self.path.open("rb") as file:
+            head = file.read(FILE_HEAD_BYTES)
+            if head != self._head:
                 self.entries.clear()
-                self._read = 0
-                self._inode = status.st_ino
+                self._read = FILE_HEAD_BYTES
+                self._head = head
+            if not head.startswith(FORMAT):
+                return
             file.seek(self._read)
             while (data := _next_data(file)) is not None:
                 frame = Frame.decoded(data)
@@ -276,8 +286,8 @@ def _next_data(file: BinaryIO) -> bytes | None:
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
-    mark, crc, text, arrays = HEAD.unpack(head)
-    if mark != FORMAT or text + arrays > os.fstat(file.fileno()).st_size:  # nothing is read for a damaged length
+    crc, text, arrays = HEAD.unpack(head)
+    if text + arrays > os.fstat(file.fileno()).st_size:  # nothing is read for a damaged length
         return None
     body = file.read(text + arrays)
     if len(body) < text + arrays or zlib.crc32(body) != crc:
@@ -307,7 +317,7 @@ def longest(candidates: Iterable[Sequence[Entry]], oldest: int) -> list[Entry]:
 def episode(entries: Sequence[Entry]) -> RecordedEpisode | None:
     """What the records of one attempt say, read from their file; None if there are none, or the file is gone."""
     found: RecordedEpisode | None = None
-    with suppress(OSError):
+    with suppress(OSError, KeyError, TypeError, ValueError):  # another version of this package may have written it
         for entry in entries:
             frame = Frame.decoded(entry.read())
             if frame.kind == "start":
@@ -317,7 +327,10 @@ def episode(entries: Sequence[Entry]) -> RecordedEpisode | None:
             elif frame.kind == "reset":
                 found = replace(found, reset=frame.facts)
             elif frame.kind == "turn":
-                found = replace(found, turns=[*found.turns, RecordedTurn.of(frame)])
+                turn, before = RecordedTurn.of(frame), found.turns
+                if turn.snapshot is not None:  # which may be large, and replaces those before
+                    before = [replace(each, snapshot=None) for each in before]
+                found = replace(found, turns=[*before, turn])
             else:
                 found = replace(found, outcome=RecordedOutcome(**frame.facts))
     if found is not None and found.outcome is None and found.turns and found.turns[-1].answer is None:
@@ -343,6 +356,10 @@ class Journal:
         """Nothing is recorded any more."""
         self._warn = warn
         self._thread = FileThread("episode journal", PATIENCE_S)
+        self._waiting: list[Frame] = []
+        self._next: Future[None] | None = None
+        """The job that writes what waits: all that comes until it begins, in one call. `_lock` guards both."""
+        self._lock = threading.Lock()
         # Of the thread:
         self._file = -1
         self._live: dict[tuple[str, SampleKey], list[Entry]] = {}
@@ -351,10 +368,17 @@ class Journal:
 
     async def append(self, *frames: Frame) -> None:
         """Record, and wait until the file has it."""
-        await self._run(self._append, frames)
+        if self._off:
+            return
+        with self._lock:
+            self._waiting += frames
+            if self._next is None:
+                self._next = self._thread.submit(self._append)
+            written = self._next
+        await self._wait(written)
 
     async def find(self, scope: str, key: SampleKey, oldest: int) -> RecordedEpisode | None:
-        """What the other files in the directory know of an episode.
+        """What this file and the others in the directory know of an episode.
 
         Args:
             oldest: see `JournalPlace`.
@@ -377,11 +401,11 @@ class Journal:
             self._thread.close()
 
     async def _run(self, job: Callable[..., T], *args: Any) -> T | None:
-        """The result of a job of the thread; None if it has failed."""
-        if self._off:
-            return None
+        return None if self._off else await self._wait(self._thread.submit(job, *args))
+
+    async def _wait(self, job: Future[T]) -> T | None:
         try:
-            return await self._thread.run(job, *args)
+            return await self._thread.wait(job)
         except DiskStalled:
             self._give_up(f"has made no progress for {PATIENCE_S:g} s")
         except OSError as error:
@@ -399,10 +423,14 @@ class Journal:
             os.close(self._file)
             self._file = -1
 
-    def _append(self, frames: Sequence[Frame]) -> None:
+    def _append(self) -> None:
+        with self._lock:
+            frames, self._waiting = self._waiting, []
+            self._next = None
         written = [frame.encoded() for frame in frames]
         if self._file < 0:
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            self._file = write_frames(self.path, ())
+            self._all_bytes = FILE_HEAD_BYTES
         _write(self._file, b"".join(written))
         for frame, data in zip(frames, written, strict=True):
             entry = Entry.of(frame, self.path, self._all_bytes, data)
@@ -415,13 +443,15 @@ class Journal:
         self._others = {path: self._others.get(path) or JournalReader(path) for path in paths}
         for reader in self._others.values():
             reader.refresh()
-        return episode(longest((reader.entries.get((scope, key), []) for reader in self._others.values()), oldest))
+        others = [reader.entries.get((scope, key), []) for reader in self._others.values()]
+        return episode(longest([self._live.get((scope, key), []), *others], oldest))
 
     def _forget(self, needed: Callable[[str, Sequence[Entry]], bool]) -> None:
         for each in list(self._live):
             if not needed(each[0], self._live[each]):
                 self._live_bytes -= sum(entry.size for entry in self._live.pop(each))
-        if self._all_bytes - self._live_bytes > (max(self._live_bytes, KEPT_BYTES) if self._live else 0):
+        forgotten = self._all_bytes - FILE_HEAD_BYTES - self._live_bytes
+        if self._file >= 0 and forgotten > (max(self._live_bytes, KEPT_BYTES) if self._live else 0):
             self._rewrite()
 
     def _rewrite(self) -> None:
@@ -431,10 +461,10 @@ class Journal:
             self._file = write_frames(self.path, (entry.read() for each in self._live.values() for entry in each))
         else:
             self.path.unlink(missing_ok=True)
-        self._all_bytes = 0
+        self._all_bytes = FILE_HEAD_BYTES
         for records in self._live.values():
             for i, entry in enumerate(records):
-                records[i] = replace(entry, place=self._all_bytes)
+                records[i] = replace(entry, offset=self._all_bytes)
                 self._all_bytes += entry.size
 
 
@@ -444,6 +474,7 @@ def write_frames(path: Path, encoded: Iterable[bytes]) -> int:
     unfinished.unlink(missing_ok=True)
     file = os.open(unfinished, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
     try:
+        _write(file, FORMAT + secrets.token_bytes(FILE_HEAD_BYTES - len(FORMAT)))
         for data in encoded:
             _write(file, data)
         unfinished.rename(path)
@@ -459,44 +490,6 @@ def _write(file: int, data: bytes) -> None:
         data = data[os.write(file, data):]
 
 
-class Adopted(NamedTuple):
-    """What a run that continues takes over from journals."""
-
-    episodes: int
-    """That go on, or had ended."""
-    turns: int
-    """Of them."""
-    discarded: int
-    """Turns that are played again, because a newer policy sampled them than the one that the run continues with."""
-
-
-def adopt(files: Iterable[Path], target: Path, version: int, oldest: int) -> Adopted:
-    """Copy the episodes of training that a run goes on with into a new file.
-
-    A turn is usable if the policy that the run continues with, or an earlier one, sampled it and all turns before it.
-
-    Args:
-        version: of that policy.
-        oldest: see `JournalPlace`.
-    """
-    attempts: dict[SampleKey, list[list[Entry]]] = {}
-    discarded = 0
-    for path in files:
-        reader = JournalReader(path)
-        reader.refresh()
-        for (scope, key), entries in reader.entries.items():
-            if scope == TRAINING:
-                last = last_attempt(entries)
-                newer = next((i for i, entry in enumerate(last) if max(entry.newest, entry.version) > version),
-                             len(last))
-                discarded += sum(entry.kind == "turn" for entry in last[newer:])
-                attempts.setdefault(key, []).append(last[:newer])
-    chosen = [best for candidates in attempts.values() if (best := longest(candidates, oldest))]
-    if chosen:
-        os.close(write_frames(target, (entry.read() for entries in chosen for entry in entries)))
-    return Adopted(len(chosen), sum(entry.kind == "turn" for entries in chosen for entry in entries), discarded)
-
-
 class Needed(NamedTuple):
     """Which episodes are needed still, of those that an episode runner has recorded."""
 
@@ -509,13 +502,12 @@ class Needed(NamedTuple):
     """Scope of the evaluation under way; "" for none."""
 
     def of(self, scope: str, records: Sequence[Entry]) -> bool:
-        """Whether an episode is open, or would be played again by a run that continues from the checkpoint: of its
-        tokens none is newer than that, and a step after it may train on them."""
+        """Whether an episode is open, or would be taken over by a run that continues from the checkpoint."""
         if scope != TRAINING:
             return scope == self.evaluation
         last = last_attempt(records)
         if not last:
             return False
         began = last[0].version
-        again = began >= self.committed - self.max_staleness and all(e.newest <= self.committed for e in last)
+        again = self.committed - self.max_staleness <= began <= self.committed
         return again or began >= self.version - self.max_staleness

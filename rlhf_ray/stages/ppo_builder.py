@@ -144,7 +144,8 @@ class CoordinatorBuilder:
             return None
         config = self.config
         return EpisodeJournals(self.directory.episodes, self.roles.runners, state, config.coordinator.max_staleness,
-                               episode_kind(config), self.directory.files.records, self.progress.note)
+                               episode_kind(config), self.directory.files.records, self.progress.note,
+                               self.directory.term.number if self.directory.term else 0)
 
     def _quarantine(self, ledger: Ledger) -> Quarantine | None:
         """The record of prompts without a score; None when such a prompt ends the run."""

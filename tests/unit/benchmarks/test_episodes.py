@@ -10,7 +10,7 @@ def test_ratios_are_of_the_same_row_and_the_value_is_their_median():
             {"episode_ms": 30.0, "engine_ms": 20.0, "within_ms": 29.0},
             {"episode_ms": 11.0, "engine_ms": 10.0, "within_ms": 10.5}]
     rates = [{"episodes": 90.0, "single": 100.0}]
-    published = [{"prefill_ms": 50.0, "publication_ms": 25.0, "tokens": 128, "episodes": 8}]
+    published = [{"cold_ms": 50.0, "first_ms": 25.0, "prefill_ms": 40.0, "tokens": 128, "episodes": 8}]
     found = episodes.of_turns({"turn": rows, "rate": rates, "publication": published},
                               {"rate": [{"episodes": 40.0, "single": 100.0}]})
     assert found["episode_turn"].repeats == pytest.approx([1.2, 1.5, 1.1]) and found["episode_turn"].value == 1.2

@@ -2,6 +2,7 @@
 nothing is kept that no run could train on any more."""
 
 import asyncio
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,7 +42,7 @@ def turn_of(*versions):
 class Run:
     """A run whose runners are journal writers."""
 
-    def __init__(self, root, max_staleness=0, kind="a", runners=1):
+    def __init__(self, root, max_staleness=0, kind="a", runners=1, term=0):
         self.root = root
         self.state = SimpleNamespace(step=0, published=0)
         self.files = FileThread("records", 10)
@@ -49,7 +50,7 @@ class Run:
         self.writers = {}
         self.group = StandInGroup("episode_runner", self.forget, workers=runners)
         self.journals = EpisodeJournals(root, self.group, self.state, max_staleness, kind, self.files,
-                                        self.notes.append)
+                                        self.notes.append, term)
 
     async def forget(self, rank, method, directory, needed):
         assert method == "forget"
@@ -59,7 +60,7 @@ class Run:
         await writer.forget(needed.of)
         return writer.path.name
 
-    async def play(self, key, *turns, rank=0, ended=False, **place):
+    async def play(self, key, *turns, rank=0, ended=False, cause="completed", use="train", **place):
         """Record an episode that a call now plays: a tuple of versions for each turn."""
         place = self.journals.place(**place)
         path = f"{place.directory}/runner-{rank}-{id(self)}.journal"
@@ -68,13 +69,13 @@ class Run:
         for versions in turns:
             await writer.append(turn_of(*versions).frame(place.scope, key))
         if ended:
-            await writer.append(RecordedOutcome("completed", "train", "", {}, None).frame(place.scope, key))
+            await writer.append(RecordedOutcome(cause, use, "", {}, None).frame(place.scope, key))
 
     async def step(self, committed):
         self.state.step += 1
         self.state.published = self.state.step
         await self.journals.step_over(committed)
-        await self.journals.step_over(committed)  # waits for the first
+        await self.journals._forgetting
 
     def known(self, scope="training"):
         """Key -> number of turns that journals on disk know."""
@@ -119,6 +120,11 @@ def test_a_continued_run_takes_over_the_turns_of_its_policy_and_discards_those_o
         await run.journals.begin(continues=True)
         assert run.known() == {0: 2, 1: 1}
         assert run.journals.place().look
+        at(run, 4)
+        assert run.journals.place().look and run.journals.place(evaluation=True).scope != "training"
+        at(run, 5)
+        assert not run.journals.place().look, "nothing of it can be trained on"
+        assert run.journals.place(repeated=True).look
         [directory] = run.root.iterdir()
         reader = JournalReader(directory / "adopted.journal")
         reader.refresh()
@@ -129,6 +135,80 @@ def test_a_continued_run_takes_over_the_turns_of_its_policy_and_discards_those_o
     run = run_with(tmp_path, second, max_staleness=1)
     assert run.notes == ["2 episodes go on from their journals, after 3 turns; 4 turns of newer policies are played "
                          "again"]
+
+
+def test_what_failed_is_played_again_and_what_a_deadline_ended_stays_so(tmp_path):
+    """The environment may have been put right before the run is resumed."""
+    ends = [("error_environment", "quarantine"), ("error_environment", "zero"), ("error_timeout", "quarantine"),
+            ("error_timeout", "mask"), ("truncated_turns", "train")]
+
+    async def first(run):
+        await run.journals.begin(continues=False)
+        for key, (cause, use) in zip(KEYS, ends, strict=False):
+            await run.play(key, (0,), ended=True, cause=cause, use=use)
+
+    async def second(run):
+        await run.journals.begin(continues=True)
+        assert run.known() == {3: 1, 4: 1}
+
+    run_with(tmp_path, first)
+    run_with(tmp_path, second)
+
+
+def test_a_directory_that_was_replaced_and_could_not_be_removed_is_not_read(tmp_path):
+    """Its turns are of policies of which the run, which went back to an older checkpoint, has made others since."""
+    async def first(run):
+        await run.journals.begin(continues=False)
+        at(run, 2)
+        await run.play(KEYS[2], (2,))
+
+    async def again(run):
+        at(run, 1)
+        await run.journals.begin(continues=True)
+        at(run, 2)
+        await run.play(KEYS[3], (2,))
+
+    async def last(run):
+        at(run, 2)
+        await run.journals.begin(continues=True)
+        assert run.known() == {3: 1}
+
+    run_with(tmp_path / "episodes", first)
+    [left] = (tmp_path / "episodes").iterdir()
+    shutil.copytree(left, tmp_path / left.name)
+    run_with(tmp_path / "episodes", again)
+    shutil.copytree(tmp_path / left.name, left)
+    run_with(tmp_path / "episodes", last)
+
+
+def test_a_driver_that_was_superseded_removes_nothing_of_its_successor(tmp_path):
+    async def successor(run):
+        await run.journals.begin(continues=False)
+        await run.play(KEYS[0], (0,))
+
+    async def superseded(run):
+        await run.journals.discard()
+        await run.journals.end()
+
+    run_with(tmp_path, successor, term=2)
+    run = run_with(tmp_path, superseded, term=1)
+    assert run.known() == {0: 1}
+
+
+def test_damaged_facts_are_those_of_no_configuration(tmp_path):
+    async def first(run):
+        await run.journals.begin(continues=False)
+        await run.play(KEYS[0], (0,))
+
+    async def second(run):
+        await run.journals.begin(continues=True)
+        assert run.known() == {}
+
+    for damaged in (b"", b"\xff\xfe", b"[1]", b"{}"):
+        run_with(tmp_path, first)
+        [facts] = tmp_path.glob("*/facts.json")
+        facts.write_bytes(damaged)
+        run_with(tmp_path, second)
 
 
 def test_nothing_is_taken_over_that_is_too_old_to_train_on(tmp_path):

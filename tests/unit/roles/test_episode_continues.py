@@ -27,7 +27,16 @@ from rlhf_ray.records import Prompts, SampleKey
 from rlhf_ray.roles import episode_journal
 from rlhf_ray.roles.engines.interface import Completion
 from rlhf_ray.roles.episode import TextTools, turn_seed
-from rlhf_ray.roles.episode_journal import HEAD, TRAINING, JournalPlace, JournalReader, Needed, episode, last_attempt
+from rlhf_ray.roles.episode_journal import (
+    FILE_HEAD_BYTES,
+    HEAD,
+    TRAINING,
+    JournalPlace,
+    JournalReader,
+    Needed,
+    episode,
+    last_attempt,
+)
 from rlhf_ray.roles.episode_runner import EpisodeRunner
 from tests.unit.roles import test_episode_policies as policies
 from tests.unit.roles.test_episode_policies import (
@@ -195,9 +204,9 @@ def recorded(path, scope=TRAINING):
 
 def frames_of(data):
     """Where each frame of a journal begins, and where the last one ends."""
-    places = [0]
+    places = [FILE_HEAD_BYTES]
     while places[-1] < len(data):
-        _, _, text, arrays = HEAD.unpack_from(data, places[-1])
+        _, text, arrays = HEAD.unpack_from(data, places[-1])
         places.append(places[-1] + HEAD.size + text + arrays)
     return places
 
@@ -518,7 +527,8 @@ def test_the_time_of_an_episode_is_that_of_all_processes_together(tmp_path, poli
                 journal.unlink()
         whole = recorded(lost)
         over = replace(whole, outcome=None, turns=[replace(whole.turns[0], age_s=9.0)])
-        lost.write_bytes(b"".join(frame.encoded() for frame in over.frames(TRAINING, KEY)))
+        head = lost.read_bytes()[:FILE_HEAD_BYTES]
+        lost.write_bytes(head + b"".join(frame.encoded() for frame in over.frames(TRAINING, KEY)))
         policy.asked.clear()
         [found] = (await play(policies.runner_of({"world": Slow()}, policy, given), tmp_path,
                               JournalPlace(directory, 0, 0, look=True))).episodes
