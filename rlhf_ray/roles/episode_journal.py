@@ -177,7 +177,8 @@ class RecordedEpisode:
 
     start: RecordedStart
     reset: dict[str, Any] | None = None
-    """The environment's answer to reset: messages, tools and observation; None if it had not answered."""
+    """The environment's answer to reset: messages, tools and observation, and its snapshot after it, if it gives any;
+    None if it had not answered."""
     turns: Sequence[RecordedTurn] = ()
     outcome: RecordedOutcome | None = None
     """How it ended; None for an episode under way."""
@@ -330,6 +331,8 @@ def episode(entries: Sequence[Entry]) -> RecordedEpisode | None:
                 turn, before = RecordedTurn.of(frame), found.turns
                 if turn.snapshot is not None:  # which may be large, and replaces those before
                     before = [replace(each, snapshot=None) for each in before]
+                    reset = {name: each for name, each in (found.reset or {}).items() if name != "snapshot"}
+                    found = replace(found, reset=reset or None)
                 found = replace(found, turns=[*before, turn])
             else:
                 found = replace(found, outcome=RecordedOutcome(**frame.facts))

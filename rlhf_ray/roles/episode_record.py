@@ -88,7 +88,7 @@ class EpisodeRecord:
             await self._append(*recorded.frames(self._place.scope, self._key))
 
     async def reset(self, answer: dict[str, Any]) -> None:
-        """Record the environment's answer to reset."""
+        """Record the environment's answer to reset, as in `RecordedEpisode.reset`."""
         if self._place is not None:
             await self._append(reset_frame(answer, self._place.scope, self._key))
 
@@ -143,7 +143,7 @@ class AttemptEnvironment:
         self._recorded = recorded
         self._steps: list[tuple[Reply, dict[str, Any]]] = []
         """That were answered from the record."""
-        self._snapshot: Any = None
+        self._snapshot: Any = (recorded.reset or {}).get("snapshot")
         self._open: OpenEnvironment | None = None
 
     @property
@@ -157,11 +157,12 @@ class AttemptEnvironment:
         return self._snapshot if self._open is None else self._open.snapshot
 
     async def start(self) -> dict[str, Any]:
-        """The answer to reset. Raises as `open`."""
+        """The answer to reset, as in `RecordedEpisode.reset`. Raises as `open`."""
         if self._recorded.reset is not None:
             return self._recorded.reset
         environment = await self.open()
-        answer = {**_fields(environment.start), "observation": environment.observation}
+        answer = {**_fields(environment.start), "observation": environment.observation,
+                  "snapshot": environment.snapshot}
         await self._record.reset(answer)
         return answer
 

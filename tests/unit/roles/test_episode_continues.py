@@ -115,7 +115,6 @@ class Talks:
 '''
 
 
-
 class Policy:
     """Generators that write a script, with log-probabilities and sampling masks that follow from the turn's seed."""
 
@@ -295,6 +294,27 @@ def test_runners_that_are_lost_one_after_the_other_while_a_turn_is_sampled_cost_
         assert policy.asked == [len(SCRIPT) - 1]
         calls = {"Till": ["reset", "call1", "call2", "reward"], "Keeps": ["reward"]}  # repeated, or restored
         assert (tmp_path / "done").read_text().split() == calls[name]
+
+    asyncio.run(live())
+
+
+def test_an_environment_that_has_answered_nothing_but_reset_is_restored_from_its_snapshot_after_that(
+        runner_of, tmp_path):
+    """It is not replayable, and the calls of the first turns could not be read."""
+    async def live():
+        policy = Policy((BROKEN, BROKEN, ADD % 2, "done"))
+        directory = directory_of(tmp_path, "run")
+        place = JournalPlace(directory, 0, 0, look=True)
+        async with runner_of(policy, "Keeps") as runner:
+            expected = await play(runner, tmp_path, None)
+            await lose(successor(runner), policy, tmp_path, place, 2)
+            assert recorded(only_journal(directory)).reset["snapshot"] == {"json": [str(tmp_path), 0, 0]}
+            (tmp_path / "done").unlink()
+            last = successor(runner)
+            assert_same(await play(last, tmp_path, place), expected, continued=1)
+        assert policy.asked == [2, 3] and (tmp_path / "done").read_text().split() == ["call1", "reward"]
+        ended = recorded(last._journal.path)
+        assert "snapshot" not in ended.reset and ended.turns[-1].snapshot is not None, "the newest one is kept"
 
     asyncio.run(live())
 
