@@ -26,6 +26,10 @@ Columns = dict[str, Any]
 with a reference for each rank of a learner, empty where no learner was called. A frozen scorer that the run does not
 have leaves its column out."""
 
+ENDING_S = 2.0
+"""Time for workers to end the calls for chunks that are under way when the run is over, or an evaluation is given up. A
+restart of the learners, during which generators and episode runners stay, waits for all of it."""
+
 
 class ChunkCalls:
     """Calls the roles for chunks, concurrently for any number of them. Has no state of chunks."""

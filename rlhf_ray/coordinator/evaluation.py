@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.coordinator.chunk_calls import ChunkCalls, Columns
+from rlhf_ray.coordinator.chunk_calls import ENDING_S, ChunkCalls, Columns
 from rlhf_ray.coordinator.episode_journals import EpisodeJournals
 from rlhf_ray.coordinator.rollout_source import EpisodeSource, PromptSource, RolloutSource, chunks_at_a_time
 from rlhf_ray.errors import RewardError, UnscoredSamples
@@ -138,15 +138,17 @@ class Evaluator:
                               f"{left_out[min(left_out)]}")
 
     async def _all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Results of all parts. When one fails, the others are cancelled, and end at the workers, which are needed
-        elsewhere."""
+        """Results of all parts. When one fails, or a stop is requested, the others are cancelled, and end at the
+        workers, which are needed elsewhere. One that hangs is not waited for longer than `ENDING_S`."""
         parts = [asyncio.ensure_future(part) for part in work]
-        try:
-            return await asyncio.gather(*parts)
+        try:  # if this is cancelled, a gather would wait until every part has ended
+            await asyncio.wait(parts, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [part for part in parts if part.done() and (part.cancelled() or part.exception())]
+            return [part.result() for part in failed or parts]
         finally:
             for part in parts:
                 part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
+            await asyncio.wait(parts, timeout=ENDING_S)
 
     async def _part(self, keys: list[SampleKey], keep_texts: int) -> Measured | UnscoredSamples:
         """One chunk, measured (what was measured stays in the object store), or which of its samples have no score."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhf_ray.config.derived import Derived, compared_components
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.coordinator.best_checkpoint import BestKeeper
-from rlhf_ray.coordinator.chunk_calls import ChunkCalls
+from rlhf_ray.coordinator.chunk_calls import ENDING_S, ChunkCalls
 from rlhf_ray.coordinator.episode_watch import EpisodeWatch
 from rlhf_ray.coordinator.evaluation import Evaluation, Evaluator
 from rlhf_ray.coordinator.pipeline import Pipeline
@@ -41,10 +41,6 @@ from rlhf_ray.replay.buffer import ReplayBuffer
 from rlhf_ray.replay.chunk import BufferStats, Lease, Place
 from rlhf_ray.workers.calls import traffic
 from rlhf_ray.workers.role_groups import RoleGroups
-
-ENDING_S = 2.0
-"""Time for generators and episode runners to end what is under way when the run is over. A restart of the learners,
-during which they stay, waits for all of it."""
 
 
 @dataclass

@@ -14,6 +14,9 @@ from rlhf_ray.user_code.loading import brief
 
 ANSWER_BYTES = 1 << 24
 """Longest valid answer."""
+MOST_NESTED = 100
+"""Lists and dicts of an answer that may be within each other. Python's json reads and writes fewer than 1,000, and an
+answer is part of a frame, of a record in a journal, and of a chat."""
 LARGEST_REWARD = 1e30
 """Rewards, and the numbers of `info`, are added up in single precision, whose largest number is 3.4e38."""
 STEP_TUPLE = ("messages", "reward", "done", "truncated", "info")
@@ -88,7 +91,7 @@ def plain_messages(messages: Any, who: str) -> list[dict[str, Any]]:
         characters += len(message.get("content") or "")
         if characters > ANSWER_BYTES:
             raise ValueError(f"the messages of {who} have {characters} characters, and may have {ANSWER_BYTES}")
-        _json(message, f"message {place} of {who}")
+        _shallow_json(message, f"message {place} of {who}")
     return list(messages)
 
 
@@ -102,7 +105,7 @@ def plain_snapshot(value: Any) -> dict[str, Any]:
         plain = {"base64": base64.b64encode(value).decode()}
         size = len(plain["base64"])
     else:
-        text = _json(value, "the result of snapshot")
+        text = _shallow_json(value, "the result of snapshot")
         if json.loads(text) != value:
             raise TypeError(f"snapshot returned {brief(value)}, which JSON gives back changed (tuples become lists, "
                             "and keys text); return lists, dicts with text as keys, texts, finite numbers, or bytes "
@@ -154,7 +157,7 @@ def _plain_tools(tools: Any) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise TypeError(f"tool {place} of reset is {brief(tool)}, which must be a JSON schema with function.name "
                             "(transformers.utils.get_json_schema)")
-        _json(tool, f"tool {place} of reset")
+        _shallow_json(tool, f"tool {place} of reset")
     return list(tools)
 
 
@@ -181,10 +184,37 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def _shallow_json(value: Any, who: str) -> str:
+    """As `_json`, of what is sent as it is.
+
+    Raises:
+        ValueError: it is nested deeper than `MOST_NESTED`.
+    """
+    text = _json(value, who)
+    if text.count("[") + text.count("{") > MOST_NESTED and _nested_too_deep(value):
+        raise _too_deep(value, who)
+    return text
+
+
+def _nested_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_NESTED):
+        containers = [each for each in level if isinstance(each, dict | list | tuple)]
+        level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(each, dict | list | tuple) for each in level)
+
+
+def _too_deep(value: Any, who: str) -> ValueError:
+    return ValueError(f"{who} is {brief(value)}, with more than {MOST_NESTED} lists and dicts within each other; "
+                      "return it flatter, or as text")
+
+
 def _json(value: Any, who: str) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode()  # half of a surrogate pair is no character
         return text
-    except (TypeError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise _too_deep(value, who) from None
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{who} is {brief(value)}, which JSON cannot hold: {error}") from None

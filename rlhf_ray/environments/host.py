@@ -88,7 +88,7 @@ class Host:
             if request["call"] in ("reset", "restore") and not self._begin(number):
                 continue
             if request["call"] == "close" and number not in self._threads:  # it did not begin
-                self.send({"episode": number, "answer": {}})
+                self.send({"episode": number, "answer": {}, "snapshot": None})
                 continue
             self._threads[number].requests.put(request)
             if request["call"] == "close":
@@ -114,8 +114,8 @@ class Host:
         body = json.dumps(message)
         if len(body) > ANSWER_BYTES:
             snapshot = " with its snapshot" if message.get("snapshot") else ""
-            message = {"episode": message["episode"], "error": f"it answered with {len(body)} bytes{snapshot}, and may "
-                                                               f"answer with {ANSWER_BYTES}"}
+            error = f"it answered with {len(body)} bytes{snapshot}, and may answer with {ANSWER_BYTES}"
+            message = {"episode": message["episode"], "error": error, "exhausted": ""}
         with self._sending:
             send(self._channel, message)
 
@@ -158,11 +158,11 @@ class EpisodeThread(threading.Thread):
                 return {"answer": self._episode.step(**arguments), "snapshot": self._episode.snapshot()}
             if call == "restore":
                 self._episode.restore(**arguments)
-                return {"answer": {}}
+                return {"answer": {}, "snapshot": None}
             if call == "reward":
-                return {"answer": {"reward": self._episode.reward()}}
+                return {"answer": {"reward": self._episode.reward()}, "snapshot": None}
             self._close()
-            return {"answer": {}}
+            return {"answer": {}, "snapshot": None}
         except BaseException as error:  # also SystemExit: it is reported and does not end the thread
             return {"error": describe(error), "exhausted": exhausted(error)}
 

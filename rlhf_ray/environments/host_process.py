@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal
 
 from rlhf_ray.environments.answers import ANSWER_BYTES
@@ -19,9 +20,22 @@ ANSWERING_S = 1.0
 """Time in which a process says where an episode hangs, unless C code holds the interpreter's lock."""
 FRAME_BYTES = ANSWER_BYTES + 1000
 """Longest answer with what is around it."""
+NO_ANSWER = (AnswerTooLong, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""Errors where the first message of a process is read, whose user's code writes to our socket."""
+SHOWN = 200
+"""Characters that an error shows of the keys of what is no answer."""
 
 Call = Literal["reset", "restore", "step", "reward", "close"]
 Answer = dict[str, Any]
+FIELDS: Mapping[Call, Mapping[str, type | UnionType]] = {
+    "reset": {"messages": list | None, "tools": list, "observation": str},
+    "restore": {},
+    "step": {"messages": list, "reward": float | int, "done": bool, "truncated": bool, "info": dict,
+             "tool_errors": int},
+    "reward": {"reward": float | int},
+    "close": {},
+}
+"""Of the answer to each call, with their types in JSON."""
 
 
 class HostLost(Exception):
@@ -58,7 +72,8 @@ class HostProcess:
         self._who, self._field, self._setup, self._spawn, self._on_lost = who, field, setup, spawn, on_lost
         self._process = UserProcess(who, printed)
         self._pid = 0
-        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._under_way: dict[int, tuple[Call, asyncio.Future[Answer]]] = {}
+        """By episode."""
         self._lines: dict[int, asyncio.Future[str]] = {}
         self.ready: asyncio.Task[Answer] = spawn(self._start())
         """The facts, once the user's code is loaded; raises EnvironmentFailed."""
@@ -83,8 +98,8 @@ class HostProcess:
         except TimeoutError:
             raise EnvironmentFailed(f"{self._field}.path: {self._who} was not imported within {IMPORT_S:g} s; its "
                                     "process was killed. Make the import faster") from None
-        except (asyncio.IncompleteReadError, ConnectionError):
-            ending = self.lost.ending if self.lost else await self._process.ending()
+        except (asyncio.IncompleteReadError, ConnectionError, *NO_ANSWER) as error:
+            ending = self.lost.ending if self.lost else await self._ending(error)
             raise EnvironmentFailed(f"{self._field}.path: {self._who} {ending} when it was imported. Fix the code, or "
                                     f"raise {self._field}.memory_mib={self._setup['memory_mib']}") from None
         finally:
@@ -99,18 +114,19 @@ class HostProcess:
         if self.lost is not None:  # not through this call
             future.set_exception(HostLost("neighbour", self.lost.ending))
             return future
-        self._answers[number] = future
+        self._under_way[number] = (call, future)
         self._process.send({"episode": number, "call": call, "given": given})
         return future
 
     def under_way(self, number: int) -> asyncio.Future[Answer] | None:
         """The answer to an episode's call, while it is awaited."""
-        return self._answers.get(number)
+        _, answer = self._under_way.get(number, (None, None))
+        return answer
 
     @property
     def calls(self) -> int:
         """Number of calls under way."""
-        return len(self._answers)
+        return len(self._under_way)
 
     @property
     def stopped(self) -> bool:
@@ -134,22 +150,36 @@ class HostProcess:
         try:
             while True:
                 self._take(json.loads(await self._process.receive(FRAME_BYTES)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            ending = await self._process.ending()
-        except (AnswerTooLong, ValueError, KeyError, TypeError) as error:  # the user's code writes to our socket
-            ending = f"sent what is no answer ({error})"
+        except Exception as error:  # it has ended, or the user's code writes to our socket
+            ending = await self._ending(error)
         self.give_up(HostLost("died" if self.calls == 1 else "unclear", ending))
 
-    def _take(self, message: Answer) -> None:
+    async def _ending(self, error: Exception) -> str:
+        """Why it takes no more calls after an error when an answer was read, as the predicate of a message."""
+        if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+            return await self._process.ending()
+        return f"sent what is no answer ({error})"
+
+    def _take(self, message: Any) -> None:
+        """Pass an answer on. Raises some error for anything else."""
         if "where" in message:
+            _require(message, {"where": int, "line": str})
             line = self._lines.pop(message["where"], None)
             if line is not None and not line.done():
                 line.set_result(message["line"])
         elif "tool" in message:
+            _require(message, {"tool": int, "name": str})
             self.tools[message["tool"]] = message["name"]
         else:
-            self.tools.pop(message["episode"], None)
-            answer = self._answers.pop(message["episode"])
+            number = message["episode"]
+            call, answer = self._under_way[number]
+            if "error" in message:
+                _require(message, {"episode": int, "error": str, "exhausted": str})
+            else:
+                _require(message, {"episode": int, "answer": dict, "snapshot": dict | None})
+                _require(message["answer"], FIELDS[call])
+            self.tools.pop(number, None)
+            del self._under_way[number]
             answer.set_result(message)
 
     def give_up(self, lost: HostLost) -> asyncio.Task[None] | None:
@@ -158,10 +188,22 @@ class HostProcess:
         if self.lost is not None:
             return None
         self.lost = lost
-        idle = lost.kind == "stopped" and not self._answers
-        for answer in self._answers.values():
+        idle = lost.kind == "stopped" and not self._under_way
+        for _, answer in self._under_way.values():
             answer.set_exception(lost)
             answer.exception()  # perhaps nobody waits for it any more
-        self._answers.clear()
+        self._under_way.clear()
         self._on_lost(self)
         return self._spawn(self._process.end(idle=idle))
+
+
+def _require(given: Mapping[str, Any], types: Mapping[str, type | UnionType]) -> None:
+    """
+    Raises:
+        TypeError: it has other keys, or values of other types.
+    """
+    if given.keys() != types.keys():
+        raise TypeError(f"its keys are {', '.join(given)[:SHOWN] or 'none'} in place of {', '.join(types)}")
+    for name, kind in types.items():
+        if not isinstance(given[name], kind):
+            raise TypeError(f"its {name} is a {type(given[name]).__name__}")

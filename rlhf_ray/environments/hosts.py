@@ -41,6 +41,9 @@ class Hosts:
         self.facts: EnvironmentFacts | None = None
         """Known after the start."""
         self.stopped = False
+        self.turns = asyncio.Semaphore(config.processes)
+        """Of the episodes whose call may be to blame for the loss of a process: so many at a time have a process of
+        their own, as one loss may have interrupted hundreds of calls."""
         self._processes: set[HostProcess] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 

@@ -2,8 +2,8 @@
 
 An episode that hangs is ended by killing its process; its neighbours there are brought back elsewhere: from their
 newest snapshot, or by repeating what the policy did. A call that was under way when a process died is repeated once in
-a process of its own, so that the one to blame is found, and a process that something else killed costs nothing. An
-episode that another runner has played is brought back in the same way.
+a process of its own, so that the one to blame is found, and a process that something else killed costs nothing; where
+several were under way, they take turns. An episode that another runner has played is brought back in the same way.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Session:
         self._hosts, self._number = hosts, number
         self._suspect = False
         """Its call may be to blame for the loss of a process, which `_ending` describes."""
+        self._has_turn = False
+        """It has one of `Hosts.turns`."""
         self._ending = ""
         self._lost = "lost its process"
         """Why it is brought back, as the predicate of messages."""
@@ -139,6 +141,7 @@ class Session:
         if self._suspect and self._process is not None:
             self._suspect = False
             self._process.alone = self._hosts.config.isolated
+            self._end_turn()
 
     async def _reopen(self) -> None:
         """Open it where it is not open, and bring it to where it was."""
@@ -146,6 +149,9 @@ class Session:
             self._leave()
         while self._process is None:
             hosts = self._hosts
+            if self._suspect and not hosts.config.isolated:  # an isolated one is not lost with others
+                await hosts.turns.acquire()
+                self._has_turn = True
             if hosts.stopped:
                 raise EpisodeFailed("error_environment", f"{hosts.who} was stopped")
             if not self._can_come_back:
@@ -208,12 +214,12 @@ class Session:
             message = future.result() if answered else await self._overdue(process, call, future)
         finally:
             self.call = None
-        if message.get("exhausted"):
-            self._exhausted(process, message)
         if "error" in message:
+            if message["exhausted"]:
+                self._exhausted(process, message)
             raise EpisodeFailed("error_environment", with_lines(
                 f"{self._hosts.who} failed in {call}: {message['error']}", "", "Fix the environment"))
-        if message.get("snapshot") is not None:
+        if message["snapshot"] is not None:
             self.snapshot = message["snapshot"]
         return dict(message["answer"])
 
@@ -281,6 +287,12 @@ class Session:
         if self._process is not None:
             self._hosts.leave(self._process, self._number)
             self._process = None
+        self._end_turn()
+
+    def _end_turn(self) -> None:
+        if self._has_turn:
+            self._has_turn = False
+            self._hosts.turns.release()
 
     def _pickled(self, given: dict[str, Any]) -> bytes:
         try:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.virtual_time import run_in_virtual_time
 from rlhf_ray.config.derived import derive, evaluation_metrics
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.stages import PPOConfig
@@ -200,6 +201,33 @@ def test_when_an_evaluation_is_over_early_generators_have_none_of_its_requests(p
         return began, harness.open
 
     assert asyncio.run(run()) == ((3, 0) if cancelled else (2, 0))
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_an_evaluation_that_is_over_early_waits_for_a_worker_that_hangs_as_long_as_the_end_of_a_run(
+        ppo_config, cancelled):
+    class Hangs(EvaluationHarness):
+        async def generate(self, rank, method, prompts, keys, seed, sampling):
+            if keys[0].row == 4 and not cancelled:
+                await asyncio.sleep(10)
+                raise RewardError("no score")
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(300)  # cluster.heartbeat_timeout_s
+
+    async def run():
+        began = asyncio.get_running_loop().time()
+        harness = Hangs(ppo_config(chunk=4, evaluation={"prompts": "e"}), rows=10)
+        measuring = asyncio.create_task(harness.evaluator.measure())
+        await asyncio.sleep(10)
+        if cancelled:
+            measuring.cancel()
+        with pytest.raises(asyncio.CancelledError if cancelled else RewardError):
+            await measuring
+        return asyncio.get_running_loop().time() - began
+
+    assert run_in_virtual_time(run()) == pytest.approx(12.0, abs=0.1)
 
 
 @pytest.mark.parametrize(("sampling", "told"), [

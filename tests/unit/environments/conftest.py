@@ -10,7 +10,7 @@ from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Reply
 
 OBEDIENT = r'''
-import asyncio, ctypes, os, re, signal, subprocess, sys, time
+import asyncio, ctypes, os, re, signal, struct, subprocess, sys, time
 
 class Strange(Exception):
     """Can be neither pickled nor shown."""
@@ -46,6 +46,13 @@ def chain(file):
 def flood():
     for _ in range(200): os.write(1, b"x" * 100_000)
 def throw(error): raise error
+def nested(levels):
+    value = []
+    for _ in range(levels - 1): value = [value]
+    return value
+def sends(frame):
+    """Answers in place of the process that it is in, and hangs."""
+    os.write(int(sys.argv[2]), struct.pack("!Q", len(frame)) + frame.encode()); time.sleep(600)
 
 class Counter:
     """Answers "SEED:COUNT" to each reply, after it has run the reply as code."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlhf_ray.environments.answers import (
+    MOST_NESTED,
     given_snapshot,
     plain_reward,
     plain_snapshot,
@@ -92,6 +93,30 @@ def test_a_value_whose_class_raises_is_refused_like_any_other():
         plain_reward(Worst(), "get_reward")
     with pytest.raises(TypeError, match="step returned Worst"):
         plain_step(Worst())
+
+
+def nested(levels, kind):
+    """So many lists or dicts within each other."""
+    value = kind()
+    for _ in range(levels - 1):
+        value = {"a": value, "b": 1} if kind is dict else [1, value]
+    return value
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+@pytest.mark.parametrize("of", [
+    lambda value: plain_step({"messages": [{**SAYS, "x": value}]}),
+    lambda value: plain_start(Start([{**SAYS, "x": value}])),
+    lambda value: plain_start(Start([SAYS], tools=[{"function": {"name": "f"}, "x": value}])),
+    lambda value: plain_snapshot({"x": value}),
+])
+def test_what_is_nested_too_deep_is_refused(of, kind):
+    of(nested(MOST_NESTED - 1, kind))  # the message, tool or snapshot is one more
+    wide = [nested(3, kind) for _ in range(MOST_NESTED)]
+    of(wide)
+    for levels in (MOST_NESTED, 900, 985, 5000):
+        with pytest.raises(ValueError, match="with more than 100 lists and dicts within each other; return it flatter"):
+            of(nested(levels, kind))
 
 
 def test_the_result_of_a_tool_is_text_as_it_is_or_json():

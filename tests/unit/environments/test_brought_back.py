@@ -9,11 +9,12 @@ import signal
 import pytest
 
 from rlhf_ray.environments import host_process
+from rlhf_ray.environments.hosts import Hosts
 from rlhf_ray.environments.protocol import Reply, ToolCall
 from rlhf_ray.environments.session import Played
 from rlhf_ray.errors import EpisodeFailed, ReplayDiverged
 from tests.gone import gone
-from tests.unit.environments.conftest import OBEDIENT, content, open_episodes, say, until
+from tests.unit.environments.conftest import OBEDIENT, calls, content, open_episodes, say, until
 
 KEEPS = """
     def snapshot(self): return [self.row, self.seed, self.count]
@@ -288,5 +289,85 @@ def test_a_process_that_is_killed_during_a_step_costs_nothing(pool_of):
             os.kill(pid, signal.SIGKILL)
             await until(lambda: gone(pid))
             assert content(await step) == "5:2" and environment.interrupted == 1
+
+    asyncio.run(live())
+
+
+async def interrupted_in(pool, pid, calls_of):
+    """Tasks of calls that were under way together when their process was killed."""
+    tasks = [asyncio.create_task(call) for call in calls_of]
+    await until(lambda: calls(pool) == len(tasks))
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: calls(pool) < len(tasks))
+    return tasks
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_calls_that_lost_one_process_are_repeated_in_as_many_at_a_time_as_are_configured(
+        pool_of, monkeypatch, processes):
+    alone = []
+    enter = Hosts.enter
+
+    def entered(hosts, number, own):
+        process = enter(hosts, number, own)
+        alone.append(sum(each.alone for each in hosts._processes))
+        return process
+
+    async def live():
+        async with pool_of(processes=1, timeout_s={"step": 60.0}) as pool:
+            opened = [await pool.open({}, seed) for seed in range(12)]
+            pid = int((await say(opened[0])).info["pid"])
+            pool._hosts.turns = asyncio.Semaphore(processes)
+            monkeypatch.setattr(Hosts, "enter", entered)
+            steps = await asyncio.gather(*await interrupted_in(
+                pool, pid, [say(each, "time.sleep(0.5)") for each in opened]))
+            assert [content(step) for step in steps] == ["0:2", *(f"{seed}:1" for seed in range(1, 12))]
+            assert [each.interrupted for each in opened] == [1] * 12
+            assert not pool._hosts.turns.locked() and not any(each.alone for each in pool._hosts._processes)
+
+    asyncio.run(live())
+    assert len(alone) == 12 and max(alone) == processes
+
+
+def test_a_call_that_waits_for_its_turn_may_be_cancelled(pool_of):
+    async def live():
+        async with pool_of(processes=1) as pool:
+            opened = [await pool.open({}, seed) for seed in range(3)]
+            pid = int((await say(opened[0])).info["pid"])
+            first, waits, last = await interrupted_in(pool, pid, [say(each, "time.sleep(1)") for each in opened])
+            await until(lambda: calls(pool) == 1)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await waits
+            assert not first.done() and not last.done() and opened[1].interrupted == 0
+            assert content(await first) == "0:2" and content(await last) == "2:1"
+
+    asyncio.run(live())
+
+
+@pytest.mark.parametrize("end", ["cancel", "close", "fail"])
+def test_an_episode_that_ends_in_its_turn_lets_the_next_one_have_it(pool_of, tmp_path, end):
+    began = tmp_path / "began"
+    repeated = "1 / 0" if end == "fail" else "time.sleep(1)"
+    code = f"{repeated} if os.path.exists({str(began)!r}) else (open({str(began)!r}, 'x').close(), time.sleep(600))"
+
+    async def live():
+        async with pool_of(processes=1, timeout_s={"step": 3.0}) as pool:
+            ends, other = [await pool.open({}, seed) for seed in range(2)]
+            pid = int((await say(other)).info["pid"])
+            tasks = [asyncio.create_task(say(ends, code)), asyncio.create_task(say(other, "time.sleep(1)"))]
+            await until(began.exists)
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: calls(pool) == 0)
+            await until(lambda: calls(pool) == 1)
+            if end == "fail":
+                with pytest.raises(EpisodeFailed, match="ZeroDivisionError"):
+                    await tasks[0]
+            else:
+                tasks[0].cancel()
+            if end == "close":
+                await ends.close()
+            assert content(await asyncio.wait_for(tasks[1], 20)) == "1:2"
+            await until(lambda: open_episodes(pool) == 1)
 
     asyncio.run(live())

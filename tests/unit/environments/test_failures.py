@@ -15,6 +15,9 @@ from tests.gone import gone
 from tests.unit.environments.conftest import OBEDIENT, calls, content, open_episodes, say, until
 
 SHORT = {"reset": 0.5, "step": 0.5}
+SENDS = ("import os, sys, struct; "
+         "(lambda frame: os.write(int(sys.argv[2]), struct.pack('!Q', len(frame)) + frame.encode()))")
+"""Code that sends a frame in place of the process that it is in."""
 
 
 async def with_neighbours(pool, code, busy="time.sleep(0.05)"):
@@ -90,6 +93,8 @@ def test_an_error_or_nonsense_in_a_step_fails_that_episode_alone(pool_of):
             "the messages of step have 200000000 characters, and may have 16777216",
         "[{'messages': [], 'done': 'x' * 200_000_000}]": "step returned list [{'messages': [], ",
         "{'messages': [{'role': 'user', 'content': '', 'more': 'x' * 20_000_000}]}": "it answered with 20000",
+        **{f"{{'messages': [{{'role': 'user', 'content': '', 'more': nested({levels})}}]}}":
+           "with more than 100 lists and dicts within each other" for levels in (100, 960, 5000)},
     }
 
     async def live():
@@ -106,6 +111,35 @@ def test_an_error_or_nonsense_in_a_step_fails_that_episode_alone(pool_of):
     for code, failure in asyncio.run(live()).items():
         assert failure.cause == "error_environment", code
         assert "failed in step: " in str(failure) and said[code] in str(failure)
+
+
+@pytest.mark.parametrize("frame, said", [
+    ('{"episode": 0}', "its keys are episode in place of episode, answer, snapshot"),
+    ('{"episode": 0, "exhausted": "memory"}', "its keys are episode, exhausted in place of episode, answer, snapshot"),
+    ('{"episode": 0, "error": 5, "exhausted": ""}', "its error is a int"),
+    ('{"episode": 0, "answer": 5, "snapshot": null}', "its answer is a int"),
+    ('{"episode": 0, "answer": {}, "snapshot": 5}', "its snapshot is a int"),
+    ('{"episode": 0, "answer": {}, "snapshot": null}', "its keys are none in place of messages, reward, done"),
+    ('{"episode": 0, "answer": {"messages": 3, "reward": 0, "done": true, "truncated": false, "info": {}, '
+     '"tool_errors": 0}, "snapshot": null}', "its messages is a int"),
+    ('{"episode": 7, "answer": {}, "snapshot": null}', "7"),
+    ('{"where": 0}', "its keys are where in place of where, line"), ('{"tool": [], "name": ""}', "its tool is a list"),
+    ("[" * 5000, "maximum recursion depth exceeded"), ("5", "int"), ('"x"', "str"), ("{", "Expecting"),
+])
+def test_what_is_no_answer_is_the_failure_of_the_one_that_sends_it(pool_of, frame, said):
+    async def live():
+        async with pool_of(processes=1) as pool:
+            environment, other = [await pool.open({}, seed) for seed in (0, 1)]
+            began = time.monotonic()
+            with pytest.raises(EpisodeFailed) as caught:
+                await say(environment, f"sends({frame!r})")
+            assert time.monotonic() - began < 4.5, "it need not wait for the limit of 5 s"
+            assert content(await say(other)) == "1:1"
+            return caught.value
+
+    failure = asyncio.run(live())
+    assert failure.cause == "error_environment"
+    assert "sent what is no answer (" in str(failure) and said in str(failure)
 
 
 def test_an_error_shows_the_users_line(pool_of):
@@ -522,6 +556,8 @@ async def program():
     ("raise SystemExit(3)", "Counter", "SystemExit: 3"),
     ("import os; os._exit(7)", "Counter", "ended its process with exit code 7 when it was imported"),
     ("x = bytearray(1 << 30)", "Counter", "MemoryError"),
+    (f"{SENDS}('[' * 5000)", "Counter", r"sent what is no answer \(maximum recursion depth"),
+    (f"{SENDS}('5')", "Counter", r"sent what is no answer \(.*int"),
 ])
 def test_code_that_cannot_be_used_is_refused_with_the_field_and_the_reason(pool_of, code, name, said):
     async def live():
