@@ -45,9 +45,11 @@ def order_file(injections: Path) -> Path:
     return injections.with_suffix(".environment_order")
 
 
-def order_failure(injections: Path, number: int, failure: str, environment: str = "") -> None:
-    """Order the next call of this environment, or of any, to fail. `number` is the fault's."""
-    _write(order_file(injections), {"fault": number, "failure": failure, "environment": environment})
+def order_failure(injections: Path, number: int, failure: str, environment: str = "", runner: int = 0) -> None:
+    """Order the next call of this environment, or of any, to fail. `number` is the fault's, `runner` the process whose
+    environments are meant; 0 for any."""
+    _write(order_file(injections), {
+        "fault": number, "failure": failure, "environment": environment, "runner": runner})
 
 
 def paused_file(injections: Path, number: int) -> Path:
@@ -94,7 +96,7 @@ class Played:
                 _log(injections, "confirmed", fault=given["fault"], state="killed again in the replay", seconds=0.0)
                 os.kill(os.getpid(), signal.SIGKILL)
         order = json.loads(_read(order_file(injections)) or "{}")
-        if not order or order["environment"] not in ("", self.environment):
+        if not order or order["environment"] not in ("", self.environment) or order["runner"] not in (0, os.getppid()):
             return
         failure = order["failure"]
         if failure == KILL_IN_RESET:

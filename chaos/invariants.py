@@ -23,7 +23,8 @@ from tests.cluster.resumed import CLOCKS, TRAFFIC, samples, steps, without
 
 TRIES = ("reward/failures/", "reward/failed_tries/")
 """Prefixes of the metrics that count failures of a reward service."""
-REPAIRED = ("episodes/retries", "episodes/interrupted", "episodes/continued", "episodes/restarted", "samples/bytes")
+REPAIRED = (*(f"{part}/{event}" for part in ("episodes", "eval")
+              for event in ("retries", "interrupted", "continued", "restarted")), "samples/bytes")
 """Metrics that say what was repaired of episodes; the files of samples say it, too."""
 EPISODES = "episodes"
 """Directory of the journals of episodes in that of the run."""

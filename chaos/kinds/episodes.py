@@ -36,6 +36,7 @@ UPDATES_UNTIL_COUNTED = 3
 """An episode that a fault hits is trained on within so many updates."""
 REPLACED_S = 120.0
 """Within this time a stopped runner must have been replaced."""
+RUNNER = "episode_runner"
 LATE = "cause/error_timeout"
 AGAIN = ("retries", "interrupted", "continued", "restarted")
 GONE_ON = ("continued", "restarted")
@@ -49,12 +50,8 @@ def counted(evidence: Evidence, injection: dict[str, Any], *events: str) -> bool
                if first <= row["step"] < first + UPDATES_UNTIL_COUNTED)
 
 
-async def open_episode(driver: DriverUnderTest, rank: int | None = None, doing: str = "") -> dict[str, Any]:
-    """Wait until an episode has played a turn, and the runner of this rank, or any, plays another one.
-
-    Args:
-        doing: what it must be doing, as `EpisodeRunner.activity` names it; anything if empty.
-    """
+async def waiting_episode(driver: DriverUnderTest) -> dict[str, Any]:
+    """Wait until an episode waits for a generator in its second turn or a later one."""
     from rlhf_ray.errors import RLHFError
     from rlhf_ray.roles.episode_runner import EpisodeRunner
     from rlhf_ray.workers.calls import Deadline
@@ -62,20 +59,37 @@ async def open_episode(driver: DriverUnderTest, rank: int | None = None, doing: 
     runners = driver.coordinator.roles.runners
     assert runners is not None, "the run has no episodes"
     while True:
-        for each in runners.ranks if rank is None else [rank]:
+        for each in runners.ranks:
             if (runners.role, each) in driver.coordinator.roles.health.down:
                 continue
             with suppress(RLHFError):
                 for episode in await runners.call(each, EpisodeRunner.activity, deadline=Deadline(ANSWER_S)).value():
-                    if episode["turn"] > 1 and doing in ("", episode["doing"]) and \
+                    if episode["turn"] > 1 and episode["doing"] == "a generator" and \
                             not driver.coordinator.state.unmeasured:
-                        return {**episode, "runner": each}
+                        return dict(episode)
         await asyncio.sleep(ASKED_EVERY_S)
 
 
 def in_words(episode: dict[str, Any]) -> str:
     """What an open episode does."""
     return f"an episode of row {episode['key'][1]} in turn {episode['turn']}, waiting for {episode['doing']}"
+
+
+async def pausing(driver: DriverUnderTest, fault: Fault, rank: int | None = None) -> Path:
+    """Order an environment to wait between two turns of an episode, of the runner of this rank, or of any; returns when
+    it does. It goes on when the file is removed, or after `environments.PAUSE_S`."""
+    from chaos.victims import is_up
+
+    place = driver.injections.path
+    paused = environments.paused_file(place, fault.number)
+    paused.unlink(missing_ok=True)
+    while True:
+        _, runner = (None, None) if rank is None else await worker_up(driver, RUNNER, rank)
+        environments.order_failure(place, fault.number, environments.PAUSE, runner=runner.pid if runner else 0)
+        while runner is None or is_up(runner):
+            if paused.exists():
+                return paused
+            await asyncio.sleep(POLL_S)
 
 
 # Environments
@@ -157,15 +171,14 @@ class EpisodeDeadline(EnvironmentFailure):
 class RunnerFault(WorkerFault):
     """A runner gets a signal while an episode is under way of which a turn is recorded."""
 
-    role: str = "episode_runner"
+    role: str = RUNNER
     phase: str = "episodes"
-    victim: str = "episode_runner"
+    victim: str = RUNNER
     state: str = "episodes under way"
 
     async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Wait for such an episode first."""
-        episode = await open_episode(driver, fault.rank)
-        await hit_worker(self, driver, fault, fault.rank, in_words(episode))
+        await hit_in_pause(self, driver, fault)
 
     def confirm(self, driver: DriverUnderTest, fault: Fault, process: psutil.Process) -> None:
         """A stopped one is woken up after it was replaced, if it is still there."""
@@ -203,6 +216,13 @@ async def hit_worker(kind: WorkerFault, driver: DriverUnderTest, fault: Fault, r
     driver.hit(group, rank, process)
     await kind.hit(driver, fault, group, process)
     kind.confirm(driver, fault, process)
+
+
+async def hit_in_pause(kind: WorkerFault, driver: DriverUnderTest, fault: Fault) -> None:
+    """Let a kind hit a runner while one of its episodes pauses, so that a turn of it is recorded."""
+    paused = await pausing(driver, fault, fault.rank)
+    await hit_worker(kind, driver, fault, fault.rank, "an episode is between two turns")
+    paused.unlink(missing_ok=True)
 
 
 def _wake_when_replaced(group: WorkerGroup[Any], rank: int, incarnation: int, process: psutil.Process) -> None:
@@ -252,6 +272,10 @@ class RunnerCutOff(NodeFault):
 
     cut_off: bool = True
 
+    async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
+        """Wait until a turn of one of its episodes is recorded."""
+        await hit_in_pause(self, driver, fault)
+
     def problem_after(self, evidence: Evidence, fault: Fault) -> str:
         """The node must have been away, and the episodes have gone on elsewhere."""
         injection = evidence.logged("injected", fault)
@@ -273,20 +297,8 @@ class GeneratorFault(WorkerFault):
     async def inject(self, driver: DriverUnderTest, fault: Fault) -> None:
         """Wait for an episode that waits for a generator in a further turn."""
         await worker_up(driver, self.role, fault.rank)
-        episode = await open_episode(driver, doing="a generator")
+        episode = await waiting_episode(driver)
         await hit_worker(self, driver, fault, fault.rank, in_words(episode))
-
-
-async def pausing(driver: DriverUnderTest, fault: Fault) -> Path:
-    """Order an environment to wait between two turns of an episode; returns when it does. It goes on when the file is
-    removed, or after `environments.PAUSE_S`."""
-    place = driver.injections.path
-    paused = environments.paused_file(place, fault.number)
-    paused.unlink(missing_ok=True)
-    environments.order_failure(place, fault.number, environments.PAUSE)
-    while not paused.exists():
-        await asyncio.sleep(POLL_S)
-    return paused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,11 +369,11 @@ KINDS = (
     _runner("kill_in_replay", "the runner that goes on with the episodes of one that was killed is killed", KILL,
             RunnerKilledInReplay),
     _runner("kill_in_evaluation", "an episode runner is killed in an evaluation", KILL, FaultInEvaluation,
-            role="episode_runner", phase="episodes", victim="episode_runner", state="evaluation", most_sightings=1,
+            role=RUNNER, phase="episodes", victim=RUNNER, state="evaluation", most_sightings=1,
             most_delay_s=0.1),
-    RunnerCutOff(name="runner_partition", mechanism="cut off", role="episode_runner", phase="episodes",
+    RunnerCutOff(name="runner_partition", mechanism="cut off", role=RUNNER, phase="episodes",
                  words="a node with an episode runner is cut off, and comes back after it was replaced",
-                 victim="node of an episode runner", state="episodes under way", most_delay_s=0.2,
+                 victim="node of an episode runner", state="episodes under way",
                  runs={"runner_nodes": 1}),
     BetweenTurns(name="generator_kill_between_turns", mechanism=MECHANISMS[KILL], signal=KILL,
                  words="a generator is killed while the environment of an episode answers",

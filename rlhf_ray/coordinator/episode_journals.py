@@ -133,8 +133,9 @@ class EpisodeJournals:
             evaluation: they are of an evaluation, and may have the keys of others.
         """
         version = self._state.published
-        return JournalPlace(str(self._directory.absolute()), version,
-                            version if evaluation else version - self._max_staleness,
+        # An update counts as soon as it is made: what the buffer would refuse then is not taken over again.
+        oldest = version if evaluation else self._state.step - self._max_staleness
+        return JournalPlace(str(self._directory.absolute()), version, oldest,
                             evaluation_of(version) if evaluation else TRAINING,
                             repeated or version <= self._adopted_until)
 

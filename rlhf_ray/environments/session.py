@@ -144,7 +144,18 @@ class Session:
             self._end_turn()
 
     async def _reopen(self) -> None:
-        """Open it where it is not open, and bring it to where it was."""
+        """Open it where it is not open, and bring it to where it was. Raises EpisodeFailed, ReplayDiverged."""
+        began = self._start is not None
+        try:
+            await self._enter_process()
+        except EpisodeFailed as error:
+            if not began or self._hosts.stopped:
+                raise
+            raise ReplayDiverged(f"the episode must begin again, since its environment {self._lost} and cannot be "
+                                 f"brought back: {error}") from error
+
+    async def _enter_process(self) -> None:
+        """`_reopen`, whose failure may be that of what was answered before."""
         if self._process is not None and self._process.lost is not None:
             self._leave()
         while self._process is None:

@@ -156,3 +156,9 @@ def test_an_environment_that_pauses_goes_on_when_it_may(injections, monkeypatch)
     environments.order_failure(injections.path, 2, environments.PAUSE)
     talk.step(Reply("two"))
     assert environments.paused_file(injections.path, 2).exists() and len(injections.read("confirmed")) == 1
+
+
+def test_an_order_for_another_runner_is_left_alone(injections):
+    environments.order_failure(injections.path, 1, environments.KILL, runner=1)
+    played("Talk")
+    assert injections.read() == [] and environments.order_file(injections.path).exists()

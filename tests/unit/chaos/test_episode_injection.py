@@ -1,6 +1,7 @@
 """Faults in episodes wait until an episode is where they need it, and hit the worker that they mean."""
 
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -91,22 +92,42 @@ def gone(pid):
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_runner_is_hit_in_a_later_turn_of_an_episode_of_its_own(driver, pids):
+async def paused_at(driver, runner, number=1):
+    """Let the environment of this runner obey the order to pause."""
+    place = driver.injections.path
+    while not environments.order_file(place).exists():
+        await asyncio.sleep(0.01)
+    order = json.loads(environments.order_file(place).read_text())
+    assert (order["failure"], order["runner"]) == ("pause", runner)
+    environments.paused_file(place, number).write_text("{}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_runner_is_hit_while_an_episode_of_its_own_pauses(driver, pids, rank):
     async def run():
-        runners = driver.coordinator.roles.runners
-        runners.doing = [[activity(3)], [activity(1)]]
-        task = await injecting(driver, "runner_kill", rank=1)
-        assert driver.injections.read() == [], "its own episode is in the first turn"
-        runners.doing[1] = WorkerLost("it does not answer")
-        await asyncio.sleep(0.1)
-        runners.doing[1] = [activity(1), activity(2, "the environment", 7)]
+        task = await injecting(driver, "runner_kill", rank=rank)
+        assert driver.injections.read() == []
+        await paused_at(driver, pids[rank])
         await over(driver, task)
 
     asyncio.run(run())
     (line,) = driver.injections.read("injected")
-    assert (line["role"], line["rank"], line["pid"]) == ("episode_runner", 1, pids[1])
-    assert line["state"] == "an episode of row 7 in turn 2, waiting for the environment"
-    assert [gone(pid) for pid in pids] == [False, True, False, False] and driver.injections.read("confirmed")
+    assert (line["role"], line["rank"], line["pid"]) == ("episode_runner", rank, pids[rank])
+    assert [gone(pid) for pid in pids[:2]] == [rank == 0, rank == 1] and driver.injections.read("confirmed")
+    assert not environments.paused_file(driver.injections.path, 1).exists()
+
+
+def test_the_order_is_given_again_where_the_runner_was_lost_meanwhile(driver, pids):
+    async def run():
+        task = await injecting(driver, "runner_kill")
+        psutil.Process(pids[0]).kill()
+        environments.order_file(driver.injections.path).unlink()
+        driver.coordinator.roles.runners.pids = [pids[1], pids[1]]
+        await paused_at(driver, pids[1])
+        await over(driver, task)
+
+    asyncio.run(run())
+    assert gone(pids[1])
 
 
 def test_the_runner_that_looks_into_journals_after_a_loss_is_hit(driver, pids):
@@ -149,7 +170,8 @@ def test_a_stopped_generator_s_episode_waits_for_it(driver, pids):
         runners.doing = [[activity(2, "the environment")], [activity(1)]]
         task = await injecting(driver, "generator_stop_in_turn")
         assert driver.injections.read() == []
-        runners.doing[1] = [activity(2)]
+        runners.doing[0] = WorkerLost("it does not answer")
+        runners.doing[1] = [activity(1), activity(2)]
         await over(driver, task)
 
     asyncio.run(run())
@@ -159,8 +181,8 @@ def test_a_stopped_generator_s_episode_waits_for_it(driver, pids):
 def test_a_stopped_runner_is_woken_up_when_it_was_replaced(driver, pids):
     async def run():
         runners = driver.coordinator.roles.runners
-        runners.doing = [[activity(2)], []]
         task = await injecting(driver, "runner_stop")
+        await paused_at(driver, pids[0])
         await task
         await asyncio.sleep(0.1)
         assert psutil.Process(pids[0]).status() == psutil.STATUS_STOPPED
@@ -194,7 +216,7 @@ def test_episodes_of_an_evaluation_do_not_count(driver):
     async def run():
         driver.coordinator.roles.runners.doing[0] = [activity(4)]
         driver.coordinator.state.unmeasured = 1
-        task = await injecting(driver, "runner_kill")
+        task = await injecting(driver, "generator_stop_in_turn")
         task.cancel()
 
     asyncio.run(run())

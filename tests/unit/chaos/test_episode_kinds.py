@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
+from chaos import invariants
 from chaos.campaign import RUNS, Workspace
-from chaos.invariants import _journals
 from chaos.kinds import KINDS
 from chaos.outcomes import outcomes, to_inject_again
 from rlhf_ray.config.load import load
@@ -100,11 +100,11 @@ def test_there_are_twelve_kinds_of_episodes_some_within_the_repair_of_another_fa
 
 
 def test_a_journal_of_an_episode_that_is_left_is_named(tmp_path):
-    assert list(_journals(tmp_path)) == []
+    assert list(invariants._journals(tmp_path)) == []
     (tmp_path / "episodes/1f").mkdir(parents=True)
     file = "episodes/1f/episode_runner-0.journal"
     (tmp_path / file).write_text("")
-    assert list(_journals(tmp_path)) == ["left behind: episodes/1f", f"left behind: {file}"]
+    assert list(invariants._journals(tmp_path)) == ["left behind: episodes/1f", f"left behind: {file}"]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -124,3 +124,14 @@ def workspace(tmp_path_factory):
         url = "http://127.0.0.1:9999"
 
     return Workspace.make(tmp_path_factory.mktemp("runs") / "runs", Service())
+
+
+@pytest.mark.parametrize("name, differs", [("episodes/continued", False), ("eval/interrupted", False),
+                                           ("episodes/turns", True), ("eval/failed", True)])
+def test_what_was_repaired_is_no_difference_from_the_undisturbed_run(run, tmp_path, monkeypatch, name, differs):
+    monkeypatch.setattr(invariants, "samples", lambda directory: [])
+    directories = [run.record.directory, tmp_path / "undisturbed"]
+    for number, directory in enumerate(directories):
+        directory.mkdir(exist_ok=True)
+        (directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": 1.0, name: number}) + "\n")
+    assert bool(list(invariants._differences(*directories))) is differs

@@ -300,6 +300,15 @@ def test_what_was_sampled_with_damaged_weights_is_taken_over_by_nobody(tmp_path)
     run_with(tmp_path, work)
 
 
+def test_nothing_is_taken_over_that_an_update_has_just_made_too_old(tmp_path):
+    async def work(run):
+        run.state.step, run.state.published = 5, 4
+        assert run.journals.place().oldest == 4
+        assert run.journals.place(evaluation=True).oldest == 4
+
+    run_with(tmp_path, work, max_staleness=1)
+
+
 def test_no_file_is_left_at_the_end(tmp_path):
     async def work(run):
         await run.journals.begin(continues=False)
