@@ -1,10 +1,11 @@
-"""The generators that receive one publication: the same call to all of them, without those that are lost."""
+"""The same call to all generators, without those that are lost: above all those that receive one publication."""
 
 import asyncio
 from collections.abc import Collection, Iterable
 from typing import Any, Literal, overload
 
 from rlhf_ray.errors import DamagedBucket, RLHFError, WorkerLost
+from rlhf_ray.observability.bottleneck import PUBLISH
 from rlhf_ray.roles.generator import Generator
 from rlhf_ray.workers.calls import AsyncMethod, Call, Deadline, Method, Result
 from rlhf_ray.workers.dispatcher import WorkerDispatcher, finished
@@ -12,9 +13,15 @@ from rlhf_ray.workers.health_monitor import Decision
 
 
 class BroadcastGroup:
-    """The receivers of a publication. A generator that is lost leaves the group, and the others continue."""
+    """The receivers of a publication, or of what prepares one. A generator that is lost leaves the group, and the
+    others continue."""
 
-    def __init__(self, dispatcher: WorkerDispatcher[Generator], ranks: Iterable[int]) -> None:
+    def __init__(self, dispatcher: WorkerDispatcher[Generator], ranks: Iterable[int], phase: str = PUBLISH) -> None:
+        """
+        Args:
+            phase: of the step that their working time counts for.
+        """
+        self._phase = phase
         self._dispatcher = dispatcher
         self.ranks = list(ranks)
         self.losses: list[WorkerLost] = []
@@ -70,7 +77,7 @@ class BroadcastGroup:
             WorkerLost: an argument of the call is lost.
         """
         try:
-            await finished(call, "publish", self._dispatcher.health.clock)
+            await finished(call, self._phase, self._dispatcher.health.clock)
         except WorkerLost as error:
             if not self._leaves(error):
                 raise

@@ -42,7 +42,7 @@ class Phases:
             WorkerError: a generator has open requests (`WeightSync.require_idle` waits for them).
         """
         if self._level:
-            asleep = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up)
+            asleep = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up, phase="sleep")
             await asleep.each(asleep.calls(Generator.sleep))
             self._asleep = set(asleep.ranks)
         await self._call_learners(Learner.reload_state)

@@ -121,10 +121,10 @@ class WeightSync:
         if self._idle_within_s is None:
             return
         waits = Deadline(2 * self._idle_within_s, "cluster.heartbeat_timeout_s")
-        receivers = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up)
-        answers = await receivers.each(receivers.calls(Generator.open_requests, self._idle_within_s, deadline=waits))
+        asked = BroadcastGroup(self._dispatcher, self._dispatcher.scheduler.up, phase="end_requests")
+        answers = await asked.each(asked.calls(Generator.open_requests, self._idle_within_s, deadline=waits))
         role = self._dispatcher.group.role
-        still_open = [f"{role}/{rank}: {answer}" for rank, answer in zip(receivers.ranks, answers, strict=True)
+        still_open = [f"{role}/{rank}: {answer}" for rank, answer in zip(asked.ranks, answers, strict=True)
                       if answer]
         if still_open:
             raise WorkerError(

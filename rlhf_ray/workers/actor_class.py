@@ -31,9 +31,10 @@ GIVE_BACK_LARGE = {**KEEP_MEMORY, "MALLOC_MMAP_MAX_": str(1 << 16), "MALLOC_MMAP
 """The same, except that blocks of 8 MiB and more are taken from the kernel and returned to it. Under ZeRO-3 whole
 weights are allocated and freed in a different order in each pass; kept memory fragments, and reached twice what is in
 use at a time."""
-MOST_ENDED = 10_000
-"""Ids of calls that were to be ended when the worker did not have them, because they had ended, or are still on their
-way; the oldest are forgotten."""
+MOST_CALLS = 10_000
+"""Calls that a worker with asynchronous methods has at a time; Ray lets further ones wait, also those that would end
+others. More than the open episodes of a run, each of which has one call at a generator. No more can be on their way, so
+of the ids of calls that were ended before the worker had them it remembers so many."""
 
 
 class CallerFence:
@@ -96,7 +97,8 @@ class EndableCalls:
         self._cancelled: set[str] = set()
         """Of the calls under way."""
         self._ended: OrderedDict[str, None] = OrderedDict()
-        """See `MOST_ENDED`."""
+        """Ids of calls that were to be ended when the worker did not have them, because they had ended, or are still on
+        their way; of more than `MOST_CALLS` the oldest are forgotten."""
 
     @contextmanager
     def around(self, call_id: str, method: str) -> Iterator[None]:
@@ -125,7 +127,7 @@ class EndableCalls:
         task = self._under_way.get(call_id)
         if task is None:
             self._ended[call_id] = None
-            if len(self._ended) > MOST_ENDED:
+            if len(self._ended) > MOST_CALLS:
                 self._ended.popitem(last=False)
             return
         if call_id not in self._cancelled:  # a second one would interrupt what it does to end

@@ -136,7 +136,6 @@ class Scaling:
         scheduler.notify()
         return left
 
-
     async def _warn_of_open_requests(self, scheduler: GroupScheduler, rank: int, wait_s: float) -> None:
         """Ask the engine itself, which episode runners call too: the driver hears of their calls later. What is open
         after `wait_s` seconds is generated again by others."""

@@ -12,16 +12,12 @@ from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_n
 from rlhf_ray.cluster.resource_pools import Pools, Seat
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import RLHFError
-from rlhf_ray.workers.actor_class import Process, actor_class, is_async, worker_environment
+from rlhf_ray.workers.actor_class import MOST_CALLS, Process, actor_class, is_async, worker_environment
 from rlhf_ray.workers.calls import AsyncMethod, Call, Deadline, Fence, Method, Result, Role, Startable, WorkerHandle
 from rlhf_ray.workers.heartbeat import count_at, forget, key_of
 
 KILLED_S = 2.0
 """Time for Ray to kill actors; Ray reports an actor that ends in another way as failed."""
-
-MOST_CALLS = 10_000
-"""Calls that a worker with asynchronous methods has at a time; Ray lets further ones wait, also those that would end
-others. More than the open episodes of a run, each of which has one call at a generator."""
 
 
 class WorkerGroup(Generic[Role]):

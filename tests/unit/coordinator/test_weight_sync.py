@@ -250,6 +250,24 @@ class TestOpenRequests:
         run_in_virtual_time(sync.require_idle())
         assert asked == [(0, 30.0), (1, 30.0)]
 
+    def test_their_time_is_not_that_of_a_publication(self):
+        sync, it, _ = self.sync()
+        behave, phases = it.group.answer, {}
+
+        async def answer(rank, method, *args):
+            await asyncio.sleep(0.01)
+            phases.setdefault(method, set()).update(task.phase for task in it.health.clock.under_way)
+            return await behave(rank, method, *args)
+
+        async def run():
+            it.group.answer = answer
+            await sync.require_idle()
+            async with sync.changing():
+                await sync.publish(1)
+
+        run_in_virtual_time(run())
+        assert phases["open_requests"] == {"end_requests"} and "publish" in phases["finish_weights"]
+
     def test_requests_that_stay_open_are_an_error_that_names_them(self):
         sync, _, _ = self.sync({1: "2 requests for 31.0 s (seed 5, 6)"})
         with pytest.raises(WorkerError, match=r"max_staleness=0 .* generator/1: 2 requests for 31.0 s \(seed 5, 6\)"

@@ -67,7 +67,7 @@ def test_end_call_returns_when_the_call_has_ended_and_others_go_on(caller):
 
 
 def test_a_call_that_arrives_after_it_was_to_end_is_refused_and_the_oldest_ids_are_forgotten(monkeypatch):
-    monkeypatch.setattr(module, "MOST_ENDED", 2)
+    monkeypatch.setattr(module, "MOST_CALLS", 2)
 
     async def run():
         worker = process_of(Tidy)
