@@ -96,7 +96,7 @@ class Played:
                 _log(injections, "confirmed", fault=given["fault"], state="killed again in the replay", seconds=0.0)
                 os.kill(os.getpid(), signal.SIGKILL)
         order = json.loads(_read(order_file(injections)) or "{}")
-        if not order or order["environment"] not in ("", self.environment) or order["runner"] not in (0, os.getppid()):
+        if not order or order["environment"] not in ("", self.environment) or order["runner"] not in (0, _runner()):
             return
         failure = order["failure"]
         if failure == KILL_IN_RESET:
@@ -274,6 +274,11 @@ def _pause(paused: Path) -> None:
 
 
 # Files
+
+
+def _runner() -> int:
+    """The process that has started this one: its last argument."""
+    return int(sys.argv[-1]) if sys.argv[-1].isdecimal() else 0
 
 
 @cache

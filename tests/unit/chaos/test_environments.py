@@ -3,6 +3,7 @@ it. No process of theirs is left."""
 
 import asyncio
 import json
+import os
 from collections import Counter
 
 import psutil
@@ -162,3 +163,9 @@ def test_an_order_for_another_runner_is_left_alone(injections):
     environments.order_failure(injections.path, 1, environments.KILL, runner=1)
     played("Talk")
     assert injections.read() == [] and environments.order_file(injections.path).exists()
+
+
+def test_an_order_for_this_runner_is_obeyed(injections):
+    environments.order_failure(injections.path, 1, environments.KILL, runner=os.getpid())
+    played("Talk")
+    assert [line["event"] for line in injections.read()] == ["confirmed", "recovered"]

@@ -25,7 +25,12 @@ def row(run, step, **numbers):
 @pytest.fixture
 def run(fake_run):
     fake_run.start(0, 100, 0, 0)
+    overlap(fake_run, 0)
     return fake_run
+
+
+def overlap(run, max_staleness):
+    run.record.config.write_text(f"coordinator: {{max_staleness: {max_staleness}}}")
 
 
 def test_an_environment_that_failed_must_have_answered_the_same_turn_and_be_counted(run):
@@ -68,19 +73,25 @@ def test_the_episodes_of_a_lost_runner_must_go_on(run, kind):
     run.line("recovered", 20, fault=number)
     row(run, 3, retries=1)
     assert problems(run)[0].startswith("no update counts an episode that went on")
+    overlap(run, 1)
+    assert problems(run) == [""], "it may have been too old when it ended"
+    overlap(run, 0)
     row(run, 4, continued=0.5)
     assert problems(run) == [""]
 
 
 def test_a_driver_that_is_killed_must_go_on_with_its_episodes(fake_run):
     fake_run.start(0, 20, -9, -9)
-    fake_run.start(21, 100, 0, 0)
+    fake_run.start(21, 100, 0, 0, "REINFORCE++: 3 episodes go on from their journals, after 7 turns")
+    overlap(fake_run, 0)
     fake_run.injected("driver_kill_in_episodes", 20, step=2)
     fake_run.line("loop", 30)
     row(fake_run, 3, continued=0.0)
     assert problems(fake_run) == ["the resumed run continued no episode"]
     row(fake_run, 3, restarted=0.5)
     assert problems(fake_run) == [""]
+    fake_run.record.starts[1].log.write_text("")
+    assert problems(fake_run) == ["the resumed run continued no episode"]
 
 
 def test_an_order_that_ended_with_its_driver_is_given_again(fake_run):
