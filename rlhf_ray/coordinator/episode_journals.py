@@ -16,6 +16,7 @@ from typing import NamedTuple
 from rlhf_ray.coordinator.run_state import RunState
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.files.writer_thread import FileThread
+from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.episode_journal import (
     SUFFIX,
@@ -193,11 +194,11 @@ class EpisodeJournals:
         former = self._former()
         try:
             self._directory.mkdir(parents=True)
-            facts = [self._kind, [each.name for each in former]]
-            (self._directory / FACTS).write_text(json.dumps(facts))
             if continues:
                 files = [file for each in self._unreplaced(former) for file in each.glob(f"*{SUFFIX}")]
                 adopted = adopt(files, self._directory / ADOPTED, version, version - self._max_staleness)
+            # Only now: the former ones count until all that is taken over is here.
+            write_atomically(self._directory / FACTS, json.dumps([self._kind, [each.name for each in former]]).encode())
         except OSError as error:
             self._note(f"episodes begin again, because their journals in {self._root} cannot be read or written: "
                        f"{error}")

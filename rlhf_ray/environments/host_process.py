@@ -40,9 +40,11 @@ FIELDS: Mapping[Call, Mapping[str, type | UnionType]] = {
 
 class HostLost(Exception):
     """The process of an episode is gone. `kind`: it was killed for a "neighbour", it "died" while this call alone was
-    under way, it is "unclear" which of several calls was to blame, or it was "stopped"."""
+    under way, it "died with several", it is "unclear" which of several calls was to blame for something else, or it was
+    "stopped"."""
 
-    def __init__(self, kind: Literal["neighbour", "died", "unclear", "stopped"], ending: str) -> None:
+    def __init__(self, kind: Literal["neighbour", "died", "died with several", "unclear", "stopped"], ending: str
+                 ) -> None:
         super().__init__(ending)
         self.kind, self.ending = kind, ending
 
@@ -152,7 +154,7 @@ class HostProcess:
                 self._take(json.loads(await self._process.receive(FRAME_BYTES)))
         except Exception as error:  # it has ended, or the user's code writes to our socket
             ending = await self._ending(error)
-        self.give_up(HostLost("died" if self.calls == 1 else "unclear", ending))
+        self.give_up(HostLost("died" if self.calls == 1 else "died with several", ending))
 
     async def _ending(self, error: Exception) -> str:
         """Why it takes no more calls after an error when an answer was read, as the predicate of a message."""

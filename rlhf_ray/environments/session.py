@@ -57,6 +57,8 @@ class Session:
         """Its call may be to blame for the loss of a process, which `_ending` describes."""
         self._has_turn = False
         """It has one of `Hosts.turns`."""
+        self._died_before = False
+        """Its process has died since the last answer, while several calls were under way in it."""
         self._ending = ""
         self._lost = "lost its process"
         """Why it is brought back, as the predicate of messages."""
@@ -138,6 +140,7 @@ class Session:
 
     def _acquit(self) -> None:
         """It has answered: others may be in its process again."""
+        self._died_before = False
         if self._suspect and self._process is not None:
             self._suspect = False
             self._process.alone = self._hosts.config.isolated
@@ -291,7 +294,10 @@ class Session:
             raise EpisodeFailed("error_environment", f"{hosts.who} {lost.ending} in {call}, {again}. Fix the "
                                 f"environment, or raise environments.{hosts.name}.memory_mib="
                                 f"{hosts.config.memory_mib}") from None
-        self._suspect = lost.kind in ("died", "unclear")
+        # What has killed the process may have come from outside; if it happens again, one of its calls is to blame.
+        together = lost.kind == "died with several"
+        self._suspect = lost.kind in ("died", "unclear") or (together and self._died_before)
+        self._died_before = together
         self._ending = lost.ending
 
     def _leave(self) -> None:

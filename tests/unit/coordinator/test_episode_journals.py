@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rlhf_ray.coordinator import episode_journals
 from rlhf_ray.coordinator.episode_journals import EpisodeJournals
 from rlhf_ray.files.writer_thread import FileThread
 from rlhf_ray.records import SampleKey
@@ -179,6 +180,29 @@ def test_a_directory_that_was_replaced_and_could_not_be_removed_is_not_read(tmp_
     run_with(tmp_path / "episodes", again)
     shutil.copytree(tmp_path / left.name, left)
     run_with(tmp_path / "episodes", last)
+
+
+def test_a_driver_that_is_killed_while_it_takes_journals_over_loses_none(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        """As kill -9 would end it."""
+
+    def killed(*_):
+        raise Killed
+
+    async def first(run):
+        await run.journals.begin(continues=False)
+        await run.play(KEYS[0], (0,))
+
+    async def again(run):
+        await run.journals.begin(continues=True)
+        assert run.known() == {0: 1}
+
+    run_with(tmp_path, first)
+    for step in ("adopt", "write_atomically"):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(episode_journals, step, killed)
+            run_with(tmp_path, again)
+    run_with(tmp_path, again)
 
 
 def test_a_driver_that_was_superseded_removes_nothing_of_its_successor(tmp_path):

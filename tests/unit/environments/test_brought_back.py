@@ -292,6 +292,12 @@ def test_a_process_that_is_killed_during_a_step_costs_nothing(pool_of):
     asyncio.run(live())
 
 
+def suspect(*opened):
+    """Their process has died once before, while all of these had a call under way."""
+    for each in opened:
+        each._session._died_before = True
+
+
 async def interrupted_in(pool, pid, calls_of):
     """Tasks of calls that were under way together when their process was killed."""
     tasks = [asyncio.create_task(call) for call in calls_of]
@@ -299,6 +305,34 @@ async def interrupted_in(pool, pid, calls_of):
     os.kill(pid, signal.SIGKILL)
     await until(lambda: calls(pool) < len(tasks))
     return tasks
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_calls_whose_process_is_killed_once_are_repeated_together(pool_of, monkeypatch, processes):
+    """As by the kernel, for lack of memory, or by a person."""
+    started = []
+    start = Hosts._new
+
+    def new(hosts):
+        started.append(len(hosts._processes) + 1)
+        return start(hosts)
+
+    async def live():
+        async with pool_of(processes=processes, timeout_s={"step": 20.0}) as pool:
+            opened = [await pool.open({}, seed) for seed in range(12)]
+            pids = {int((await say(each)).info["pid"]) for each in opened}
+            assert len(pids) == processes
+            monkeypatch.setattr(Hosts, "_new", new)
+            tasks = [asyncio.create_task(say(each, "time.sleep(0.5)")) for each in opened]
+            await until(lambda: calls(pool) == len(tasks))
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            steps = await asyncio.wait_for(asyncio.gather(*tasks), 8)
+            assert [content(step) for step in steps] == [f"{seed}:2" for seed in range(12)]
+            assert [each.interrupted for each in opened] == [1] * 12
+
+    asyncio.run(live())
+    assert len(started) == processes and max(started) <= processes
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -317,6 +351,7 @@ def test_calls_that_lost_one_process_are_repeated_in_as_many_at_a_time_as_are_co
             opened = [await pool.open({}, seed) for seed in range(12)]
             pid = int((await say(opened[0])).info["pid"])
             pool._hosts.turns = asyncio.Semaphore(processes)
+            suspect(*opened)
             monkeypatch.setattr(Hosts, "enter", entered)
             steps = await asyncio.gather(*await interrupted_in(
                 pool, pid, [say(each, "time.sleep(0.5)") for each in opened]))
@@ -333,6 +368,7 @@ def test_a_call_that_waits_for_its_turn_may_be_cancelled(pool_of):
         async with pool_of(processes=1) as pool:
             opened = [await pool.open({}, seed) for seed in range(3)]
             pid = int((await say(opened[0])).info["pid"])
+            suspect(*opened)
             first, waits, last = await interrupted_in(pool, pid, [say(each, "time.sleep(1)") for each in opened])
             await until(lambda: calls(pool) == 1)
             with pytest.raises(TimeoutError):
@@ -356,6 +392,7 @@ def test_an_episode_that_ends_in_its_turn_lets_the_next_one_have_it(pool_of, tmp
             pid = int((await say(other)).info["pid"])
             tasks = [asyncio.create_task(say(ends, code)), asyncio.create_task(say(other, "time.sleep(1)"))]
             await until(began.exists)
+            suspect(ends, other)
             os.kill(pid, signal.SIGKILL)
             await until(lambda: calls(pool) == 0)
             await until(lambda: calls(pool) == 1)

@@ -76,7 +76,8 @@ def test_what_ends_its_process_is_found_out_and_its_neighbours_go_on(pool_of, to
     for ending, (failure, *interrupted) in zip(endings.values(), of_each(pool_of, cases), strict=True):
         assert isinstance(failure, EpisodeFailed) and failure.cause == "error_environment"
         assert f"{ending} in step, also when that was repeated in a process of its own" in str(failure)
-        assert interrupted == [1, 1]
+        # What dies with several calls may have been killed from outside: it is tried once more before each is alone.
+        assert interrupted == [1, 1] or (together and set(interrupted) <= {1, 2})
 
 
 def test_an_error_or_nonsense_in_a_step_fails_that_episode_alone(pool_of):
