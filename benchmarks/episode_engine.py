@@ -55,7 +55,7 @@ class RecordingGenerator:
         """By what the runner calls an attempt."""
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget what was asked so far."""
         self.calls = []
         self.episodes = {}
 
