@@ -237,7 +237,7 @@ def test_torch_can_be_imported_within_the_default_memory(pool_of):
 
 def test_what_an_environment_starts_is_gone_when_its_process_is_stopped_killed_or_dead(pool_of, tmp_path):
     async def one(file, then):
-        async with pool_of(processes=1, timeout_s={"step": 1.0}) as pool:
+        async with pool_of(processes=1, timeout_s={"step": 3.0}) as pool:
             environment = await pool.open({}, 0)
             code = f"fork({str(file)!r}, {then!r})"
             if then == "pass":

@@ -402,7 +402,7 @@ ENDS = {
     "unreadable": (World(MORE, Step([NARRATED])), {"on_failure": {"environment": "zero"}}),
     "no reward": (World(MORE, DONE), {"on_failure": {"environment": "zero"}}),
     "out of turns": (World(MORE), {"max_turns": 3, "on_failure": {"overflow": "zero"}}),
-    "too slow": (World(MORE), {"timeout_s": {"episode": 0.05}, "on_failure": {"timeout": "train"}}),
+    "too slow": (World(MORE), {"timeout_s": {"episode": 0.5}, "on_failure": {"timeout": "train"}}),
 }
 
 
