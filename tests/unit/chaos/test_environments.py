@@ -15,7 +15,7 @@ from chaos.witness.journals import JOURNALS, read_environments
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Reply, ToolCall
-from rlhf_ray.errors import EpisodeFailed
+from rlhf_ray.errors import EpisodeFailed, ReplayDiverged
 
 ROW = {"prompt": "count", "number": 3, "turns": 4, "role": "user", "held_out": False}
 REPLIES = ("one", "two", "three", "four")
@@ -41,7 +41,7 @@ async def episode(pool, row, replies=REPLIES):
                 step = await environment.step(Reply(reply, tool_calls=calls))
                 read += [message["content"] for message in step.messages]
             return read
-        except EpisodeFailed:
+        except (EpisodeFailed, ReplayDiverged):
             continue
         finally:
             if environment is not None:
