@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from chaos.reward_function import LONG_S, flood, fork
 from chaos.witness.journals import ENVIRONMENT, JOURNALS, Journal
 from chaos.witness.markers import Mark, first_mark
 
@@ -30,11 +31,8 @@ KILL, KILL_TWICE, HANG, HOLD, FLOOD, FORK, LEAK, STALL, PAUSE, KILL_IN_RESET = (
 """Orders: the process kills itself in a step, again while that step's episode is replayed; blocks, deaf to signals;
 blocks in C code that holds the interpreter's lock; writes more than anybody reads; leaves child processes behind and
 exits; allocates more and more; lets the episode's deadline pass; waits until it may go on; kills itself in a reset."""
-LONG_S = 3600.0
 PAUSE_S = 6.0
 """Longest pause, in which a generator is lost."""
-CHILDREN = 4
-FLOOD_BYTES = 32 * 2**20
 LEAK_BYTES = 16 * 2**20
 POLL_S = 0.02
 leaked: list[bytearray] = []
@@ -233,23 +231,6 @@ def _hold() -> None:
     ctypes.PyDLL(None).sleep(int(LONG_S))
 
 
-def _flood() -> None:
-    """Write more than anybody reads."""
-    line = b"x" * 1023 + b"\n"
-    for _ in range(FLOOD_BYTES // len(line) // 2):
-        os.write(sys.stdout.fileno(), line)
-        os.write(sys.stderr.fileno(), line)
-
-
-def _fork() -> None:
-    """Leave child processes behind that hold the socket, and exit."""
-    for _ in range(CHILDREN):
-        if os.fork() == 0:
-            time.sleep(LONG_S)
-            os._exit(0)
-    os._exit(3)
-
-
 def _leak() -> None:
     """Allocate until there is no memory left, and keep it."""
     while True:
@@ -261,7 +242,7 @@ def _stall() -> None:
 
 
 FAILURES: dict[str, Callable[[], None]] = {
-    KILL: _kill, KILL_TWICE: _kill, KILL_IN_RESET: _kill, HANG: _hang, HOLD: _hold, FLOOD: _flood, FORK: _fork,
+    KILL: _kill, KILL_TWICE: _kill, KILL_IN_RESET: _kill, HANG: _hang, HOLD: _hold, FLOOD: flood, FORK: fork,
     LEAK: _leak, STALL: _stall}
 
 

@@ -61,7 +61,7 @@ def _hang() -> None:
     time.sleep(LONG_S)
 
 
-def _fork() -> None:
+def fork() -> None:
     """Leave child processes behind that hold the socket of the call, and exit."""
     for _ in range(CHILDREN):
         if os.fork() == 0:
@@ -70,7 +70,7 @@ def _fork() -> None:
     os._exit(3)
 
 
-def _flood() -> None:
+def flood() -> None:
     """Write more than anybody reads."""
     line = b"x" * 1023 + b"\n"
     for _ in range(FLOOD_BYTES // len(line) // 2):
@@ -78,7 +78,7 @@ def _flood() -> None:
         os.write(sys.stderr.fileno(), line)
 
 
-FAILURES = {HANG: _hang, FORK: _fork, FLOOD: _flood}
+FAILURES = {HANG: _hang, FORK: fork, FLOOD: flood}
 
 
 def _log(place: Path, event: str, **fields: Any) -> None:
