@@ -99,10 +99,12 @@ class UserProcess:
             loop.add_reader(descriptor, ended)
 
     def send(self, message: Any) -> None:
-        """Send a request, which the process unpickles. It may print again as much as a call may."""
+        """Send a request, which the process unpickles. It may print again as much as a call may. Nothing is sent to a
+        process that has closed its end: `receive` says so."""
         self._output.left = OUTPUT_BYTES
         body = pickle.dumps(message)
-        self._writer.write(HEADER.pack(len(body)) + body)
+        if not self._writer.is_closing():  # uvloop, which Ray uses, would raise an error
+            self._writer.write(HEADER.pack(len(body)) + body)
 
     async def drain(self) -> None:
         """Wait until the requests are mostly sent."""
