@@ -34,7 +34,7 @@ quickstart: install ## Run the whole way, data to tuned policy, in a few minutes
 example: install ## Teach sums by rewarding right answers, or calls of tools (ARGS=tools), in minutes on two cores
 	@$(BIN)/rlhf-ray example$(if $(filter-out -%,$(firstword $(ARGS))),, arithmetic) $(ARGS)
 
-test: install-test ## Run the default tests, in about ten minutes on two cores
+test: install-test ## Run the default tests, in about twelve minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-all: ## Run all tests that need no GPU, with the optional packages (W&B, MLflow, S3) installed
