@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,6 +37,9 @@ PAUSE_S = 6.0
 LEAK_BYTES = 16 * 2**20
 POLL_S = 0.02
 leaked: list[bytearray] = []
+_logging = threading.Lock()
+"""Held from the moment a file is taken until it is logged, and by what kills the process in a replay: that shall not
+come between."""
 
 
 def order_file(injections: Path) -> Path:
@@ -90,9 +94,10 @@ class Played:
         injections = Path(place)
         if after is not None and (again := _again_file(injections)).exists():
             given = json.loads(_read(again) or "{}")
-            if list(after) in given.get("before", []) and _take(again) is not None:  # this is a replay
-                _log(injections, "confirmed", fault=given["fault"], state="killed again in the replay", seconds=0.0)
-                os.kill(os.getpid(), signal.SIGKILL)
+            with _logging:
+                if list(after) in given.get("before", []) and _take(again) is not None:  # this is a replay
+                    _log(injections, "confirmed", fault=given["fault"], state="killed again in the replay", seconds=0.0)
+                    os.kill(os.getpid(), signal.SIGKILL)
         order = json.loads(_read(order_file(injections)) or "{}")
         if not order or order["environment"] not in ("", self.environment) or order["runner"] not in (0, _runner()):
             return
@@ -120,18 +125,19 @@ class Played:
             FAILURES[failure]()
 
     def _recovered(self) -> None:
-        """Log it, if this is where an environment failed."""
+        """Log it, if this is where an environment failed, and will not fail again."""
         place = os.environ.get(VARIABLE)
-        if place is None or not (file := _unrecovered_file(Path(place))).exists():
+        if place is None or not (file := _unrecovered_file(Path(place))).exists() or _again_file(Path(place)).exists():
             return
         given = json.loads(_read(file) or "{}")
-        if given.get("mark") == list(self.mark) and _take(file) is not None:
-            _log(Path(place), "recovered", fault=given["fault"])
+        with _logging:
+            if given.get("mark") == list(self.mark) and _take(file) is not None:
+                _log(Path(place), "recovered", fault=given["fault"])
 
 
 class Talk:
     """An environment in messages. Its answers follow from the seed and from what the policy wrote. With a chat template
-    that writes the history anew for a user, each answer of the role "user" begins a segment, and one of "tool" does
+    that writes the history again for a user, each answer of the role "user" begins a segment, and one of "tool" does
     not."""
 
     name = "talk"

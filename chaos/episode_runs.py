@@ -1,6 +1,6 @@
 """The runs whose samples are episodes: their model, prompts, environments and settings.
 
-The model is tiny and random. Its chat template is of Qwen3's kind, which writes the history anew when a user speaks.
+The model is tiny and random. Its chat template is of Qwen3's kind, which writes the history again when a user speaks.
 Some of its tokens are whole tool calls, so that what it samples calls tools.
 """
 

@@ -2,7 +2,7 @@
 
 As the environments of these runs mark what the policy reads (`markers`), a row says where in which episode it ends:
 after its last mark stands what the policy wrote then. The environments' journals say how they answered that: an answer
-of the role "user" makes the chat template write the history anew, so that another segment must follow, which begins
+of the role "user" makes the chat template write the history again, so that another segment must follow, which begins
 where this one ends; after an answer of the role "tool" the same segment goes on. A turn that no environment answered is
 the last one of its episode.
 

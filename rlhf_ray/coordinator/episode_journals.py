@@ -160,7 +160,7 @@ class EpisodeJournals:
         await self.begin(continues=False)
 
     async def close(self) -> None:
-        """The attempt is over."""
+        """End the forgetting that is under way."""
         if self._forgetting is not None:
             forgetting, self._forgetting = self._forgetting, None
             forgetting.cancel()

@@ -23,7 +23,7 @@ FRAME_BYTES = ANSWER_BYTES + 1000
 NO_ANSWER = (AnswerTooLong, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """Errors where the first message of a process is read, whose user's code writes to our socket."""
 SHOWN = 200
-"""Characters that an error shows of the keys of what is no answer."""
+"""Characters that an error shows of an answer, or of what is none."""
 
 Call = Literal["reset", "restore", "step", "reward", "close"]
 Answer = dict[str, Any]

@@ -2,8 +2,9 @@
 
 An episode that hangs is ended by killing its process; its neighbours there are brought back elsewhere: from their
 newest snapshot, or by repeating what the policy did. A call that was under way when a process died is repeated once in
-a process of its own, so that the one to blame is found, and a process that something else killed costs nothing; where
-several were under way, they take turns. An episode that another runner has played is brought back in the same way.
+a process of its own, so that the one to blame is found, and a process that something else killed costs nothing. Where
+several were under way, they are repeated together once, and if their process dies again, in turn, each in a process of
+its own. An episode that another runner has played is brought back in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_ray.environments.host_process import Answer, Call, HostLost, HostProcess
+from rlhf_ray.environments.host_process import SHOWN, Answer, Call, HostLost, HostProcess
 from rlhf_ray.environments.hosts import Hosts
 from rlhf_ray.environments.protocol import Reply
 from rlhf_ray.errors import EnvironmentFailed, EpisodeFailed, ReplayDiverged, with_lines
@@ -24,8 +25,6 @@ INTERRUPTED_ALONE = 3
 """After so many interruptions an episode is opened again in a process of its own."""
 COMPARED = ("messages", "tools", "observation", "reward", "done", "truncated", "tool_errors")
 """What a replay must answer as before; the numbers of `info` may be times."""
-SHOWN = 200
-"""Characters of an answer that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class Session:
             self._history = [(self._pickled({"reply": reply}), answer) for reply, answer in played.steps]
             self.snapshot = played.snapshot
         await self._reopen()
-        self._acquit()
+        self._answered()
         self._lost = "lost its process"
         self.interrupted = 0  # what happened before does not count
         assert self._start is not None
@@ -135,10 +134,10 @@ class Session:
             except HostLost as lost:
                 self._after(lost, call)
                 continue
-            self._acquit()
+            self._answered()
             return answer
 
-    def _acquit(self) -> None:
+    def _answered(self) -> None:
         """It has answered: others may be in its process again."""
         self._died_before = False
         if self._suspect and self._process is not None:

@@ -145,8 +145,10 @@ def test_the_process_of_a_replayed_episode_is_killed_once_more(injections):
         assert killed == ["first"]
         again.reset(ROW, 7)
         again.step(Reply("one"))
+        assert [line["event"] for line in injections.read()] == ["confirmed", "confirmed"], "not over yet"
+        again.step(Reply("two"))
     assert killed == ["first", 9]
-    assert [line["event"] for line in injections.read()] == ["confirmed", "recovered", "confirmed"]
+    assert [line["event"] for line in injections.read()] == ["confirmed", "confirmed", "recovered"]
 
 
 def test_an_environment_that_pauses_goes_on_when_it_may(injections, monkeypatch):

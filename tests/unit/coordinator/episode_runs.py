@@ -92,7 +92,7 @@ class Runners(StandInGroup):
     """Runners that do as the calls and repairs say, in the order in which the driver makes them; then, they do well."""
 
     def __init__(self, workers, calls, repairs, clock, again=False):
-        """`again`: they begin anew after the last one."""
+        """`again`: they begin again after the last one."""
         super().__init__("episode_runner", self.behave, workers)
         end = [] if again else [Played()]
         self._calls = chain(calls, cycle(end or calls))
