@@ -105,10 +105,10 @@ class EnvironmentFailed(RLHFError):
 class EpisodeFailed(RLHFError):
     """The environment of one episode failed; others are unharmed."""
 
-    def __init__(self, cause: Literal["error_timeout", "error_environment"], message: str) -> None:
+    def __init__(self, cause: Literal["error_timeout", "error_environment", "error_agent"], message: str) -> None:
         super().__init__(message)
-        self.cause: Literal["error_timeout", "error_environment"] = cause
-        """A deadline passed; or it raised an error, answered nonsense or lost its process."""
+        self.cause: Literal["error_timeout", "error_environment", "error_agent"] = cause
+        """A deadline passed; or the environment or the agent raised an error, answered nonsense or lost its process."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.cause, str(self))

@@ -18,7 +18,7 @@ LAYERS = [
     {"models", "data", "engine", "weights", "checkpoint"},
     {"environments"},
     {"rewards"},
-    {"serving"},
+    {"serving", "gateway"},
     {"roles"},
     {"cluster", "replay"},
     {"workers"},

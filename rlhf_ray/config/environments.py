@@ -1,20 +1,21 @@
 """Environments of episodes: where they are, how long they may take, and what their failures mean."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
+from rlhf_ray.config.environment_sources import SOURCES, CommandSource
 from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section
 
 Cause = Literal[
     "completed", "truncated_turn", "truncated_episode", "truncated_turns",
-    "error_parse", "error_timeout", "error_environment",
+    "error_parse", "error_timeout", "error_environment", "error_agent",
 ]
-"""Why an episode ended: its environment was done; a turn was cut off at its longest; the next turn did not fit the
-episode's tokens; the turns were used up; the policy's tool call could not be read; a deadline passed; the environment
-failed."""
+"""Why an episode ended: its environment or agent was done; a turn was cut off at its longest; the next turn did not fit
+the episode's tokens; the turns were used up; the policy's tool call could not be read; a deadline passed; the
+environment failed; the agent failed."""
 CAUSES: tuple[str, ...] = Cause.__args__  # type: ignore[attr-defined]
 
 
@@ -42,6 +43,9 @@ class FailurePolicy(Section):
     """A deadline passed."""
     environment: Literal["mask", "zero", "retry", "quarantine"] = "retry"
     """The environment raised an error, answered nonsense, or lost its process."""
+    agent: Literal["mask", "zero", "retry", "quarantine"] = "zero"
+    """The agent raised an error, gave no reward, or lost its process. What an unchanged program fails on is mostly what
+    the policy wrote, so by default it is the policy's failure."""
     overflow: Literal["train", "mask", "zero"] = "train"
     """The turns or tokens were used up, or a turn was cut off at its longest."""
     retries: int = Field(2, ge=0)
@@ -56,11 +60,13 @@ def _with_name(path: str) -> str:
 
 
 class EnvironmentConfig(Section):
-    """One environment."""
+    """One environment: exactly one of `path` and the other sources says what it is."""
 
-    path: Annotated[UserPath, AfterValidator(_with_name)]
-    """Tools, a class with tools, or an environment: `file.py:name` or `module:name`. A list of functions is tools,
-    too."""
+    path: Annotated[UserPath, AfterValidator(_with_name)] | None = None
+    """Tools, a class with tools, an environment, or an agent: `file.py:name` or `module:name`. A list of functions is
+    tools, too."""
+    command: CommandSource | None = None
+    """A program that is an agent: started for each episode, it asks the policy by OpenAI's or Anthropic's API."""
     max_turns: int = Field(16, ge=1)
     """Turns of an episode at most."""
     max_tokens: int = Field(16384, ge=2)
@@ -82,9 +88,34 @@ class EnvironmentConfig(Section):
     memory_mib: int | None = Field(4096, ge=64)
     """Memory that a process may allocate, in MiB; empty for no bound."""
 
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in SOURCES if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"it has {' and '.join(given) or 'no source'}; give exactly one of {', '.join(SOURCES)}")
+        return self
+
+    @property
+    def source(self) -> tuple[str, Any]:
+        """What the environment is: the name of the field that says so, and its value as JSON holds it."""
+        name = next(name for name in SOURCES if getattr(self, name) is not None)
+        return name, self.model_dump(mode="json")[name]
+
+    @property
+    def label(self) -> str:
+        """The source in messages: "'shop.py:Shop'", "command ['python', 'agent.py']"."""
+        name, value = self.source
+        if name == "path":
+            return repr(value)
+        section = getattr(self, name)
+        return f"{name} {section.label}"
+
 
 class EpisodeRunnerConfig(PlacementConfig):
     """Workers that run episodes: they call generators and environments, and wait."""
 
     column: str = "environment"
     """Column of the prompts' rows that names the environment, where there are several."""
+    gateway_host: str = "127.0.0.1"
+    """Address at which agents reach the policy. Only programs of the same machine reach the default; an agent in a
+    container needs another one, which lets in whoever has an episode's URL and key."""

@@ -24,10 +24,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+from rlhf_ray.environments.adapters import brought
 from rlhf_ray.environments.answers import ANSWER_BYTES
 from rlhf_ray.environments.shapes import Episode, Target, exhausted, recognise
 from rlhf_ray.user_code.frames import print_by_lines, receive, send
-from rlhf_ray.user_code.loading import describe, load, users_line
+from rlhf_ray.user_code.loading import describe, users_line
 
 STACK_BYTES = 1 << 21
 """Stack of the thread of an episode; all stacks count as memory of the process."""
@@ -52,7 +53,7 @@ def serve(channel: socket.socket) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # an episode's event loop has three files
             if setup["memory_mib"] is not None:
                 limit_memory(setup["memory_mib"])
-            target = recognise(load(setup["path"]), setup["schemas"])
+            target = recognise(brought(*setup["source"]), setup["schemas"])
             send(channel, {"pid": os.getpid(), **target.facts()})
         except BaseException as error:
             send(channel, {"error": describe(error)})

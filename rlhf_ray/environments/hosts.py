@@ -34,7 +34,7 @@ class Hosts:
 
     def __init__(self, name: str, config: EnvironmentConfig) -> None:
         self.name, self.config = name, config
-        self.who = f"the environment {config.path!r} (environments.{name})"
+        self.who = f"the environment {config.label} (environments.{name})"
         """The environment as the subject of messages."""
         self.printed = PrintedLines(f"environments.{name}", self.who)
         """What it prints."""
@@ -99,7 +99,7 @@ class Hosts:
             task.exception()  # whoever awaits it gets it
 
     def _new(self) -> HostProcess:
-        setup = {"path": self.config.path, "memory_mib": self.config.memory_mib,
+        setup = {"source": self.config.source, "memory_mib": self.config.memory_mib,
                  "schemas": self.facts.tools if self.facts else None}
         process = HostProcess(self.who, f"environments.{self.name}", self.printed, setup, self.spawn,
                               self._processes.discard)

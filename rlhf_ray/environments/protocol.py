@@ -7,6 +7,8 @@ An environment is recognised by its shape; there is no base class.
   `reset(**row)` whose other public methods are the tools, and optionally `get_reward() -> float`.
 - An environment in messages: a class with `reset(row, seed) -> Start` and `step(reply) -> Step`, and optionally
   `close()`; each may be a coroutine function.
+- An agent, which has its own loop and asks the policy over HTTP: a function `agent(row, session) -> float | Result`,
+  which may be a coroutine function.
 
 A class of either shape may have `replayable = False`, which says that the same actions may be answered differently.
 It may have both `snapshot()`, which returns bytes or what JSON holds, and `restore(snapshot)`, which brings a new
@@ -73,3 +75,35 @@ class Step:
     """Numbers in it become metrics: the last value of each name in an episode."""
     tool_errors: int = 0
     """Tool calls that failed, and whose error the policy reads."""
+
+
+@dataclass(frozen=True)
+class AgentSession:
+    """How an agent reaches the policy in one attempt at an episode. When the attempt has ended, its URL answers no
+    more."""
+
+    base_url: str
+    """For clients of OpenAI's chat completions: "http://127.0.0.1:41231/5f0c.../v1"."""
+    anthropic_url: str
+    """For clients of Anthropic's messages, whose path they append: "http://127.0.0.1:41231/5f0c..."."""
+    api_key: str
+    model: str
+    """What requests may name as their model; other names are accepted, too."""
+    seed: int
+    """Of the episode's world, in [0, 2**31): all samples of a prompt have the same."""
+    max_tokens: int
+    """Tokens of each segment of the episode at most, read and written (`environments.NAME.max_tokens`)."""
+    max_turns: int
+    """Requests at most."""
+
+
+@dataclass
+class Result:
+    """What an agent returns."""
+
+    reward: float | None = None
+    """Of the whole episode; None leaves it to the other components of `rewards`."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Numbers in it become metrics, as those of `Step.info`."""
+    truncated: bool = False
+    """The agent ended before it was done."""

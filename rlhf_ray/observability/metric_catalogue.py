@@ -44,6 +44,7 @@ METRICS: dict[str, Metric] = {
     "episodes/cause/error_parse": Metric("Episodes ended by a call that could not be read", "share of episodes"),
     "episodes/cause/error_timeout": Metric("Episodes past a deadline", "share of episodes"),
     "episodes/cause/error_environment": Metric("Episodes whose environment failed", "share of episodes"),
+    "episodes/cause/error_agent": Metric("Episodes whose agent failed", "share of episodes"),
     "policy/loss": Metric("Policy loss, with the KL penalty and the entropy bonus that belong to it"),
     "policy/total_loss": Metric("Sum of the losses that the policy's optimizer minimises"),
     "policy/advantage_mean": Metric("Advantage before whitening, mean", "reward units"),

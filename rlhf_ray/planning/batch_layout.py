@@ -74,7 +74,7 @@ def _episodes(config: PPOConfig) -> str:
     """Environments and runners, as text."""
     turn = config.generator.sampling.max_tokens
     each = "; ".join(
-        f"{name} ({environment.path}): up to {counted(environment.max_turns, 'turn')} of up to "
+        f"{name} ({environment.label}): up to {counted(environment.max_turns, 'turn')} of up to "
         f"{min(turn, environment.max_tokens)} tokens, {environment.max_tokens} in all, "
         f"{environment.concurrency} open in each runner, "
         + ("a process each" if environment.isolated else

@@ -30,9 +30,15 @@ SampleTurn = Callable[[SampleRequest], Awaitable[Completion]]
 """Has a turn sampled by a generator."""
 
 
-def turn_seed(sample_seed: int, segment: int, turn: int) -> int:
-    """The seed of one turn, in [0, 2**63); turns are counted from 0 in the whole episode."""
-    named = f"{sample_seed}/{segment}/{turn}".encode()
+def turn_seed(sample_seed: int, context: str, asked_before: int) -> int:
+    """The seed of one turn, in [0, 2**63). It follows from what the policy reads, not from the order in which turns are
+    sampled, since the requests of an agent may overlap.
+
+    Args:
+        context: `digest` of all tokens before the turn.
+        asked_before: how many turns of the episode were sampled after the same tokens before.
+    """
+    named = f"{sample_seed}/{context}/{asked_before}".encode()
     return int.from_bytes(hashlib.blake2b(named, digest_size=8).digest()) >> 1
 
 
@@ -258,7 +264,7 @@ class Attempt:
         """What the policy samples in a turn, or has sampled according to the record."""
         most = min(self._sampling.max_tokens, room)
         context = self._tokens.context
-        seed = turn_seed(self._seed, self._tokens.row, turn)
+        seed = turn_seed(self._seed, digest(context), 0)  # contexts only grow, so none is met twice
         request = sample_request(context, self._sampling, most, seed, self._texts.stop_tokens,
                                  self._texts.vocabulary)
         if recorded is None:

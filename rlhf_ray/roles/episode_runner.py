@@ -43,6 +43,7 @@ OVERFLOWS = ("truncated_turn", "truncated_episode", "truncated_turns")
 FINISHES = {"completed": "stop", **dict.fromkeys(OVERFLOWS, "length")}
 """Finish reason of an episode's last row by its cause; that of others is "abort"."""
 POLICY_OF_CAUSE = {"error_parse": "parse", "error_timeout": "timeout", "error_environment": "environment",
+                   "error_agent": "agent",
                    **dict.fromkeys(OVERFLOWS, "overflow")}
 """Field of `on_failure` by cause."""
 MOST_DIVERGED = 5

@@ -19,14 +19,13 @@ import pytest
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.model import ModelConfig
-from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Step
 from rlhf_ray.environments.tool_calls import ToolCallParser
 from rlhf_ray.records import Prompts, SampleKey
 from rlhf_ray.roles import episode_journal
 from rlhf_ray.roles.engines.interface import Completion
-from rlhf_ray.roles.episode import TextTools, turn_seed
+from rlhf_ray.roles.episode import TextTools
 from rlhf_ray.roles.episode_journal import (
     FILE_HEAD_BYTES,
     HEAD,
@@ -120,16 +119,22 @@ class Policy:
 
     def __init__(self, script=SCRIPT, version=0):
         self.script, self.version = script, version
-        self.turns = {turn_seed(sample_seed(0, KEY), row, turn): turn for turn in range(20) for row in range(turn + 1)}
         self.asked = []
         """Numbers of the turns that were sampled."""
         self.hold = -1
         """This turn is never sampled."""
         self.held = asyncio.Event()
 
+    def _written(self, prompt):
+        """How many turns of the script the policy reads, in their order; a template may write them in capitals."""
+        text, at, turn = "".join(map(chr, prompt)).lower(), 0, 0
+        while (found := text.find(last := self.script[min(turn, len(self.script) - 1)].lower(), at)) >= 0:
+            at, turn = found + len(last), turn + 1
+        return turn
+
     async def call(self, method, requests, *args, **named):
         [request] = requests
-        turn = self.turns[request.seed]
+        turn = self._written(request.prompt)
         self.asked.append(turn)
         if turn == self.hold:
             self.held.set()
