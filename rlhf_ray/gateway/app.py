@@ -13,12 +13,10 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
-from rlhf_ray.gateway import openai_chat
+from rlhf_ray.gateway import anthropic_messages, openai_chat
 from rlhf_ray.gateway.chat import ChatReply, Refused
 from rlhf_ray.gateway.fields import Asked, parse_json, shown_field
 from rlhf_ray.gateway.sessions import CLOSED, MOST_OPEN, Session, Sessions
@@ -30,7 +28,7 @@ WRITE_BYTES = 2**16
 """Of an answer at a time: the client must read what was written before, but for what its connection buffers."""
 MOST_FIELDS = 100
 """Fields without effect that are named in warnings: agents choose the names."""
-ROUTES = ("POST /v1/chat/completions (OpenAI), POST /v1/messages (Anthropic), GET /v1/models")
+ROUTES = "POST /v1/chat/completions (OpenAI), POST /v1/messages (Anthropic), GET /v1/models"
 NO_ROUTE = {
     "completions": "a raw prompt has no conversation that could be an episode",
     "responses": "it keeps the conversation on the server; the policy is asked with all messages",
@@ -41,28 +39,9 @@ NO_ROUTE = {
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class Api:
-    """How an API is read and answered: pure functions of its module."""
-
-    parse: Callable[[Mapping[str, Any]], Asked]
-    answer: Callable[[Asked, ChatReply, str], bytes]
-    """The whole body."""
-    error: Callable[[int, str], dict[str, Any]]
-    model: Callable[[str, int], dict[str, Any]]
-    models: Callable[[str, int], dict[str, Any]]
-
-
-def _openai_answer(asked: Asked, reply: ChatReply, model: str) -> bytes:
-    created = int(time.time())
-    if asked.stream:
-        return b"".join(openai_chat.stream(reply, model, created, asked.show_usage))
-    return json.dumps(openai_chat.answer(reply, model, created)).encode()
-
-
-OPENAI = Api(openai_chat.parse, _openai_answer, openai_chat.error, openai_chat.model, openai_chat.models)
+Parse = Callable[[Mapping[str, Any]], Asked]
+Write = Callable[[Asked, ChatReply, str], bytes]
+"""Makes the whole body of an answer, with the model's name."""
 
 
 class Application:
@@ -78,9 +57,14 @@ class Application:
         """Answer a request; the client always reads JSON of its API."""
         if scope["type"] != "http":
             return
-        api, exchange = self._api_of(scope), _Exchange(receive, send)
+        path, exchange = unquote(scope["path"]), _Exchange(receive, send)
+        session_id, _, route = path.removeprefix("/").partition("/v1/")
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        anthropic = b"anthropic-version" in headers or route.partition("/")[0] == "messages"
+        api: Any = anthropic_messages if anthropic else openai_chat
         try:
-            await self._serve(scope, api, exchange)
+            session = self._session(session_id, headers)
+            await self._serve(scope["method"], session, route, anthropic, exchange)
         except Refused as refused:
             await exchange.refuse(refused, api.error(refused.status, str(refused)))
         except asyncio.CancelledError:
@@ -90,23 +74,22 @@ class Application:
                             f"gateway: a request was answered 500: {type(error).__name__}: {error}")
             await exchange.refuse(Refused(500, ""), api.error(500, "the gateway failed; the run's log says why"))
 
-    def _api_of(self, scope: Scope) -> Api:
-        return OPENAI
-
-    async def _serve(self, scope: Scope, api: Api, exchange: _Exchange) -> None:
-        session_id, _, route = unquote(scope["path"]).removeprefix("/").partition("/v1/")
-        session = self._session(session_id, _headers(scope))
+    async def _serve(self, method: str, session: Session, route: str, anthropic: bool, exchange: _Exchange) -> None:
         if route == "models" or route.startswith("models/"):
-            _require_method(scope, "GET")
+            _require(method, "GET")
+            api: Any = anthropic_messages if anthropic else openai_chat
             name = route.removeprefix("models").removeprefix("/")
             body = api.model(name, self._started) if name else api.models(session.model, self._started)
             await exchange.answer(json.dumps(body).encode())
         elif route == "chat/completions":
-            _require_method(scope, "POST")
-            await self._turn(session, api, exchange)
+            _require(method, "POST")
+            await self._turn(session, openai_chat.parse, _openai_answer, exchange)
+        elif route == "messages":
+            _require(method, "POST")
+            await self._turn(session, anthropic_messages.parse, _anthropic_answer, exchange)
         else:
             why = f": {NO_ROUTE[route]}" if route in NO_ROUTE else ""
-            raise Refused(404, f"there is no route {brief_route(route)}{why}; there are {ROUTES}")
+            raise Refused(404, f"there is no route {_shown(route)}{why}; the routes are {ROUTES}")
 
     def _session(self, session_id: str, headers: Mapping[bytes, bytes]) -> Session:
         """The session of an id, if the request has its key.
@@ -126,20 +109,20 @@ class Application:
             raise Refused(410, CLOSED)
         return session
 
-    async def _turn(self, session: Session, api: Api, exchange: _Exchange) -> None:
+    async def _turn(self, session: Session, parse: Parse, write: Write, exchange: _Exchange) -> None:
         """Ask the policy. A client that leaves meanwhile changes nothing for it: the turn is sampled, and a request
         that equals this one gets it."""
         if session.requests >= MOST_OPEN:
             raise Refused(429, f"{session.requests} requests of this session are open, and may be {MOST_OPEN}", 1.0)
         session.requests += 1
         try:
-            asked = api.parse(parse_json(await exchange.body()))
+            asked = parse(parse_json(await exchange.body()))
             self._count(session, asked)
             reply = await asyncio.wrap_future(session.ask(asked.request))
             if isinstance(reply, Refused):
                 raise reply
             kind = b"text/event-stream" if asked.stream else b"application/json"
-            if await exchange.answer(api.answer(asked, reply, session.model), kind):
+            if await exchange.answer(write(asked, reply, session.model), kind):
                 session.delivered(reply)
         finally:
             session.requests -= 1
@@ -246,15 +229,24 @@ class _Exchange:
             pass
 
 
-def _headers(scope: Scope) -> dict[bytes, bytes]:
-    return {name.lower(): value for name, value in scope["headers"]}
+def _openai_answer(asked: Asked, reply: ChatReply, model: str) -> bytes:
+    created = int(time.time())
+    if asked.stream:
+        return b"".join(openai_chat.stream(reply, model, created, asked.show_usage))
+    return json.dumps(openai_chat.answer(reply, model, created)).encode()
 
 
-def _require_method(scope: Scope, method: str) -> None:
-    if scope["method"] != method:
-        raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"the route takes {method}")
+def _anthropic_answer(asked: Asked, reply: ChatReply, model: str) -> bytes:
+    if asked.stream:
+        return b"".join(anthropic_messages.stream(reply, model, asked.show_reasoning))
+    return json.dumps(anthropic_messages.answer(reply, model, asked.show_reasoning)).encode()
 
 
-def brief_route(route: str) -> str:
+def _require(method: str, required: str) -> None:
+    if method != required:
+        raise Refused(405, f"the route has the method {required}")
+
+
+def _shown(route: str) -> str:
     """A route in an error's message: the client wrote it."""
     return repr(f"/v1/{route[:100]}")

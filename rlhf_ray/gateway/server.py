@@ -132,9 +132,13 @@ class Gateway:
         self._tell(self._ended, failed)
 
     def _tell(self, future: asyncio.Future[BaseException | None], result: BaseException | None) -> None:
+        def settle() -> None:
+            if not future.done():
+                future.set_result(result)
+
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(lambda: future.done() or future.set_result(result))
+            self._loop.call_soon_threadsafe(settle)
         except RuntimeError:  # the loop is closed, and nobody waits
             return
 
