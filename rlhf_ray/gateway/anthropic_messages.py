@@ -123,7 +123,7 @@ def model(name: str, created: int) -> dict[str, Any]:
     Args:
         created: seconds since 1970.
     """
-    return {"type": "model", "id": name, "display_name": name,
+    return {"type": "model", "id": name, "display_name": name, "lifecycle": "active",
             "created_at": datetime.fromtimestamp(created, UTC).isoformat()}
 
 

@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
-from urllib.parse import unquote
 
 from rlhf_ray.gateway import anthropic_messages, openai_chat
 from rlhf_ray.gateway.chat import ChatReply, Refused
@@ -57,8 +56,8 @@ class Application:
         """Answer a request; the client always reads JSON of its API."""
         if scope["type"] != "http":
             return
-        path, exchange = unquote(scope["path"]), _Exchange(receive, send)
-        session_id, _, route = path.removeprefix("/").partition("/v1/")
+        exchange = _Exchange(receive, send)
+        session_id, _, route = scope["path"].removeprefix("/").partition("/v1/")
         headers = {name.lower(): value for name, value in scope["headers"]}
         anthropic = b"anthropic-version" in headers or route.partition("/")[0] == "messages"
         api: Any = anthropic_messages if anthropic else openai_chat
@@ -101,9 +100,9 @@ class Application:
         if session is None:
             raise Refused(404, "there is no such session; its address is http://HOST:PORT/SESSION/v1 as the agent was "
                                "given it")
-        scheme, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1")
-        if not session.admits(key):
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        keys = [token.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"")]
+        if not any([session.admits(key) for key in keys]):  # Anthropic's client may send both
             raise Refused(401, "the session's key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
         if session.closed:
             raise Refused(410, CLOSED)
@@ -149,7 +148,6 @@ class _Exchange:
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self._read = False
         self._gone: asyncio.Task[None] | None = None
 
     async def body(self) -> bytes:
@@ -158,71 +156,49 @@ class _Exchange:
         Raises:
             Refused: 408, 413.
         """
-        self._read = True
-        body = bytearray()
-        await self._arrive(body)
-        if len(body) > MOST_BODY_BYTES:
-            raise Refused(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
-        self._gone = asyncio.create_task(self._disconnected())
-        return bytes(body)
-
-    async def answer(self, body: bytes, kind: bytes = b"application/json", status: int = 200,
-                     headers: list[tuple[bytes, bytes]] | None = None) -> bool:
-        """Write an answer; whether the client was still connected."""
-        if self._gone is None:
-            self._gone = asyncio.create_task(self._disconnected())
-        try:
-            if self._gone.done():
-                return False
-            all_headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *(headers or [])]
-            await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
-            for start in range(0, max(len(body), 1), WRITE_BYTES):
-                more = start + WRITE_BYTES < len(body)
-                await self._send({"type": "http.response.body", "body": body[start: start + WRITE_BYTES],
-                                  "more_body": more})
-            return not self._gone.done()  # nothing is awaited in between: the last `send` says nothing of a client gone
-        finally:
-            self._gone.cancel()
-
-    async def refuse(self, refused: Refused, body: dict[str, Any]) -> None:
-        """Write an error, after the body was read or discarded: a client that is still sending would see its connection
-        reset instead of the answer."""
-        headers = []
-        if refused.retry_after_s is not None:
-            headers.append((b"retry-after", str(max(1, math.ceil(refused.retry_after_s))).encode()))
-        if refused.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        if not self._read:
-            try:
-                await self._arrive(None)
-            except Refused:
-                headers.append((b"connection", b"close"))
-        elif refused.status in (408, 413):
-            headers.append((b"connection", b"close"))
-        await self.answer(json.dumps(body).encode(), status=refused.status, headers=headers)
-
-    async def _arrive(self, body: bytearray | None) -> None:
-        """Read the body into `body`, as far as it is not too large; what is larger is discarded, twice the limit at
-        most.
-
-        Raises:
-            Refused: 408, 413; the rest was not read.
-        """
-        size, more = 0, True
+        body, more = bytearray(), True
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 while more:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise Refused(408, "the client disconnected")
-                    part = message.get("body", b"")
-                    size, more = size + len(part), bool(message.get("more_body"))
-                    if body is not None and len(body) <= MOST_BODY_BYTES:
-                        body += part
-                    if size > 2 * MOST_BODY_BYTES:
+                    body += message.get("body", b"")
+                    more = bool(message.get("more_body"))
+                    if len(body) > MOST_BODY_BYTES:
                         raise Refused(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+        self._gone = asyncio.create_task(self._disconnected())
+        return bytes(body)
+
+    async def answer(self, body: bytes, kind: bytes = b"application/json", status: int = 200,
+                     headers: list[tuple[bytes, bytes]] | None = None) -> bool:
+        """Write an answer; whether the client that sent a body was still connected."""
+        all_headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *(headers or [])]
+        await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
+        for start in range(0, max(len(body), 1), WRITE_BYTES):
+            more = start + WRITE_BYTES < len(body)
+            part = body[start: start + WRITE_BYTES]
+            await self._send({"type": "http.response.body", "body": part, "more_body": more})
+        if self._gone is None:
+            return False
+        connected = not self._gone.done()  # asked before anything is awaited: it also ends when the answer is complete
+        self._gone.cancel()
+        return connected
+
+    async def refuse(self, refused: Refused, body: dict[str, Any]) -> None:
+        """Write an error. A client that is still sending its body may do so for a while: it is discarded until the
+        connection's time for the next request is over. Closed at once, the connection would be reset, and the client
+        would not see the answer."""
+        headers = []
+        if refused.retry_after_s is not None:
+            headers.append((b"retry-after", str(max(1, math.ceil(refused.retry_after_s))).encode()))
+        if refused.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        if refused.status == 408:
+            headers.append((b"connection", b"close"))
+        await self.answer(json.dumps(body).encode(), status=refused.status, headers=headers)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
