@@ -102,7 +102,7 @@ class Application:
                                "given it")
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         keys = [token.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"")]
-        if not any([session.admits(key) for key in keys]):  # Anthropic's client may send both
+        if not any(session.admits(key) for key in keys):  # Anthropic's client may send both
             raise Refused(401, "the session's key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
         if session.closed:
             raise Refused(410, CLOSED)
@@ -180,6 +180,8 @@ class _Exchange:
         for start in range(0, max(len(body), 1), WRITE_BYTES):
             more = start + WRITE_BYTES < len(body)
             part = body[start: start + WRITE_BYTES]
+            if start and not more:
+                await self._notice()
             await self._send({"type": "http.response.body", "body": part, "more_body": more})
         if self._gone is None:
             return False
@@ -199,6 +201,12 @@ class _Exchange:
         if refused.status == 408:
             headers.append((b"connection", b"close"))
         await self.answer(json.dumps(body).encode(), status=refused.status, headers=headers)
+
+    async def _notice(self) -> None:
+        """Let the loop see that a write failed: it calls `connection_lost`, whose event wakes `receive`, which ends
+        `_disconnected`."""
+        for _ in range(3):
+            await asyncio.sleep(0)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

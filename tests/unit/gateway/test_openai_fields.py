@@ -11,8 +11,8 @@ from rlhf_ray.environments.protocol import ToolCall
 from rlhf_ray.gateway import openai_chat
 from rlhf_ray.gateway.chat import Refused
 from rlhf_ray.gateway.fields import MOST_NESTED, parse_json
-from tests.unit.gateway.stand import calling, reply
 from tests.unit.gateway.shapes import checked, unknown_fields
+from tests.unit.gateway.stand import calling, reply
 
 HELLO = [{"role": "user", "content": "hello"}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -209,7 +209,8 @@ def test_a_stream_has_the_order_of_chunks_of_a_stock_server():
     """Role, content, calls with their index, finish reason, usage, [DONE]: the order of vLLM 0.32
     (vllm/entrypoints/openai/chat_completion/serving.py)."""
     long = "words " * 40
-    said = calling(ToolCall("add", {"a": 1}, "c1"), ToolCall("sub", {"text": long}, "c2"), content=long, reasoning="Hm.")
+    calls = [ToolCall("add", {"a": 1}, "c1"), ToolCall("sub", {"text": long}, "c2")]
+    said = calling(*calls, content=long, reasoning="Hm.")
     *data, done = chunks_of(list(openai_chat.stream(said, "policy", 5, True)))
     chunks = [checked(ChatCompletionChunk, json.loads(each)) for each in data]
     assert done == "[DONE]"
