@@ -41,6 +41,8 @@ class ChatReply:
     completion_tokens: int
     turn: int
     """Number of the turn in its attempt, from 0; the answer's id is made of it."""
+    stopped_by: str | None = None
+    """The text of `ChatRequest.stop` that ended the turn; Anthropic's API answers with it."""
 
 
 class Refused(Exception):

@@ -24,6 +24,8 @@ REFUSAL = b'{"error":"the service has as many connections as it takes; try again
 class BoundedConnection(H11Protocol):
     """uvicorn's connection with deadlines, and a limit on the number of connections."""
 
+    refusal: bytes = REFUSAL
+    """JSON that a connection beyond the limit is answered."""
     _deadline: asyncio.TimerHandle | None = None
     _write_deadline: asyncio.TimerHandle | None = None
 
@@ -31,12 +33,16 @@ class BoundedConnection(H11Protocol):
         """Accept the connection, or answer 503 and close it."""
         super().connection_made(transport)
         self._expect_headers(HEADERS_TIMEOUT_S)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > self.most_connections():
             status = HTTPStatus.SERVICE_UNAVAILABLE
             transport.write(b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
                             b"retry-after: 1\r\nconnection: close\r\n\r\n%s"
-                            % (status, status.phrase.encode(), len(REFUSAL), REFUSAL))
+                            % (status, status.phrase.encode(), len(self.refusal), self.refusal))
             transport.close()
+
+    def most_connections(self) -> int:
+        """Connections at a time."""
+        return MAX_CONNECTIONS
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the deadlines."""
