@@ -253,6 +253,10 @@ _PPO = (
         ("episode_runner.column",), lambda config, _: len(config.environments) > 1,
         "there is one environment, which every row uses", "add another one", warns=True),
     ConditionalFields(
+        ("episode_runner.gateway_host",),
+        lambda config, _: any(each.path or each.command for each in config.environments.values()),
+        "none of the environments can be an agent", "add one", warns=True),
+    ConditionalFields(
         ("environments.*.processes",), lambda _, environment: not environment.isolated,
         "isolated=true gives each episode a process of its own", "set isolated to false", warns=True),
     ConditionalFields(
@@ -264,8 +268,9 @@ _PPO = (
         "raise concurrency", warns=True),
     ConditionalFields(
         ("environments.*.on_failure.retries",),
-        lambda _, policy: "retry" in (policy.timeout, policy.environment),
-        "on_failure begins no episode again (timeout={section.timeout}, environment={section.environment})",
+        lambda _, policy: "retry" in (policy.timeout, policy.environment, policy.agent),
+        "on_failure begins no episode again (timeout={section.timeout}, environment={section.environment}, "
+        "agent={section.agent})",
         "set one of them to retry", warns=True),
     *(ConditionalFields(
         (f"environments.*.timeout_s.{name}",),
