@@ -239,7 +239,10 @@ def _check_failures_trained_on(config: PPOConfig) -> None:
     """What is to be trained on is not left out of the losses."""
     for name, environment in config.environments.items() if config.algorithm.overlong_filter else ():
         policies = dict(environment.on_failure)
-        for cause in ("parse", "timeout", "environment"):
+        causes = ["parse", "timeout", "environment"]
+        if environment.command is not None or "agent" in environment.on_failure.model_fields_set:
+            causes.append("agent")  # whether a path is an agent is not known yet
+        for cause in causes:
             if policies[cause] in ("train", "zero"):
                 raise ValueError(f"environments.{name}.on_failure.{cause}={policies[cause]} trains on episodes that "
                                  "algorithm.overlong_filter leaves out of the losses, since they did not complete; set "

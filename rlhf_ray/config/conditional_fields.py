@@ -253,16 +253,24 @@ _PPO = (
         ("episode_runner.column",), lambda config, _: len(config.environments) > 1,
         "there is one environment, which every row uses", "add another one", warns=True),
     ConditionalFields(
+        ("episode_runner.gateway_host",),
+        lambda config, _: any(each.path or each.command for each in config.environments.values()),
+        "none of the environments can be an agent", "add one", warns=True),
+    ConditionalFields(
         ("environments.*.processes",), lambda _, environment: not environment.isolated,
         "isolated=true gives each episode a process of its own", "set isolated to false", warns=True),
+    ConditionalFields(
+        ("environments.*.processes", "environments.*.isolated"), lambda _, environment: environment.command is None,
+        "each episode of a command has a process of its own in any case", "leave it out", warns=True),
     ConditionalFields(
         ("environments.*.processes",), lambda _, environment: environment.processes <= environment.concurrency,
         "at most concurrency={section.concurrency} episodes are open, so no more processes than these start",
         "raise concurrency", warns=True),
     ConditionalFields(
         ("environments.*.on_failure.retries",),
-        lambda _, policy: "retry" in (policy.timeout, policy.environment),
-        "on_failure begins no episode again (timeout={section.timeout}, environment={section.environment})",
+        lambda _, policy: "retry" in (policy.timeout, policy.environment, policy.agent),
+        "on_failure begins no episode again (timeout={section.timeout}, environment={section.environment}, "
+        "agent={section.agent})",
         "set one of them to retry", warns=True),
     *(ConditionalFields(
         (f"environments.*.timeout_s.{name}",),

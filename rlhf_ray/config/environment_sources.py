@@ -9,6 +9,8 @@ from rlhf_ray.config.section import Section
 
 SOURCES = ("path", "command")
 """Fields of an environment that say what it is."""
+LABEL_LENGTH = 120
+"""Longest text of a source in messages, in characters."""
 
 
 class CommandSource(Section):
@@ -20,7 +22,8 @@ class CommandSource(Section):
 
     run: list[str] = Field(min_length=1)
     """The program and its arguments. In an argument, `{NAME}` is replaced by the row's column of that name, and
-    `{seed}` by the episode's seed."""
+    `{seed}` by the episode's seed; `{{NAME}}` stands for `{NAME}` itself. An argument that is the relative path of a
+    file where the run is started becomes the whole path."""
     reward: Literal["file", "stdout", "exit_code", "none"] = "file"
     """What its reward is: the number in reward.txt, or "reward" in reward.json, of its working directory (Harbor's
     files); the last line that it prints, as a number or as JSON; 1 if it exits with 0, and 0 otherwise; or nothing,
@@ -36,4 +39,5 @@ class CommandSource(Section):
     @property
     def label(self) -> str:
         """The command in messages."""
-        return str(self.run)
+        command = str(self.run)
+        return command if len(command) <= LABEL_LENGTH else f"{command[:LABEL_LENGTH]} ..."

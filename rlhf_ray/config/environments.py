@@ -23,9 +23,10 @@ class EpisodeTimeouts(Section):
     """Deadlines of an environment, in seconds."""
 
     reset: float = Field(60.0, gt=0)
-    """Of the start of an episode."""
+    """Of the start of an episode; of an agent, until its first request."""
     step: float = Field(60.0, gt=0)
-    """Of the answer to one turn, and of closing the environment."""
+    """Of the answer to one turn, and of closing the environment; of an agent, between an answer and its next request,
+    or its end. While the policy writes, no time of an agent passes."""
     episode: float = Field(600.0, gt=0)
     """Of the whole episode, with all sampling and waiting, however often it is begun again: a step waits no longer for
     a sample."""
@@ -68,7 +69,7 @@ class EnvironmentConfig(Section):
     command: CommandSource | None = None
     """A program that is an agent: started for each episode, it asks the policy by OpenAI's or Anthropic's API."""
     max_turns: int = Field(16, ge=1)
-    """Turns of an episode at most."""
+    """Turns of an episode at most, which are the requests of an agent."""
     max_tokens: int = Field(16384, ge=2)
     """Tokens of an episode at most: prompt, what the policy samples, and what the environment answers; of each segment,
     where the chat template rewrites history. A turn has at most `generator.sampling.max_tokens`."""
@@ -84,7 +85,7 @@ class EnvironmentConfig(Section):
     processes: int = Field(2, ge=1)
     """Processes of each runner that the open episodes share."""
     isolated: bool = False
-    """Give each episode a process of its own, which costs the start of one."""
+    """Give each episode a process of its own, which costs the start of one. A `command` always has one."""
     memory_mib: int | None = Field(4096, ge=64)
     """Memory that a process may allocate, in MiB; empty for no bound."""
 
@@ -94,6 +95,11 @@ class EnvironmentConfig(Section):
         if len(given) != 1:
             raise ValueError(f"it has {' and '.join(given) or 'no source'}; give exactly one of {', '.join(SOURCES)}")
         return self
+
+    @property
+    def own_process(self) -> bool:
+        """Whether each episode has a process of its own: what a program starts ends with it then."""
+        return self.isolated or self.command is not None
 
     @property
     def source(self) -> tuple[str, Any]:

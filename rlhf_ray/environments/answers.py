@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from rlhf_ray.environments.protocol import Start, Step
+from rlhf_ray.environments.protocol import Result, Start, Step
 from rlhf_ray.user_code.loading import brief
 
 ANSWER_BYTES = 1 << 24
@@ -45,7 +45,7 @@ def plain_step(answer: Any) -> dict[str, Any]:
         TypeError, ValueError: it is something else; shows the value.
     """
     given = _fields_of(answer, Step, "step", STEP_TUPLE)
-    done, truncated = (_flag(given.get(name, False), name) for name in ("done", "truncated"))
+    done, truncated = (_flag(given.get(name, False), name, "step") for name in ("done", "truncated"))
     messages = plain_messages(given.get("messages", []), "step")
     if not (messages or done or truncated):
         raise ValueError("step returned no messages, although the episode is not done; the policy needs something to "
@@ -54,7 +54,28 @@ def plain_step(answer: Any) -> dict[str, Any]:
     if type(errors) is not int or errors < 0:
         raise TypeError(f"step returned tool_errors={brief(errors)}, which must be a number of tool calls")
     return {"messages": messages, "reward": plain_reward(given.get("reward", 0.0), "step"), "done": done,
-            "truncated": truncated, "info": _numbers(given.get("info", {})), "tool_errors": errors}
+            "truncated": truncated, "info": _numbers(given.get("info", {}), "step"), "tool_errors": errors}
+
+
+def plain_result(answer: Any) -> dict[str, Any]:
+    """The fields of what an agent returned: a `Result`, a dict with its keys, a reward, or None for none.
+
+    Raises:
+        TypeError, ValueError: it is something else; shows the value.
+    """
+    who = "the agent"
+    if answer is None:
+        given: Mapping[str, Any] = {}
+    elif isinstance(answer, Result | Mapping):
+        given = _fields_of(answer, Result, who, ())
+    elif _number(answer) is None:
+        raise TypeError(f"{who} returned {brief(answer)}; it must return its reward as a number, None for none, a "
+                        "Result, or a dict with its keys (reward, info, truncated)")
+    else:
+        given = {"reward": answer}
+    reward = given.get("reward")
+    return {"reward": None if reward is None else plain_reward(reward, who), "info": _numbers(given.get("info", {}), who),
+            "truncated": _flag(given.get("truncated", False), "truncated", who)}
 
 
 def plain_reward(value: Any, who: str) -> float:
@@ -161,16 +182,16 @@ def _plain_tools(tools: Any) -> list[dict[str, Any]]:
     return list(tools)
 
 
-def _flag(value: Any, name: str) -> bool:
+def _flag(value: Any, name: str, who: str) -> bool:
     if isinstance(value, bool) or type(value).__name__ in ("bool", "bool_"):  # numpy's, without importing it
         return bool(value)
-    raise TypeError(f"step returned {name}={brief(value)}, which must be True or False")
+    raise TypeError(f"{who} returned {name}={brief(value)}, which must be True or False")
 
 
-def _numbers(info: Any) -> dict[str, float]:
+def _numbers(info: Any, who: str) -> dict[str, float]:
     """The finite numbers of `info`; what else is in it does not leave the process."""
     if not isinstance(info, Mapping):
-        raise TypeError(f"step returned info={brief(info)}, which must be a dict")
+        raise TypeError(f"{who} returned info={brief(info)}, which must be a dict")
     numbers = {str(name).encode(errors="replace").decode(): _number(value) for name, value in info.items()}
     return {name: number for name, number in numbers.items() if number is not None and abs(number) <= LARGEST_REWARD}
 

@@ -86,7 +86,7 @@ class Host:
                 thread = self._threads.get(number)
                 self.send({"where": number, "line": thread.line() if thread else ""})
                 continue
-            if request["call"] in ("reset", "restore") and not self._begin(number):
+            if request["call"] in ("reset", "restore", "run") and not self._begin(number):
                 continue
             if request["call"] == "close" and number not in self._threads:  # it did not begin
                 self.send({"episode": number, "answer": {}, "snapshot": None})
@@ -157,6 +157,8 @@ class EpisodeThread(threading.Thread):
                 return {"answer": self._episode.start(**arguments), "snapshot": self._episode.snapshot()}
             if call == "step":
                 return {"answer": self._episode.step(**arguments), "snapshot": self._episode.snapshot()}
+            if call == "run":
+                return {"answer": self._episode.run(**arguments), "snapshot": None}
             if call == "restore":
                 self._episode.restore(**arguments)
                 return {"answer": {}, "snapshot": None}

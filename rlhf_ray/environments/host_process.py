@@ -25,7 +25,7 @@ NO_ANSWER = (AnswerTooLong, ValueError, LookupError, TypeError, AttributeError, 
 SHOWN = 200
 """Characters that an error shows of an answer, or of what is none."""
 
-Call = Literal["reset", "restore", "step", "reward", "close"]
+Call = Literal["reset", "restore", "step", "reward", "run", "close"]
 Answer = dict[str, Any]
 FIELDS: Mapping[Call, Mapping[str, type | UnionType]] = {
     "reset": {"messages": list | None, "tools": list, "observation": str},
@@ -33,6 +33,7 @@ FIELDS: Mapping[Call, Mapping[str, type | UnionType]] = {
     "step": {"messages": list, "reward": float | int, "done": bool, "truncated": bool, "info": dict,
              "tool_errors": int},
     "reward": {"reward": float | int},
+    "run": {"reward": float | int | None, "info": dict, "truncated": bool},
     "close": {},
 }
 """Of the answer to each call, with their types in JSON."""
@@ -82,6 +83,7 @@ class HostProcess:
 
     async def _start(self) -> Answer:
         loaded = False
+        source = self._setup["source"][0]
         try:
             await self._process.start("rlhf_ray.environments.host", EnvironmentFailed)
             if self.lost is not None:
@@ -90,19 +92,21 @@ class HostProcess:
                 self._process.send(self._setup)
                 facts: Answer = json.loads(await self._process.receive(FRAME_BYTES))
             if "error" in facts:
-                raise EnvironmentFailed(with_lines(f"{self._field}.path: {self._who} cannot be used: {facts['error']}",
-                                                   "", "Correct the path (module:name or file.py:name), or fix the "
-                                                       "code"))
+                advice = "Correct it"
+                if source == "path":
+                    advice = "Correct the path (module:name or file.py:name), or fix the code"
+                raise EnvironmentFailed(with_lines(
+                    f"{self._field}.{source}: {self._who} cannot be used: {facts['error']}", "", advice))
             self._pid = facts.pop("pid")
             self._spawn(self._read())
             loaded = True
             return facts
         except TimeoutError:
-            raise EnvironmentFailed(f"{self._field}.path: {self._who} was not imported within {IMPORT_S:g} s; its "
+            raise EnvironmentFailed(f"{self._field}.{source}: {self._who} was not imported within {IMPORT_S:g} s; its "
                                     "process was killed. Make the import faster") from None
         except (asyncio.IncompleteReadError, ConnectionError, *NO_ANSWER) as error:
             ending = self.lost.ending if self.lost else await self._ending(error)
-            raise EnvironmentFailed(f"{self._field}.path: {self._who} {ending} when it was imported. Fix the code, or "
+            raise EnvironmentFailed(f"{self._field}.{source}: {self._who} {ending} when it was imported. Fix the code, or "
                                     f"raise {self._field}.memory_mib={self._setup['memory_mib']}") from None
         finally:
             if not loaded:

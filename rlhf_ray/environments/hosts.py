@@ -16,7 +16,7 @@ from rlhf_ray.user_code.process import PrintedLines
 class EnvironmentFacts:
     """What is known of an environment once its code is loaded."""
 
-    shape: Literal["tools", "class", "environment"]
+    shape: Literal["tools", "class", "environment", "agent"]
     tools: list[dict[str, Any]]
     """JSON schemas of the tools that are known before the first reset."""
     replayable: bool
@@ -24,7 +24,7 @@ class EnvironmentFacts:
     place: str
     """File, line and code of its first line."""
     columns: list[str]
-    """Columns of the row that `reset` of a class with tools requires."""
+    """Columns of the row that `reset` of a class with tools, or the program of an agent, requires."""
     restorable: bool = False
     """It has `snapshot()` and `restore(snapshot)`."""
 
@@ -51,6 +51,8 @@ class Hosts:
         """Load the user's code in a first process. Raises EnvironmentFailed."""
         if self.facts is None:
             self.facts = EnvironmentFacts(**await asyncio.shield(self._new().ready))
+            if self.facts.shape == "agent":
+                self.who = self.printed.who = f"the agent {self.config.label} (environments.{self.name})"
         return self.facts
 
     def enter(self, number: int, alone: bool) -> HostProcess:
@@ -60,7 +62,7 @@ class Hosts:
             number: of the episode.
             alone: no other episode may be in it.
         """
-        alone = alone or self.config.isolated
+        alone = alone or self.config.own_process
         shared = [each for each in self._processes if not each.alone]
         process = min(shared, key=lambda each: len(each.episodes), default=None)
         if process is None or (process.episodes and (alone or len(shared) < self.config.processes)):
@@ -75,7 +77,7 @@ class Hosts:
         process.tools.pop(number, None)
         if not process.episodes and process.lost is None:
             process.alone = False
-            if self.config.isolated or len(self._processes) > self.config.processes:
+            if self.config.own_process or len(self._processes) > self.config.processes:
                 process.give_up(HostLost("stopped", "is not needed"))
 
     async def stop(self) -> None:

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from rlhf_ray.config.environments import EnvironmentConfig
+from rlhf_ray.environments.agent_run import AgentRun, Begin, Pace
 from rlhf_ray.environments.host_process import Answer
 from rlhf_ray.environments.hosts import EnvironmentFacts, Hosts
 from rlhf_ray.environments.protocol import Reply, Start, Step
@@ -55,7 +56,7 @@ class EnvironmentPool:
             ReplayDiverged: it cannot be brought back: it is not replayable and has no snapshot, or it answers
                 differently.
         """
-        assert self._hosts.facts is not None, "the pool is not started"
+        assert self.facts.shape != "agent", "an agent is run"
         session = Session(self._hosts, next(self._numbers))
         try:
             start = await session.open(row, seed, played)
@@ -64,6 +65,36 @@ class EnvironmentPool:
             raise
         ended = played is not None and bool(played.steps) and _ends(played.steps[-1][1])
         return OpenEnvironment(session, start, ended, self._close)
+
+    async def run(self, row: dict[str, Any], begin: Begin, pace: Pace) -> Answer:
+        """Run an agent to its end; returns the fields of `Result`. When this is cancelled, it returns at once, and an
+        agent that does not end by itself is killed in the background.
+
+        Args:
+            row: the columns of the prompt's row.
+            begin: see `AgentRun.run`.
+            pace: of its requests.
+
+        Raises:
+            EpisodeFailed: the agent raised, returned nonsense, took too long or lost its process.
+        """
+        run = AgentRun(self._hosts, next(self._numbers), pace)
+        left_running = False
+        try:
+            return await run.run(row, begin)
+        except asyncio.CancelledError:
+            left_running = True
+            raise
+        finally:
+            closing = self._close(run)
+            if not left_running:
+                await asyncio.wait([closing])
+
+    @property
+    def facts(self) -> EnvironmentFacts:
+        """What is known of it since the start."""
+        assert self._hosts.facts is not None, "the pool is not started"
+        return self._hosts.facts
 
     def printed(self) -> list[str]:
         """The lines that the user's code has printed since the last call, each with the environment's name. At most

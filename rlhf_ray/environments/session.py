@@ -14,7 +14,7 @@ import json
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rlhf_ray.environments.host_process import SHOWN, Answer, Call, HostLost, HostProcess
 from rlhf_ray.environments.hosts import Hosts
@@ -41,6 +41,9 @@ class Played:
 
 class Session:
     """An open episode. One call at a time; `close` ends it in any state."""
+
+    KIND: Literal["environment", "agent"] = "environment"
+    """What the user's code is, in messages and causes."""
 
     def __init__(self, hosts: Hosts, number: int) -> None:
         self.call: Call | None = None
@@ -113,11 +116,7 @@ class Session:
             if process is None or process.lost is not None or not process.ready.done():
                 return
             if (future := process.under_way(self._number)) is not None:
-                call = self._asked
-                left = self.since + self._limit_s(call) - asyncio.get_running_loop().time()
-                await asyncio.wait([future], timeout=max(0.0, left))
-                if not future.done():
-                    await self._overdue(process, call, future)
+                await self._wait_for_cancelled(process, future)
             await self._ask("close", b"")
         except HostLost:
             pass  # it is gone
@@ -125,6 +124,13 @@ class Session:
             self._hosts.printed.add(str(error))
         finally:
             self._leave()
+
+    async def _wait_for_cancelled(self, process: HostProcess, future: asyncio.Future[Answer]) -> None:
+        """Let a call end whose caller was cancelled, or kill its process when its time is over."""
+        left = self.since + self._limit_s(self._asked) - asyncio.get_running_loop().time()
+        await asyncio.wait([future], timeout=max(0.0, left))
+        if not future.done():
+            await self._overdue(process, self._asked, future)
 
     async def _perform(self, call: Call, given: bytes) -> Answer:
         while True:
@@ -142,7 +148,7 @@ class Session:
         self._died_before = False
         if self._suspect and self._process is not None:
             self._suspect = False
-            self._process.alone = self._hosts.config.isolated
+            self._process.alone = self._hosts.config.own_process
             self._end_turn()
 
     async def _reopen(self) -> None:
@@ -162,7 +168,7 @@ class Session:
             self._leave()
         while self._process is None:
             hosts = self._hosts
-            if self._suspect and not hosts.config.isolated:  # an isolated one is not lost with others
+            if self._suspect and not hosts.config.own_process:  # which is not lost with others
                 await hosts.turns.acquire()
                 self._has_turn = True
             if hosts.stopped:
@@ -223,18 +229,38 @@ class Session:
         self.since = asyncio.get_running_loop().time()
         try:
             future = process.ask(self._number, call, given)
-            answered, _ = await asyncio.wait([future], timeout=self._limit_s(call))
+            answered = await self._in_time(call, future)
             message = future.result() if answered else await self._overdue(process, call, future)
         finally:
             self.call = None
         if "error" in message:
             if message["exhausted"]:
                 self._exhausted(process, message)
-            raise EpisodeFailed("error_environment", with_lines(
-                f"{self._hosts.who} failed in {call}: {message['error']}", "", "Fix the environment"))
+            raise EpisodeFailed(self._cause, with_lines(
+                f"{self._hosts.who} failed{self._where(call)}: {message['error']}", "", f"Fix the {self.KIND}"))
         if message["snapshot"] is not None:
             self.snapshot = message["snapshot"]
         return dict(message["answer"])
+
+    @property
+    def _cause(self) -> Literal["error_environment", "error_agent"]:
+        """Of a failure of the user's code."""
+        return "error_agent" if self.KIND == "agent" else "error_environment"
+
+    def _where(self, call: Call) -> str:
+        """The call at the end of a sentence; nothing for an agent, which has only one."""
+        return "" if call == "run" else f" in {call}"
+
+    async def _in_time(self, call: Call, future: asyncio.Future[Answer]) -> bool:
+        """Wait for an answer as long as the call may take; returns whether there is one."""
+        answered, _ = await asyncio.wait([future], timeout=self._limit_s(call))
+        return bool(answered)
+
+    def _late(self, call: Call) -> tuple[str, str]:
+        """What a call has not done in its time, as the predicate of a message, and the field of that time."""
+        tool = f" (tool `{self.tool}`)" if self.tool else ""
+        field = "reset" if call in ("reset", "restore") else "step"
+        return f"gave no answer to {call}{tool} within {self._limit_s(call):g} s", field
 
     def _limit_s(self, call: Call) -> float:
         limits = self._hosts.config.timeout_s
@@ -242,7 +268,7 @@ class Session:
 
     async def _overdue(self, process: HostProcess, call: Call, future: asyncio.Future[Answer]) -> Answer:
         """A call has taken too long: kill its process, unless it answers just now."""
-        tool = f" (tool `{self.tool}`)" if self.tool else ""
+        late, field = self._late(call)
         line = await process.line(self._number)
         if future.done():
             return future.result()
@@ -258,9 +284,8 @@ class Session:
         if line is None:
             place = "  (its process is stopped)" if stopped else "  (C code holds the interpreter's lock)"
         raise EpisodeFailed("error_timeout", with_lines(
-            f"{self._hosts.who} gave no answer to {call}{tool} within {self._limit_s(call):g} s; its process was "
-            "killed", place, "Make it faster, or raise "
-            f"environments.{self._hosts.name}.timeout_s.{'reset' if call in ('reset', 'restore') else 'step'}"))
+            f"{self._hosts.who} {late}; its process was killed", place,
+            f"Make it faster, or raise environments.{self._hosts.name}.timeout_s.{field}"))
 
     def _exhausted(self, process: HostProcess, message: Answer) -> None:
         """The process has no memory or no files left, perhaps because of a neighbour.
@@ -278,7 +303,7 @@ class Session:
         advice = "Close files, or raise the limit of open files (ulimit -n)"
         if what == "memory":
             advice = f"Let it use less, or raise environments.{hosts.name}.memory_mib={hosts.config.memory_mib}"
-        raise EpisodeFailed("error_environment", with_lines(
+        raise EpisodeFailed(self._cause, with_lines(
             f"{hosts.who} ran out of {what}: {message['error']}", "", advice))
 
     def _after(self, lost: HostLost, call: Call) -> None:
@@ -290,8 +315,8 @@ class Session:
             if self._suspect:
                 before = "" if self._ending == lost.ending else f" (before that, it {self._ending})"
                 again = f"also when that was repeated in a process of its own{before}"
-            raise EpisodeFailed("error_environment", f"{hosts.who} {lost.ending} in {call}, {again}. Fix the "
-                                f"environment, or raise environments.{hosts.name}.memory_mib="
+            raise EpisodeFailed(self._cause, f"{hosts.who} {lost.ending}{self._where(call)}, {again}. Fix the "
+                                f"{self.KIND}, or raise environments.{hosts.name}.memory_mib="
                                 f"{hosts.config.memory_mib}") from None
         # What has killed the process may have come from outside; if it happens again, one of its calls is to blame.
         together = lost.kind == "died with several"

@@ -12,16 +12,17 @@ from typing import Any, Literal
 
 from rlhf_ray.environments.answers import (
     given_snapshot,
+    plain_result,
     plain_reward,
     plain_snapshot,
     plain_start,
     plain_step,
     tool_content,
 )
-from rlhf_ray.environments.protocol import Reply, ToolCall
+from rlhf_ray.environments.protocol import AgentSession, Reply, ToolCall
 from rlhf_ray.user_code.loading import brief, definition, error_text
 
-Shape = Literal["tools", "class", "environment"]
+Shape = Literal["tools", "class", "environment", "agent"]
 Schemas = list[dict[str, Any]]
 Run = Callable[..., Any]
 """run(function, *args, **kwargs): calls a function, and runs a coroutine that it returns to its end."""
@@ -31,7 +32,9 @@ NOT_TOOLS = ("reset", "get_reward", "close")
 KEEPING = {"snapshot": ("", 0), "restore": ("snapshot", 1)}
 """Methods by which an instance is brought to the state of another one: what they are given, and how many arguments."""
 FORMS = ("a function or a list of functions with type hints and docstrings, a class with reset(**row) and typed "
-         "methods, or a class with reset(row, seed) and step(reply)")
+         "methods, a class with reset(row, seed) and step(reply), or a function agent(row, session)")
+AGENT = ["row", "session"]
+"""Parameters by which a function is an agent."""
 JSON_TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,), "array": (list,),
     "object": (dict,), "null": (type(None),),
@@ -44,13 +47,13 @@ class Target:
 
     shape: Shape
     made: Any
-    """The class; or a function for each tool by name."""
+    """The class; a function for each tool by name; or the agent."""
     schemas: Schemas
     """Of the tools, as far as they are known before `reset`."""
     replayable: bool
     place: str
     columns: list[str] = field(default_factory=list)
-    """Columns of the row that `reset` of a class with tools requires."""
+    """Columns of the row that `reset` of a class with tools, or the program of an agent, requires."""
     restorable: bool = False
     """It has `snapshot` and `restore`."""
 
@@ -71,6 +74,8 @@ def recognise(brought: Any, schemas: Schemas | None = None) -> Target:
     """
     if inspect.isclass(brought):
         return _class(brought, schemas)
+    if _is_agent(brought):
+        return Target("agent", brought, [], True, definition(brought), list(getattr(brought, "columns", ())))
     functions = brought if isinstance(brought, list | tuple) else [brought]
     if not functions or not all(inspect.isroutine(each) for each in functions):
         wrong = next((each for each in functions if not inspect.isroutine(each)), brought)
@@ -80,6 +85,15 @@ def recognise(brought: Any, schemas: Schemas | None = None) -> Target:
         raise TypeError(f"two of its tools have the same name; their names are {[f.__name__ for f in functions]}")
     return Target("tools", tools, schemas if schemas is not None else [_schema(each) for each in functions],
                   all(getattr(each, "replayable", True) for each in functions), definition(functions[0]))
+
+
+def _is_agent(brought: Any) -> bool:
+    if not inspect.isroutine(brought):
+        return False
+    try:
+        return list(inspect.signature(brought).parameters) == AGENT
+    except ValueError:  # of a function in C
+        return False
 
 
 def _class(brought: type, schemas: Schemas | None) -> Target:
@@ -169,7 +183,7 @@ def _uncalled(brought: type, name: str, count: int) -> str:
 
 
 class Episode:
-    """One episode of a target: an instance of the class, or a use of the tools."""
+    """One episode of a target: an instance of the class, a use of the tools, or a run of the agent."""
 
     def __init__(self, target: Target, run: Run, began_tool: Callable[[str], None]) -> None:
         """
@@ -249,6 +263,10 @@ class Episode:
         finally:
             self._began_tool("")
         return tool_content(result, call.name), False
+
+    def run(self, row: dict[str, Any], session: AgentSession) -> dict[str, Any]:
+        """The fields of `Result`: what an agent returns. Raises as `start`."""
+        return plain_result(self._run(self._target.made, row, session))
 
     def reward(self) -> float:
         """`get_reward()` of a class with tools that has it; otherwise 0. Raises as `start`."""

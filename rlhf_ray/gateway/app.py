@@ -109,20 +109,24 @@ class Application:
         return session
 
     async def _turn(self, session: Session, parse: Parse, write: Write, exchange: _Exchange) -> None:
-        """Ask the policy. A client that leaves meanwhile changes nothing for it: the turn is sampled, and a request
-        that equals this one gets it."""
+        """Ask the policy. When the client leaves meanwhile, the policy's `reply` is cancelled: that nobody waits for
+        the turn distinguishes a request that is sent again from one that is sent twice at a time."""
         if session.requests >= MOST_OPEN:
             raise Refused(429, f"{session.requests} requests of this session are open, and may be {MOST_OPEN}", 1.0)
         session.requests += 1
         try:
             asked = parse(parse_json(await exchange.body()))
             self._count(session, asked)
-            reply = await asyncio.wrap_future(session.ask(asked.request))
+            reply = await exchange.unless_gone(asyncio.wrap_future(session.ask(asked.request)))
             if isinstance(reply, Refused):
                 raise reply
             kind = b"text/event-stream" if asked.stream else b"application/json"
-            if await exchange.answer(write(asked, reply, session.model), kind):
-                session.delivered(reply)
+            session.writing += 1
+            try:
+                if await exchange.answer(write(asked, reply, session.model), kind):
+                    session.delivered(reply)
+            finally:
+                session.writing -= 1
         finally:
             session.requests -= 1
 
@@ -171,6 +175,15 @@ class _Exchange:
             raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
         self._gone = asyncio.create_task(self._disconnected())
         return bytes(body)
+
+    async def unless_gone(self, reply: asyncio.Future[ChatReply | Refused]) -> ChatReply | Refused:
+        """A reply, once it is there; it is cancelled when the client disconnects. After `body`."""
+        assert self._gone is not None
+        await asyncio.wait((reply, self._gone), return_when=asyncio.FIRST_COMPLETED)
+        if reply.done():
+            return reply.result()
+        reply.cancel()
+        return Refused(408, "the client disconnected")
 
     async def answer(self, body: bytes, kind: bytes = b"application/json", status: int = 200,
                      headers: list[tuple[bytes, bytes]] | None = None) -> bool:

@@ -51,6 +51,8 @@ class Gateway:
         self._sessions = Sessions()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: _Server | None = None
+        self._serving: asyncio.AbstractEventLoop | None = None
+        """The server's own loop."""
         self._ended: asyncio.Future[BaseException | None] | None = None
         self._origin = ""
 
@@ -97,7 +99,21 @@ class Gateway:
         """Requests under way are cancelled and answered 410, as later ones; returns when none runs any more."""
         session = self._session(address)
         await session.close()
+        await self._written(session)
+        session.end()
         self._sessions.retire(session)
+
+    async def _written(self, session: Session) -> None:
+        """Wait until a session has written its answers."""
+        if self._serving is None:
+            return
+        writing = session.written()
+        try:
+            written = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(writing, self._serving))
+        except RuntimeError:  # the server has ended
+            writing.close()
+            return
+        await asyncio.wait((written,), timeout=STOP_S)
 
     def counts(self, address: SessionAddress) -> dict[str, int]:
         """Of a session, also after its end: "requests" that were read, "sampling_overridden": those of them whose
@@ -125,6 +141,7 @@ class Gateway:
         failed: BaseException | None = None
         try:
             with listener, asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
+                self._serving = runner.get_loop()
                 runner.run(server.serve(sockets=[listener]))
         except BaseException as error:
             failed = error

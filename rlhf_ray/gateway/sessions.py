@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,11 +20,13 @@ from rlhf_ray.gateway.chat import ChatReply, ChatRequest, Policy, Refused
 SECRET_BYTES = 16
 """Of a session's id, and of its key: 128 random bits each."""
 MOST_OPEN = 64
-"""Requests of a session that are under way, those included whose client has gone while the policy samples."""
+"""Requests of a session that are under way."""
 MOST_CLOSED = 10_000
 """Closed sessions that are answered 410; those that were closed before them are unknown."""
 CLOSE_WARNING_S = 10.0
 """A cancelled request that takes longer to end is named in a warning."""
+WRITTEN_S = 1.0
+"""Longest wait of a closing session for answers that are being written."""
 CLOSED = "the episode's attempt has ended, and its session is closed; nothing is sampled for it any more"
 
 
@@ -38,6 +41,8 @@ class Session:
         """By `Gateway.counts`; changed in the gateway's thread."""
         self.requests = 0
         """Under way; changed in the gateway's thread."""
+        self.writing = 0
+        """Answers that are being written; changed in the gateway's thread."""
         self.closed = False
         self._policy: Policy | None = policy
         self._loop = asyncio.get_running_loop()
@@ -67,6 +72,17 @@ class Session:
         except RuntimeError:
             return
 
+    async def written(self) -> None:
+        """Wait, but not long, for answers that are being written: their agent may have read them already, although the
+        policy has not heard of it. Called in the gateway's thread."""
+        deadline = time.monotonic() + WRITTEN_S
+        while self.writing and time.monotonic() < deadline:
+            await asyncio.sleep(0.001)
+
+    def end(self) -> None:
+        """The policy hears nothing any more."""
+        self._policy = None
+
     async def close(self) -> None:
         """Refuse requests from now on, and cancel those under way; returns when none runs any more."""
         self.closed = True
@@ -77,7 +93,6 @@ class Session:
             if running:
                 self._warn_once("close", f"gateway: {len(running)} requests of a session that closes were cancelled "
                                          f"{CLOSE_WARNING_S:g} s ago and have not ended")
-        self._policy = None
 
     async def _reply(self, request: ChatRequest) -> ChatReply | Refused:
         if self.closed or self._policy is None:
@@ -103,7 +118,7 @@ class Session:
             self._replies.discard(task)
 
     def _delivered(self, reply: ChatReply) -> None:
-        if self._policy is not None and not self.closed:
+        if self._policy is not None:
             self._policy.delivered(reply)
 
 

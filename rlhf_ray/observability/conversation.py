@@ -24,7 +24,8 @@ class Exchange(NamedTuple):
     reward: float
     finish_reason: str
     said: list[Turn]
-    """What the policy wrote, its tool calls, and what the environment answered."""
+    """What the policy wrote, its tool calls, and what the environment answered; before that, what it read first, where
+    an agent began another conversation."""
 
 
 def turns_of(row: Mapping[str, Any]) -> list[Turn]:
@@ -41,7 +42,8 @@ def exchanges_of(row: Mapping[str, Any]) -> list[Exchange]:
     """The turns of a saved sample that is an episode; none of a single response."""
     exchanges = []
     for turn in row.get("turns") or ():
-        said = [Turn("assistant", escaped(turn["text"]))]
+        said = [part for message in json.loads(turn.get("opens") or "[]") for part in _turns_of_message(message)]
+        said.append(Turn("assistant", escaped(turn["text"])))
         said += [Turn("call", escaped(call_in_words(call))) for call in json.loads(turn["tool_calls"])]
         said += [part for message in json.loads(turn["messages"]) for part in _turns_of_message(message)]
         exchanges.append(Exchange(turn["segment"] + 1, turn["stop"] - turn["start"], turn["reward"],

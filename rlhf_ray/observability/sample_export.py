@@ -55,18 +55,19 @@ def json_of(row: Mapping[str, Any]) -> dict[str, Any]:
 def _turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Each turn with its calls and messages; a single response is one turn, whose reward is the sample's."""
     if row.get("turns") is not None:
-        return [{**turn, "tool_calls": json.loads(turn["tool_calls"]), "messages": json.loads(turn["messages"])}
+        return [{**turn, **{name: json.loads(turn.get(name) or "[]") for name in ("tool_calls", "messages", "opens")}}
                 for turn in row["turns"]]
     mask = row["response_mask"]
     start = mask.index(True) if True in mask else len(mask)
     stop = len(mask) - mask[::-1].index(True) if True in mask else len(mask)
     return [{"segment": 0, "start": start, "stop": stop, "seed": None, "finish_reason": row["finish_reason"],
-             "reward": row["score"], "text": row["response"], "tool_calls": [], "messages": []}]
+             "reward": row["score"], "text": row["response"], "tool_calls": [], "messages": [], "opens": []}]
 
 
 def _messages(row: Mapping[str, Any], turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The whole conversation as OpenAI's chat completions have it: the content of a turn is all that was sampled, the
-    markup of its calls included. A prompt that is a text is a message of the user."""
+    markup of its calls included. A prompt that is a text is a message of the user. Where an agent began another
+    conversation, its messages follow."""
     messages = json.loads(row["messages"]) if row["messages"] else [{"role": "user", "content": row["prompt"]}]
     for number, turn in enumerate(turns, start=1):
         calls = [call for call in turn["tool_calls"] if "name" in call]
@@ -78,7 +79,7 @@ def _messages(row: Mapping[str, Any], turns: Iterable[Mapping[str, Any]]) -> lis
                 {"id": name, "type": "function",
                  "function": {"name": call["name"], "arguments": _arguments(call.get("arguments"))}}
                 for name, call in zip(ids, calls, strict=True)]
-        messages += [said, *answers]
+        messages += [*turn["opens"], said, *answers]
     return messages
 
 

@@ -34,7 +34,8 @@ PER_TOKEN = ("behaviour_logprobs", "old_logprobs", "reference_logprobs", "advant
 """Columns with a float32 for each token."""
 SHOWN = ("step", "epoch", "row", "sample", "prompt", "messages", "response", "score", "kl", "gold")
 """Columns without lists that every file has."""
-TEXTS = {"prompt", "response", "messages", "error", "turns.text", "turns.tool_calls", "turns.messages"}
+TEXTS = {"prompt", "response", "messages", "error", "turns.text", "turns.tool_calls", "turns.messages",
+         "turns.opens"}
 """Columns that hardly repeat a value, so that a dictionary of their values does not pay."""
 _NAME = re.compile(r"steps?_(\d+)(?:-(\d+))?\.parquet")
 
@@ -134,10 +135,11 @@ def _columns_of(episodes: Sequence[Episode], texts: Sequence[Sequence[str]]) -> 
     turn = pa.struct({
         "segment": pa.int32(), "start": pa.int32(), "stop": pa.int32(), "seed": pa.int64(),
         "finish_reason": pa.string(), "reward": pa.float64(), "text": pa.string(), "tool_calls": pa.string(),
-        "messages": pa.string()})
+        "messages": pa.string(), "opens": pa.string()})
     turns = [[{"segment": each.row, "start": each.start, "stop": each.stop, "seed": each.seed,
                "finish_reason": each.finish_reason, "reward": each.reward, "text": text,
-               "tool_calls": json.dumps(each.tool_calls), "messages": json.dumps(each.messages)}
+               "tool_calls": json.dumps(each.tool_calls), "messages": json.dumps(each.messages),
+               "opens": json.dumps(each.opens)}
               for each, text in zip(episode.turns, its_texts, strict=True)]
              for episode, its_texts in zip(episodes, texts, strict=True)]
     names = ("environment", "cause", "use", "error")

@@ -70,6 +70,24 @@ class TextTools:
     vocabulary: int
     """See `rollout_rows.sample_request`."""
 
+    def stopped_by(self, tokens: Sequence[int]) -> int | None:
+        """The token by which a sampled turn has ended itself; None if none did."""
+        return tokens[-1] if len(tokens) and tokens[-1] in self.stop_tokens else None
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """What the policy wrote in a turn, without the token that ended it."""
+        return self.decode(tokens if self.stopped_by(tokens) is None else tokens[:-1])
+
+    def parsed(self, text: str, tools: list[dict[str, Any]], opened: bool) -> Parsed:
+        """A turn, read; nothing in it is a call where there are no tools.
+
+        Args:
+            opened: its prompt ended within <think>.
+        """
+        if not tools:
+            return plain_turn(text, opened=opened)
+        return self.parser.parse(text, opened=opened, tools=tools)
+
 
 @dataclass
 class Activity:
@@ -88,6 +106,12 @@ class Activity:
         self.doing = doing
         self.since = time.monotonic()
 
+    def overdue(self, config: EnvironmentConfig) -> str:
+        """That the episode's deadline has passed, in words."""
+        return (f"the episode had not ended after {config.timeout_s.episode:g} s "
+                f"(environments.{self.environment}.timeout_s.episode): in turn {self.turn + 1} it waited for "
+                f"{self.doing} for {time.monotonic() - self.since:.1f} s")
+
 
 class Ended(NamedTuple):
     """How an attempt ended."""
@@ -98,6 +122,8 @@ class Ended(NamedTuple):
     turns: list[Turn]
     reward: float | None
     """What the environment gave the whole episode beside its turns; None if it did not."""
+    left_out: Sequence[str] = ()
+    """See `RecordedOutcome`."""
 
 
 class Attempt:
@@ -176,11 +202,7 @@ class Attempt:
         except TimeoutError:
             if not limit.expired():
                 raise
-            cause = "error_timeout"
-            error = (f"the episode had not ended after {self._config.timeout_s.episode:g} s "
-                     f"(environments.{self._activity.environment}.timeout_s.episode): in turn "
-                     f"{self._activity.turn + 1} it waited for {self._activity.doing} for "
-                     f"{time.monotonic() - self._activity.since:.1f} s")
+            cause, error = "error_timeout", self._activity.overdue(self._config)
         finally:
             self._activity.enter("close")
             await asyncio.shield(environment.close())
@@ -283,12 +305,8 @@ class Attempt:
 
     def _parsed(self, completion: Completion) -> Parsed:
         """What the policy said, in the conversation and in the record of its turn."""
-        tokens = completion.tokens.tolist()
-        stopped = bool(tokens) and tokens[-1] in self._texts.stop_tokens
-        text = self._texts.decode(tokens[:-1] if stopped else tokens)
-        parsed = plain_turn(text, opened=self._reasoning_opened)
-        if self.tools:
-            parsed = self._texts.parser.parse(text, opened=self._reasoning_opened, tools=self.tools)
+        text = self._texts.text_of(completion.tokens.tolist())
+        parsed = self._texts.parsed(text, self.tools, self._reasoning_opened)
         turn = len(self._turns) - 1
         self._text = text
         calls = [replace(call, id=call_id(turn, i)) for i, call in enumerate(parsed.calls)]
@@ -331,10 +349,9 @@ class Attempt:
         """Let the policy read an answer: in the present segment, or in a new one if the template rewrites history."""
         template = self._texts.template
         self._conversation += messages
-        last = self._tokens.context[-1]
         system = any(message["role"] == "system" for message in self._conversation)
         if template.continues(messages, self.tools, options=self._options, system=system):
-            stopped_by = last if last in self._texts.stop_tokens else None
+            stopped_by = self._texts.stopped_by(self._tokens.context)
             self._tokens.read(template.delta(
                 messages, self.tools, stopped_by=stopped_by, options=self._options, place=self._place))
         else:

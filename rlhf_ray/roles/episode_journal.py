@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar
 
@@ -36,7 +36,7 @@ from rlhf_ray.roles.engines.interface import Completion
 T = TypeVar("T")
 SUFFIX = ".journal"
 HEAD = struct.Struct("<III")
-FORMAT = b"EPJ1"
+FORMAT = b"EPJ2"
 """What another version of this package wrote is not read."""
 FILE_HEAD_BYTES = 16
 PATIENCE_S = 5.0
@@ -122,13 +122,16 @@ class RecordedTurn:
     """`digest` of the tokens of its segment before it."""
     completion: Completion
     answer: dict[str, Any] | None
-    """The fields of the `Step` that followed; None if none did, in the last turn of an episode that has ended."""
+    """The fields of the `Step` that followed; None if none did, in the last turn of an episode that has ended, and in
+    those of an agent."""
     snapshot: Any = None
     """Of the environment after its answer, if it gives any; of an episode that was read, only the newest."""
     interrupted: int = 0
     """How often the environment had been lost with neighbours in the process that recorded it."""
     age_s: float = 0.0
     """Seconds that the episode had been played for, in all processes."""
+    asked: dict[str, Any] | None = None
+    """What an agent asked, as `AgentTurn.asked`; None in an environment."""
 
     def frame(self, scope: str, key: SampleKey) -> Frame:
         """As a record."""
@@ -138,7 +141,7 @@ class RecordedTurn:
             arrays["mask_sizes"] = np.array([len(each) for each in whole.masks], dtype=np.int32)
             arrays["mask_tokens"] = np.concatenate(whole.masks)
         facts = {"context": self.context, "finish_reason": whole.finish_reason, "answer": self.answer,
-                 "snapshot": self.snapshot, "interrupted": self.interrupted, "age_s": self.age_s}
+                 "snapshot": self.snapshot, "interrupted": self.interrupted, "age_s": self.age_s, "asked": self.asked}
         return Frame("turn", scope, key, int(whole.versions.max(initial=-1)), facts, arrays)
 
     @classmethod
@@ -165,6 +168,10 @@ class RecordedOutcome:
     """As in `Episode.events`."""
     reward: float | None
     """What the environment gave the whole episode beside its turns; None if it was not asked, or did not answer."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """As in `Episode.metrics`."""
+    left_out: list[str] = field(default_factory=list)
+    """The recorded turns of an agent that are no part of the episode, by `AgentTurn.key`."""
 
     def frame(self, scope: str, key: SampleKey) -> Frame:
         """As a record."""
@@ -336,8 +343,10 @@ def episode(entries: Sequence[Entry]) -> RecordedEpisode | None:
                 found = replace(found, turns=[*before, turn])
             else:
                 found = replace(found, outcome=RecordedOutcome(**frame.facts))
-    if found is not None and found.outcome is None and found.turns and found.turns[-1].answer is None:
-        return replace(found, turns=found.turns[:-1])  # its outcome, which was written together with it, is torn
+    if found is not None and found.outcome is None and found.turns:
+        last = found.turns[-1]
+        if last.answer is None and last.asked is None:
+            return replace(found, turns=found.turns[:-1])  # its outcome, which was written together with it, is torn
     return found
 
 

@@ -109,6 +109,11 @@ class EpisodeRecord:
             self._unanswered = None
             await self._append(self._frame(turn))
 
+    async def asked(self, turn: RecordedTurn) -> None:
+        """Record a turn of an agent, before it is answered."""
+        if self._place is not None:
+            await self._append(self._frame(turn))
+
     async def ended(self, outcome: RecordedOutcome) -> None:
         """Record how it ended, together with a turn that nothing followed."""
         if self._place is not None:

@@ -27,10 +27,12 @@ from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.data.turn_template import TurnTemplate
 from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.errors import DataError, ReplayDiverged
+from rlhf_ray.gateway.server import Gateway
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.records import Episode, Prompts, Rollout, SampleKey
+from rlhf_ray.roles.agent_attempt import AgentAttempt
 from rlhf_ray.roles.engines.interface import Completion, SampleRequest
 from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
 from rlhf_ray.roles.episode import Activity, Attempt, Ended, SampleTurn, TextTools, environment_seed
@@ -72,6 +74,7 @@ class EpisodeRunner:
     def __init__(
         self, environments: Mapping[str, EnvironmentConfig], model: ModelConfig, sampling: SamplingConfig,
         generators: Generators, column: str = "environment", name: str = "episode_runner/0", least_scored: int = 1,
+        gateway_host: str = "127.0.0.1",
     ) -> None:
         """
         Args:
@@ -79,6 +82,7 @@ class EpisodeRunner:
             sampling: of a turn.
             column: of the prompts' rows that names the environment, if there are several.
             least_scored: a prompt of which fewer samples have a reward is quarantined: 2 where they are compared.
+            gateway_host: address at which agents reach the policy, if there are agents.
         """
         self._environments = dict(environments)
         self._model = model
@@ -94,6 +98,9 @@ class EpisodeRunner:
         """By number: a sample of an evaluation may have the key of one of training."""
         self._journal: Journal | None = None
         self._warnings: list[str] = []
+        self._agents: set[str] = set()
+        """Names of the environments that are agents; known after the start."""
+        self._gateway = Gateway(gateway_host, self._warnings.append)
 
     @staticmethod
     def arguments(config: PPOConfig, derived: Derived, rank: int) -> Mapping[str, Any]:
@@ -103,14 +110,16 @@ class EpisodeRunner:
             "model": config.model,
             "sampling": config.generator.sampling,
             "column": config.episode_runner.column,
+            "gateway_host": config.episode_runner.gateway_host,
             "name": f"episode_runner/{rank}",
             "least_scored": 2 if config.algorithm.compares_groups else 0,
         }
 
     async def start(self) -> dict[str, Any]:
-        """Load the tokenizer and the environments; returns facts about each, by name.
+        """Load the tokenizer and the environments, and let agents reach the policy; returns facts about each, by name.
 
         Raises:
+            OSError: the gateway cannot listen at its address.
             ModelError: the tokenizer has no chat template.
             ConfigError: an environment's `tool_format` is none.
             EnvironmentFailed: an environment cannot be loaded.
@@ -129,6 +138,9 @@ class EpisodeRunner:
         self._texts = {
             name: TextTools(template, tool_call_parser(config.tool_format, tokenizer), decode, stops, vocabulary)
             for name, config in self._environments.items()}
+        self._agents = {name for name, each in facts.items() if each.shape == "agent"}
+        if self._agents:
+            await self._gateway.start()
         return facts
 
     async def play(
@@ -211,6 +223,8 @@ class EpisodeRunner:
         if self._journal is not None:
             self._journal.close()
         await asyncio.gather(*(pool.stop() for pool in self._pools.values()))
+        if self._agents:
+            await self._gateway.stop()
 
     def _journal_of(self, place: JournalPlace | None) -> Journal | None:
         """The journal in a directory. That in another one is closed: the run that kept it is over."""
@@ -253,8 +267,10 @@ class EpisodeRunner:
             try:
                 while True:
                     await record.begin(recorded)
-                    attempt = Attempt(key, config, chosen, texts, self._sampler(), seed, activity, dict(options),
-                                      record, recorded)
+                    begun = (key, config, chosen, texts, self._sampler(), seed, activity, dict(options), record,
+                             recorded)
+                    attempt: Attempt | AgentAttempt
+                    attempt = AgentAttempt(*begun, self._gateway) if name in self._agents else Attempt(*begun)
                     try:
                         ended = await attempt.play(
                             self._pools[name], row, environment_seed(run_seed, key), prompt, deadline)
@@ -282,7 +298,7 @@ class EpisodeRunner:
                           attempt.metrics, outcome.events, outcome.error)
         return ended.tokens.segments(seed, FINISHES.get(outcome.cause, "abort")), episode
 
-    def _outcome(self, config: EnvironmentConfig, attempt: Attempt, ended: Ended, events: Mapping[str, int],
+    def _outcome(self, config: EnvironmentConfig, attempt: Attempt | AgentAttempt, ended: Ended, events: Mapping[str, int],
                  held_out: bool, may_retry: bool) -> RecordedOutcome | None:
         """How an episode has ended; None if it begins again.
 
@@ -294,7 +310,8 @@ class EpisodeRunner:
         if use == "retry":
             return None
         counted = {event: number for event, number in (attempt.events + Counter(events)).items() if number}
-        return RecordedOutcome(ended.cause, use, ended.error, counted, ended.reward)
+        return RecordedOutcome(ended.cause, use, ended.error, counted, ended.reward, dict(attempt.metrics),
+                               list(ended.left_out))
 
     def _chosen(self, metadata: Mapping[str, Any], key: SampleKey) -> str:
         """The name of a row's environment."""

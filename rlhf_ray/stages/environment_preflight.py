@@ -4,12 +4,15 @@ column that is not there and a template that knows no tools are found in a secon
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive
+from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.prompts import prompt_format
 from rlhf_ray.data.row_readers import is_local
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 
 TRIAL_S = 10.0
 """Longest time for a reset. An environment that needs longer is not checked further."""
-SHAPES = {"tools": "tools", "class": "a class with tools", "environment": "an environment in messages"}
+SHAPES = {"tools": "tools", "class": "a class with tools", "environment": "an environment in messages",
+          "agent": "an agent"}
 
 
 def check_environments(config: PPOConfig) -> None:
@@ -47,14 +51,29 @@ def check_environments(config: PPOConfig) -> None:
     for section in filter(None, (config.prompts, derive(config).evaluation_prompts)):
         for name, row in _first_rows(section, config, tokenizer):
             rows.setdefault(name, row)
+    agents = []
     for name, environment in config.environments.items():
         facts = run_coroutine(_begun(name, config, rows.get(name)))
+        agents += [name] if facts.shape == "agent" else []
         if facts.tools:
             template.require(f"environments.{name}", facts.tools)
         try:
             tool_call_parser(environment.tool_format, tokenizer)
         except ConfigError as error:
             raise ConfigError(f"environments.{name}.{error}") from error
+    host = config.episode_runner.gateway_host
+    if agents and not _is_loopback(host):
+        logging.getLogger(__name__).warning(
+            f"episode_runner.gateway_host={host!r} lets in whoever reaches that address and has the URL and the key of "
+            f"an episode of {', '.join(f'environments.{name}' for name in agents)}, which are sent in the clear: it can "
+            "ask the policy. Use a network that only the agents reach")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def in_words(name: str, facts: EnvironmentFacts) -> str:
@@ -65,11 +84,14 @@ def in_words(name: str, facts: EnvironmentFacts) -> str:
 
 
 async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) -> EnvironmentFacts:
-    """Load an environment, and begin an episode with a row, if there is one."""
+    """Load an environment, and begin an episode with a row, if there is one. An agent is not run: it would ask a policy
+    that is not there."""
     pool = EnvironmentPool(name, config.environments[name])
     try:
         facts = await pool.start()
-        if row is not None:
+        if facts.shape == "agent":
+            _check_columns(name, config.environments[name], facts, row)
+        elif row is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TRIAL_S):
                     await (await pool.open(dict(row), config.run.seed)).close()
@@ -81,6 +103,16 @@ async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) ->
                           ) from error
     finally:
         await pool.stop()
+
+
+def _check_columns(name: str, environment: EnvironmentConfig, facts: EnvironmentFacts, row: Mapping[str, Any] | None
+                   ) -> None:
+    """Refuse a program whose arguments name a column that a row lacks."""
+    if row is None or not (missing := [column for column in facts.columns if column not in row]):
+        return
+    raise ConfigError(f"environments.{name}.{environment.source[0]}: its arguments name the column {missing[0]!r}, "
+                      f"which a row of the data lacks; its columns are {', '.join(row)}. Write "
+                      f"{{{{{missing[0]}}}}} for {{{missing[0]}}} itself")
 
 
 def _first_rows(

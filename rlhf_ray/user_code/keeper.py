@@ -1,6 +1,6 @@
 """The keeper of a process of user code, so that nothing of it is left: it starts the process, adopts whatever that
 starts, and kills all of it when the process has ended, when it is told to end, or when the process that started the
-keeper has died.
+keeper has died. It also gives the process a directory for files, and removes it at the end.
 
 Started as a program, with a module, the number of an open socket and the id of the process that starts it as arguments.
 Its child calls the module's `main` with that socket. It imports the standard library alone.
@@ -12,8 +12,10 @@ import ctypes
 import importlib
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +26,8 @@ TOLD = {signal.SIGTERM, signal.SIGCHLD}
 PATIENCE_S = 3.0
 """Time to kill what user code has started; what belongs to another user cannot be killed."""
 LOOK_S = 0.005
+SCRATCH = "RLHF_RAY_SCRATCH"
+"""Variable of the environment with the directory for files."""
 
 
 def main(module: str, descriptor: int, parent: int) -> None:
@@ -35,6 +39,8 @@ def main(module: str, descriptor: int, parent: int) -> None:
     if os.getppid() != parent:
         return
     keeper = os.getpid()
+    scratch = tempfile.mkdtemp(prefix="rlhf-ray-")
+    os.environ[SCRATCH] = scratch
     child = os.fork()
     if child == 0:
         os.setsid()  # user code that kills its process group does not kill its keeper
@@ -44,7 +50,9 @@ def main(module: str, descriptor: int, parent: int) -> None:
             importlib.import_module(module).main(descriptor)
         return
     _close_files()
-    _end_as(_kept(child))
+    status = _kept(child)
+    shutil.rmtree(scratch, ignore_errors=True)
+    _end_as(status)
 
 
 def _close_files() -> None:
