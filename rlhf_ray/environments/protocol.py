@@ -5,6 +5,9 @@ An environment is recognised by its shape; there is no base class.
 
 - Tools: a plain function with type hints and a docstring, a list of such functions, or a class with
   `reset(**row)` whose other public methods are the tools, and optionally `get_reward() -> float`.
+  A class whose tools are known only when it runs has `tool_schemas() -> list` (a class method: their JSON schemas) and
+  `call_tool(name, arguments) -> (content, failed)` in place of the methods; what `call_tool` raises is a failure of the
+  environment, and not the tool's.
 - An environment in messages: a class with `reset(row, seed) -> Start` and `step(reply) -> Step`, and optionally
   `close()`; each may be a coroutine function.
 - An agent, which has its own loop and asks the policy over HTTP: a function `agent(row, session) -> float | Result`,

@@ -16,6 +16,7 @@ from rlhf_ray.environments.answers import (
     plain_snapshot,
     plain_start,
     plain_step,
+    plain_tools,
     tool_content,
 )
 from rlhf_ray.environments.protocol import Reply, ToolCall
@@ -53,6 +54,8 @@ class Target:
     """Columns of the row that `reset` of a class with tools requires."""
     restorable: bool = False
     """It has `snapshot` and `restore`."""
+    answers_calls: bool = False
+    """A class with tools has `call_tool`, which answers the calls of all its tools."""
 
     def facts(self) -> dict[str, Any]:
         """What the process that started this one needs to know."""
@@ -97,6 +100,10 @@ def _class(brought: type, schemas: Schemas | None) -> Target:
             raise TypeError(f"{name}.step is called with one argument, the reply, but {wrong}")
         return Target("environment", brought, [], replayable, place, restorable=_restorable(brought, also_one=True))
     restorable = _restorable(brought, also_one=False)
+    if callable(getattr(brought, "tool_schemas", None)) and callable(getattr(brought, "call_tool", None)):
+        if schemas is None:
+            schemas = plain_tools(brought.tool_schemas(), "tool_schemas")
+        return Target("class", brought, schemas, replayable, place, restorable=restorable, answers_calls=True)
     no_tools = (*NOT_TOOLS, *(KEEPING if restorable else ()))
     names = dict.fromkeys(each for base in reversed(brought.__mro__[:-1]) for each in vars(base))
     tools = [each for each in names if not each.startswith("_") and each not in no_tools
@@ -200,7 +207,11 @@ class Episode:
 
     def _make(self) -> None:
         self._instance = self._target.made()
-        self._tools = {name: getattr(self._instance, name) for name in map(_name, self._target.schemas)}
+        names = map(_name, self._target.schemas)
+        if self._target.answers_calls:
+            self._tools = dict.fromkeys(names)
+        else:
+            self._tools = {name: getattr(self._instance, name) for name in names}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Begin where another instance gave this snapshot. Raises whatever the user's code raises."""
@@ -236,6 +247,8 @@ class Episode:
         """What the policy reads, and whether it is an error."""
         if call.name not in self._tools:
             return f"Error: there is no tool {call.name!r}; the tools are {', '.join(self._tools)}", True
+        if self._target.answers_calls:
+            return self._answered(call)
         schema = next(each for each in self._target.schemas if _name(each) == call.name)
         if problem := arguments_problem(schema["function"].get("parameters", {}), call.arguments):
             return f"Error: {call.name}: {problem}", True
@@ -249,6 +262,17 @@ class Episode:
         finally:
             self._began_tool("")
         return tool_content(result, call.name), False
+
+    def _answered(self, call: ToolCall) -> tuple[str, bool]:
+        """`_call` of a class whose `call_tool` answers all calls, and raises where the environment itself has failed."""
+        if not isinstance(call.arguments, dict):
+            return f"Error: {call.name}: the arguments are {brief(call.arguments)}, and must be an object", True
+        self._began_tool(call.name)
+        try:
+            content, failed = self._run(self._instance.call_tool, call.name, call.arguments)
+        finally:
+            self._began_tool("")
+        return tool_content(content, call.name), bool(failed)
 
     def reward(self) -> float:
         """`get_reward()` of a class with tools that has it; otherwise 0. Raises as `start`."""

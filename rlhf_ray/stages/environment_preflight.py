@@ -60,8 +60,9 @@ def check_environments(config: PPOConfig) -> None:
 def in_words(name: str, facts: EnvironmentFacts) -> str:
     """A loaded environment: "environments.tools is a class with tools (lookup, submit): env.py:4: class Shop"."""
     kept = ", with snapshots" if facts.restorable else "" if facts.replayable else ", not replayable"
+    place = f": {facts.place}" if facts.place else ""
     tools = ", ".join(str(tool.get("function", tool).get("name")) for tool in facts.tools)
-    return f"environments.{name} is {SHAPES[facts.shape]}{f' ({tools})' if tools else ''}{kept}: {facts.place}"
+    return f"environments.{name} is {SHAPES[facts.shape]}{f' ({tools})' if tools else ''}{kept}{place}"
 
 
 async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) -> EnvironmentFacts:
