@@ -35,7 +35,13 @@ def plain_start(answer: Any) -> dict[str, Any]:
         messages = plain_messages(messages, "reset")
         if not messages:
             raise ValueError("reset returned no messages; give at least one, or None for the prompt of the row")
-    return {"messages": messages, "tools": plain_tools(given.get("tools", []), "reset")}
+    observation = given.get("observation", "")
+    if not isinstance(observation, str):
+        raise TypeError(f"reset returned the observation {brief(observation)}, which must be text")
+    if observation and messages is not None:
+        raise ValueError("reset returned messages and an observation, which is text after the prompt of the row; give "
+                         "one of them")
+    return {"messages": messages, "tools": plain_tools(given.get("tools", []), "reset"), "observation": observation}
 
 
 def plain_step(answer: Any) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class OpenEnvironment:
         self.start = Start(messages=start["messages"], tools=start["tools"])
         """How the episode begins."""
         self.observation: str = start["observation"]
-        """The text that `reset` of a class with tools returned: it is read after the row's prompt, in the same
+        """The text that `reset` of a class with tools returned, or `Start.observation`: it is read after the row's prompt, in the same
         message; "" for none."""
         self._session = session
         self._close = close

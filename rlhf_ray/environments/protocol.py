@@ -60,6 +60,8 @@ class Start:
     """What the policy reads first; None for the prompt of the row."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """JSON schemas of the tools that the policy may call (`transformers.utils.get_json_schema`)."""
+    observation: str = ""
+    """Text that the policy reads after the prompt of the row, in the same message; not with `messages`."""
 
 
 @dataclass

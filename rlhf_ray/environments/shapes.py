@@ -189,7 +189,7 @@ class Episode:
         self._tools: dict[str, Any] = {}
 
     def start(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
-        """The fields of `Start`, with those of a class with tools: "observation", the text that its reset returned.
+        """The fields of `Start`; "observation" is the text that the reset of a class with tools returned.
 
         Raises whatever the user's code raises, and TypeError or ValueError for an answer that is none.
         """
@@ -199,7 +199,7 @@ class Episode:
             return {"messages": None, "tools": target.schemas, "observation": ""}
         self._make()
         if target.shape == "environment":
-            return {**plain_start(self._run(self._instance.reset, row=row, seed=seed)), "observation": ""}
+            return plain_start(self._run(self._instance.reset, row=row, seed=seed))
         observation = self._run(self._instance.reset, **self._columns(row, seed))
         if not isinstance(observation, str | None):
             raise TypeError(f"reset returned {brief(observation)}; of a class with tools it must return text or None")
