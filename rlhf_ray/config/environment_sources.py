@@ -104,8 +104,8 @@ class OpenEnvSource(_Server):
     """URL of the server: http://host:port."""
     action: Literal["auto", "text", "json", "tools"] = "auto"
     """What becomes of the policy's reply: its text is one `field` of the action; it is the action, as a JSON object;
-    or its calls of tools are actions, if the server lists tools. "auto" is tools if it lists some, text if its schema of
-    actions has one text that is required and nothing else that is, and json otherwise."""
+    or its calls of tools are actions, if the server lists tools. "auto" is tools if it lists some, text if its actions
+    have one field that is required, a text, and json otherwise."""
     field: str | None = None
     """Field of the action that takes the text; empty for the only one that is a required text."""
     observation: str | None = None

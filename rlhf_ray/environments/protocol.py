@@ -9,7 +9,8 @@ An environment is recognised by its shape; there is no base class.
   `call_tool(name, arguments) -> (content, failed)` in place of the methods; what `call_tool` raises is a failure of the
   environment, and not the tool's.
 - An environment in messages: a class with `reset(row, seed) -> Start` and `step(reply) -> Step`, and optionally
-  `close()`; each may be a coroutine function.
+  `close()` and `get_reward() -> float`, which is asked once at the end and added to the last turn's reward; each may
+  be a coroutine function.
 - An agent, which has its own loop and asks the policy over HTTP: a function `agent(row, session) -> float | Result`,
   which may be a coroutine function.
 

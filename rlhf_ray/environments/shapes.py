@@ -100,9 +100,10 @@ def _class(brought: type, schemas: Schemas | None) -> Target:
             raise TypeError(f"{name}.step is called with one argument, the reply, but {wrong}")
         return Target("environment", brought, [], replayable, place, restorable=_restorable(brought, also_one=True))
     restorable = _restorable(brought, also_one=False)
-    if callable(getattr(brought, "tool_schemas", None)) and callable(getattr(brought, "call_tool", None)):
+    own_schemas = getattr(brought, "tool_schemas", None)
+    if callable(own_schemas) and callable(getattr(brought, "call_tool", None)):
         if schemas is None:
-            schemas = plain_tools(brought.tool_schemas(), "tool_schemas")
+            schemas = plain_tools(own_schemas(), "tool_schemas")
         return Target("class", brought, schemas, replayable, place, restorable=restorable, answers_calls=True)
     no_tools = (*NOT_TOOLS, *(KEEPING if restorable else ()))
     names = dict.fromkeys(each for base in reversed(brought.__mro__[:-1]) for each in vars(base))
@@ -264,9 +265,7 @@ class Episode:
         return tool_content(result, call.name), False
 
     def _answered(self, call: ToolCall) -> tuple[str, bool]:
-        """`_call` of a class whose `call_tool` answers all calls, and raises where the environment itself has failed."""
-        if not isinstance(call.arguments, dict):
-            return f"Error: {call.name}: the arguments are {brief(call.arguments)}, and must be an object", True
+        """`_call` of a class whose `call_tool` answers all calls, and raises where the environment has failed."""
         self._began_tool(call.name)
         try:
             content, failed = self._run(self._instance.call_tool, call.name, call.arguments)
@@ -275,9 +274,9 @@ class Episode:
         return tool_content(content, call.name), bool(failed)
 
     def reward(self) -> float:
-        """`get_reward()` of a class with tools that has it; otherwise 0. Raises as `start`."""
+        """`get_reward()` of a class that has it; otherwise 0. Raises as `start`."""
         method = getattr(self._instance, "get_reward", None)
-        if self._target.shape != "class" or method is None:
+        if method is None:
             return 0.0
         return plain_reward(self._run(method), "get_reward")
 

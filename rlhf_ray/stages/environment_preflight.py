@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.data import PromptsConfig
@@ -73,7 +74,9 @@ async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) ->
         if row is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TRIAL_S):
-                    await (await pool.open(dict(row), config.run.seed)).close()
+                    environment = await pool.open(dict(row), config.run.seed)
+                    facts = replace(facts, tools=facts.tools or environment.start.tools)
+                    await environment.close()
         return facts
     except EpisodeFailed as error:
         if error.cause == "error_timeout":

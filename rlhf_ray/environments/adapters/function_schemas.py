@@ -62,7 +62,7 @@ def _written_out(schema: Any, definitions: Mapping[str, Any], depth: int) -> Any
         return _written_out({**found, **others}, definitions, depth + 1)
     choices = schema.get("anyOf")
     if isinstance(choices, list) and len(choices) == 2 and {"type": "null"} in choices:
-        other = next((each for each in choices if each != {"type": "null"}), {})
+        other: Any = next((each for each in choices if each != {"type": "null"}), {})
         others = {key: value for key, value in schema.items() if key not in ("anyOf", "title")}
         if others.get("default", 0) is None:
             del others["default"]

@@ -57,6 +57,8 @@ class OpenEnvSession:
     writes, which no event loop would do that runs during calls only."""
 
     settings: ClassVar[dict[str, Any]] = {}
+    schema: ClassVar[dict[str, Any]] = {}
+    """Of the server's actions, once it is known."""
 
     def __init__(self) -> None:
         self._connection: ClientConnection | None = None
@@ -74,8 +76,8 @@ class OpenEnvSession:
         self._choose_action(tools)
         names = row if self.settings["columns"] is None else self.settings["columns"]
         if missing := [name for name in names if name not in row]:
-            raise KeyError(f"the row has no column {missing[0]!r}, which openenv.columns names; its columns are "
-                           f"{', '.join(row)}")
+            raise ValueError(f"the row has no column {missing[0]!r}, which openenv.columns names; its columns are "
+                             f"{', '.join(row)}")
         given = {name: row[name] for name in names}
         answer = self._ask("reset", {**given, "seed": seed, "episode_id": uuid.uuid4().hex})
         if answer["done"]:
@@ -208,6 +210,11 @@ class OpenEnvSession:
         return bool(self._field)
 
     def _action_schema(self) -> dict[str, Any]:
+        kind = type(self)
+        kind.schema = kind.schema or self._asked_schema()
+        return kind.schema
+
+    def _asked_schema(self) -> dict[str, Any]:
         url = f"{self.settings['url'].rstrip('/')}/schema"
         trusting = urlsplit(url).hostname not in LOOPBACK
         try:
@@ -226,9 +233,10 @@ class OpenEnvSession:
             ConnectionError: the connection is lost, or the answer is none.
         """
         assert self._connection is not None, "reset comes first"
+        message = json.dumps({"type": kind, "data": data})
         try:
             with suppress(ConnectionClosed):  # a refused session is closed after its error, which is still to be read
-                self._connection.send(json.dumps({"type": kind, "data": data}))
+                self._connection.send(message)
             answer = json.loads(self._connection.recv())
             if answer["type"] == "error":
                 raise Refused(answer["data"])
