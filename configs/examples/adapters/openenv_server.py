@@ -44,6 +44,7 @@ class GuessEnvironment(Environment):
 
 
 if __name__ == "__main__":
-    port, sessions = (*map(int, sys.argv[1:]), *(8000, 64)[len(sys.argv) - 1:])[:2]
+    port = int(sys.argv[1]) if len(sys.argv) > 1 else 8000
+    sessions = int(sys.argv[2]) if len(sys.argv) > 2 else 64
     app = create_app(GuessEnvironment, Guess, Hint, env_name="guess", max_concurrent_envs=sessions)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")

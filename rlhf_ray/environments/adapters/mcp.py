@@ -80,7 +80,8 @@ class McpTools:
         self._columns = {"seed": seed, **columns}
         await self._connect()
         name = self.settings["reset_tool"]
-        return (await self._of_row(name))[0] if name else None
+        text = (await self._of_row(name))[0] if name else ""
+        return f"\n\n{text}" if text else None
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """What the policy reads, and whether the tool failed.

@@ -202,11 +202,11 @@ class OpenEnvSession:
                                  f"{', '.join(schema.get('properties', {}))}")
             return True
         needed = schema.get("required", [])
-        if len(needed) == 1 and schema["properties"][needed[0]].get("type") == "string":
+        if len(needed) == 1 and schema.get("properties", {}).get(needed[0], {}).get("type") == "string":
             self._field = needed[0]
         elif required:
             raise ValueError("openenv.action is text, and the server's actions have not one field that is required, a "
-                             f"text, but {', '.join(needed) or 'none'}; name it by openenv.field, or use action: json")
+                             f"text, but {', '.join(needed) or 'none'}; name one by openenv.field, or use action: json")
         return bool(self._field)
 
     def _action_schema(self) -> dict[str, Any]:
