@@ -161,7 +161,7 @@ class OpenEnvSession:
         try:
             self._connection = connect(
                 address, additional_headers=self._headers(), open_timeout=OPEN_S, close_timeout=CLOSE_S,
-                max_size=ANSWER_BYTES, proxy=None if parts.hostname in LOOPBACK else True)
+                max_size=ANSWER_BYTES, ping_timeout=None, proxy=None if parts.hostname in LOOPBACK else True)
         except (OSError, WebSocketException) as error:
             raise ConnectionError(f"there is no OpenEnv server at {self.settings['url']}: {error}") from None
 
