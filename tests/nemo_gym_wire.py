@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -62,6 +63,9 @@ class Replayed:
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any, str]] = []
         """(path, body, cookie)."""
+        self.authorizations: list[str | None] = []
+        self.delay_s = 0.0
+        """Time that it takes for each answer."""
         self._answers = {(path, json.dumps(body)): answer for (path, body), answer in
                          zip(SENT, json.loads(ANSWERS.read_text())["answers"], strict=True)}
         self._sessions = 0
@@ -80,6 +84,8 @@ class Replayed:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 replayed.asked.append((self.path, body, self.headers.get("Cookie", "")))
+                replayed.authorizations.append(self.headers.get("Authorization"))
+                time.sleep(replayed.delay_s)
                 status, answer = replayed.answer(self.path, body)
                 text = json.dumps(answer, separators=(",", ":")).encode()
                 self.send_response(status)

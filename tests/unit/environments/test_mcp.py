@@ -122,6 +122,19 @@ async def test_each_episode_has_a_server_that_ends_with_it():
 
 
 @in_loop
+async def test_whoever_knows_a_server_may_say_that_it_is_replayable():
+    async with pool_of(command=COMMAND, replayable=True) as pool:
+        assert (await pool.start()).replayable
+        environment = await pool.open({}, seed=1)
+        assert await call(environment, "count") == ("1", 0)
+        (process,) = [each for each in pool._hosts._processes if each.episodes]
+        os.kill(process._process.pid, signal.SIGKILL)
+        await process._process.ending()
+        assert await call(environment, "count") == ("2", 0), "the call before was repeated to another server"
+        assert environment.interrupted == 1
+
+
+@in_loop
 async def test_a_server_ends_with_the_environments_process():
     async with pool_of() as pool:
         environment = await pool.open({}, seed=1)

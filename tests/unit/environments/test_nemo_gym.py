@@ -38,13 +38,38 @@ def call(number, name, **arguments):
     return Reply("", tool_calls=[ToolCall(name, arguments, str(number))])
 
 
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    monkeypatch.setenv("TOKEN_OF_SERVER", "s3cret")
+
+
+@in_loop
+async def test_a_server_may_be_said_to_be_replayable():
+    async with pool_at("http://127.0.0.1:9", replayable=True) as pool:
+        assert (await pool.start()).replayable
+
+
+@in_loop
+async def test_a_slow_tool_is_an_answer():
+    server = Replayed()
+    with server.running() as url:
+        async with pool_at(url, timeout_s=0.5) as pool:
+            environment = await pool.open(GIVEN, seed=1)
+            server.delay_s = 1.0
+            step = await environment.step(call(0, "look_up", item="tea"))
+            server.delay_s = 0.0
+            assert (await environment.step(call(1, "buy", item="tea"))).tool_errors == 0
+    assert step.tool_errors == 1
+    assert step.messages[0]["content"] == "Error: look_up: it gave no answer within 0.5 s"
+
+
 @in_loop
 async def test_an_episode_is_the_requests_of_nemo_gyms_own_agent():
     """As `SimpleAgent` of nemo-gym 0.4.0 (responses_api_agents/simple_agent/app.py) makes them: a real server has
     accepted `SENT`."""
     server = Replayed()
     with server.running() as url:
-        async with pool_at(url) as pool:
+        async with pool_at(url, token_variable="TOKEN_OF_SERVER") as pool:
             assert not (await pool.start()).replayable
             environment = await pool.open(GIVEN, seed=1)
             assert environment.start.messages == [{"role": "system", "content": "Be brief."},
@@ -61,6 +86,7 @@ async def test_an_episode_is_the_requests_of_nemo_gyms_own_agent():
     assert seeded[:2] == ("/seed_session", GIVEN) and looked_up[:2] == SENT[1]
     assert verified[0] == "/verify" and verified[1] == {**SENT[4][1], "prompt": "Buy tea."}
     assert [cookie for _, _, cookie in server.asked] == ["", "session=1", "session=1"]
+    assert set(server.authorizations) == {"Bearer s3cret"}
 
 
 @in_loop

@@ -204,6 +204,13 @@ async def test_a_lost_connection_is_the_environments_failure():
 
 
 @in_loop
+async def test_a_server_may_be_said_not_to_be_replayable():
+    with Replayed("guess").running() as url:
+        async with pool_at(url, replayable=False) as pool:
+            assert not (await pool.start()).replayable
+
+
+@in_loop
 async def test_the_token_is_sent(monkeypatch):
     monkeypatch.setenv("TOKEN_OF_SERVER", "s3cret")
     server = Replayed("guess")
