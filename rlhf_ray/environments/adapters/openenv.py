@@ -156,8 +156,8 @@ class OpenEnvSession:
 
     def _open(self) -> None:
         parts = urlsplit(self.settings["url"])
-        address = parts._replace(scheme={"http": "ws", "https": "wss"}[parts.scheme],
-                                 path=f"{parts.path.rstrip('/')}/ws").geturl()
+        scheme = {"http": "ws", "https": "wss"}[parts.scheme]
+        address = f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/ws"
         try:
             self._connection = connect(
                 address, additional_headers=self._headers(), open_timeout=OPEN_S, close_timeout=CLOSE_S,
