@@ -277,6 +277,14 @@ _PPO = (
         lambda _, limits, name=name: getattr(limits, name) <= limits.episode,  # type: ignore[misc]
         "the episode ends before, after timeout_s.episode={section.episode:g} s", "raise that", warns=True)
       for name in ("reset", "step")),
+    *(ConditionalFields(
+        (f"environments.*.{source}.{name}",),
+        lambda config, section, source=source, name=name, limit=limit: all(  # type: ignore[misc]
+            getattr(each, source) is not section or getattr(section, name) < getattr(each.timeout_s, limit)
+            for each in config.environments.values()),
+        f"the environment's timeout_s.{limit} ends it before", "lower it, or raise that", warns=True)
+      for source, name, limit in (("mcp", "timeout_s", "step"), ("nemo_gym", "timeout_s", "step"),
+                                  ("openenv", "connect_s", "reset"))),
     ConditionalFields(
         ("early_stop.patience",),
         lambda _, stop: stop.kl_above is not None or stop.reward_below_start is not None,

@@ -4,7 +4,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhf_ray.config.environment_sources import SOURCES, CommandSource
+from rlhf_ray.config.environment_sources import (
+    SOURCES,
+    CommandSource,
+    McpSource,
+    NemoGymSource,
+    OpenEnvSource,
+)
 from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section
@@ -68,6 +74,12 @@ class EnvironmentConfig(Section):
     tools, too."""
     command: CommandSource | None = None
     """A program that is an agent: started for each episode, it asks the policy by OpenAI's or Anthropic's API."""
+    mcp: McpSource | None = None
+    """A server of the Model Context Protocol: its tools are the policy's."""
+    openenv: OpenEnvSource | None = None
+    """A server of OpenEnv."""
+    nemo_gym: NemoGymSource | None = None
+    """A resources server of NeMo-Gym."""
     max_turns: int = Field(16, ge=1)
     """Turns of an episode at most, which are the requests of an agent."""
     max_tokens: int = Field(16384, ge=2)

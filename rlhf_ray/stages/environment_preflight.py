@@ -8,6 +8,7 @@ import ipaddress
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.data import PromptsConfig
@@ -79,8 +80,9 @@ def _is_loopback(host: str) -> bool:
 def in_words(name: str, facts: EnvironmentFacts) -> str:
     """A loaded environment: "environments.tools is a class with tools (lookup, submit): env.py:4: class Shop"."""
     kept = ", with snapshots" if facts.restorable else "" if facts.replayable else ", not replayable"
+    place = f": {facts.place}" if facts.place else ""
     tools = ", ".join(str(tool.get("function", tool).get("name")) for tool in facts.tools)
-    return f"environments.{name} is {SHAPES[facts.shape]}{f' ({tools})' if tools else ''}{kept}: {facts.place}"
+    return f"environments.{name} is {SHAPES[facts.shape]}{f' ({tools})' if tools else ''}{kept}{place}"
 
 
 async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) -> EnvironmentFacts:
@@ -94,7 +96,9 @@ async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) ->
         elif row is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TRIAL_S):
-                    await (await pool.open(dict(row), config.run.seed)).close()
+                    environment = await pool.open(dict(row), config.run.seed)
+                    facts = replace(facts, tools=facts.tools or environment.start.tools)
+                    await environment.close()
         return facts
     except EpisodeFailed as error:
         if error.cause == "error_timeout":

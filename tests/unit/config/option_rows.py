@@ -149,6 +149,7 @@ def calls_read(_: Any, environment: Any) -> Any:
 GPU = {"pools.default.gpus": 2, "pools.default.cpus": 16}
 CPUS = {"pools.default.cpus": 16}
 EVALUATION = {"evaluation.prompts": "e.jsonl"}
+MCP, OPENENV, NEMO_GYM = (f"tests/unit/environments/test_{name}.py::" for name in ("mcp", "openenv", "nemo_gym"))
 ENVIRONMENT = {"environments.NAME.path": "tools.py:look", "environments.NAME.max_tokens": 768}
 LOSS_OPTIONS = "tests/unit/roles/test_loss_options.py::"
 ASSEMBLER = "tests/unit/roles/test_assembler.py::"
@@ -437,6 +438,34 @@ ROWS: list[Row] = [
     # Environments
     Shown(("environments.NAME.path",),
           "tests/unit/environments/test_shapes.py::test_a_class_with_reset_and_typed_methods_is_a_class_with_tools"),
+    Shown(("environments.NAME.mcp.command",), MCP + "test_each_episode_has_a_server_that_ends_with_it"),
+    Shown(("environments.NAME.mcp.variables",), MCP + "test_variables_are_those_that_are_named"),
+    Shown(("environments.NAME.mcp.url", "environments.NAME.mcp.token_variable"),
+          MCP + "test_a_server_with_a_url_is_shared_and_gets_the_token"),
+    Shown(("environments.NAME.mcp.tools",), MCP + "test_only_named_tools_are_the_policys"),
+    Shown(("environments.NAME.mcp.reset_tool", "environments.NAME.mcp.reward_tool"),
+          MCP + "test_tools_of_the_row_begin_and_judge_an_episode"),
+    Shown(("environments.NAME.mcp.timeout_s",), MCP + "test_a_slow_tool_is_an_answer_and_the_server_goes_on"),
+    Shown(("environments.NAME.mcp.replayable",), MCP + "test_whoever_knows_a_server_may_say_that_it_is_replayable"),
+    Warned(("environments.NAME.mcp.timeout_s",), 60, "timeout_s.step ends it before",
+           given={"environments.NAME.mcp.command": ["server"], "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.openenv.url", "environments.NAME.openenv.action"),
+          OPENENV + "test_a_reply_may_be_the_action_as_json_and_what_is_wrong_is_read"),
+    Shown(("environments.NAME.openenv.token_variable",), OPENENV + "test_the_token_is_sent"),
+    Shown(("environments.NAME.openenv.field",),
+          OPENENV + "test_actions_of_several_fields_are_json_unless_the_field_is_named"),
+    Shown(("environments.NAME.openenv.observation", "environments.NAME.openenv.columns"),
+          OPENENV + "test_only_named_columns_and_fields_are_sent_and_read"),
+    Shown(("environments.NAME.openenv.connect_s",), OPENENV + "test_a_server_whose_sessions_stay_in_use_is_named"),
+    Shown(("environments.NAME.openenv.replayable",), OPENENV + "test_a_server_may_be_said_not_to_be_replayable"),
+    Warned(("environments.NAME.openenv.connect_s",), 60, "timeout_s.reset ends it before",
+           given={"environments.NAME.openenv.url": "http://server", "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.nemo_gym.url", "environments.NAME.nemo_gym.token_variable"),
+          NEMO_GYM + "test_an_episode_is_the_requests_of_nemo_gyms_own_agent"),
+    Shown(("environments.NAME.nemo_gym.timeout_s",), NEMO_GYM + "test_a_slow_tool_is_an_answer"),
+    Shown(("environments.NAME.nemo_gym.replayable",), NEMO_GYM + "test_a_server_may_be_said_to_be_replayable"),
+    Warned(("environments.NAME.nemo_gym.timeout_s",), 60, "timeout_s.step ends it before",
+           given={"environments.NAME.nemo_gym.url": "http://server", "environments.NAME.max_tokens": 768}),
     Shown(("environments.NAME.max_turns",), EPISODES + "test_an_episode_has_at_most_max_turns"),
     Differs(("environments.NAME.max_turns", "environments.NAME.concurrency"), (2, 4), plan, given=ENVIRONMENT),
     Shown(("environments.NAME.max_tokens",), EPISODES + "test_an_episode_has_at_most_max_tokens_with_what_it_read"),
