@@ -60,6 +60,8 @@ def check_data(config: DataSection) -> None:
         DataError: naming the field and the path.
     """
     for field, part in config.named_parts():
+        if part.numbers is not None:
+            continue
         check_data_file(part.location, field, part.revision)
         for key in ("subset", "revision"):
             if (value := getattr(part, key)) is not None and Path(part.location).is_dir():
@@ -81,7 +83,7 @@ def check_first_rows(
     """
     tokenizer = load_tokenizer(model)
     for part in config.parts():
-        if is_local(part.location):
+        if is_local(part):
             limit = min(part.limit or FIRST_ROWS, FIRST_ROWS)
             first = part.model_copy(update={"limit": limit})
             found = inspect(first, tokenizer, 0, steps, model)

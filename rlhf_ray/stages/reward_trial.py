@@ -63,7 +63,7 @@ def trials_of(sections: Iterable[PromptsConfig | None], model: ModelConfig) -> l
         columns: set[str] = set()
         for field, part in section.named_parts():
             with suppress(DataError, ModelError):
-                if is_local(part.location):
+                if is_local(part):
                     rows = first_rows(part)
                     columns.update(*(rows.others(i, part.column) for i in range(len(rows))))
                     form, two = prompt_format(part, tokenizer), range(min(len(rows), len(RESPONSES)))
