@@ -129,11 +129,14 @@ def _pattern(path: Path) -> str:
     return os.path.join(escape(str(literal)), path.relative_to(literal))
 
 
-def is_local(config: DataSection) -> bool:
-    """Whether a section that is not a mix has its rows from files or a directory of this machine, or has numbered ones,
-    and so none from the Hub."""
-    path = config.location
-    return config.numbers is not None or Path(path).is_dir() or local_files(path) is not None
+def is_local(path: str) -> bool:
+    """Whether a path names files or a directory of this machine, not a Hub data set."""
+    return Path(path).is_dir() or local_files(path) is not None
+
+
+def has_local_rows(config: DataSection) -> bool:
+    """Whether the rows of a section that is not a mix are on this machine, or numbered."""
+    return config.numbers is not None or is_local(config.location)
 
 
 def _may_be_on_hub(path: str) -> bool:

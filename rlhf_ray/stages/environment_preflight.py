@@ -12,15 +12,15 @@ from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.prompts import prompt_format, prompt_of
-from rlhf_ray.data.row_readers import is_local
+from rlhf_ray.data.row_readers import has_local_rows
 from rlhf_ray.data.turn_template import TurnTemplate
 from rlhf_ray.environments.pool import EnvironmentFacts, EnvironmentPool
 from rlhf_ray.errors import ConfigError, DataError, EpisodeFailed, ModelError
 from rlhf_ray.internals.asyncio import run_coroutine
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.stop_tokens import named_stop_tokens
-from rlhf_ray.roles.episode import NOTHING_TO_READ
 from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
+from rlhf_ray.roles.episode import NOTHING_TO_READ
 from rlhf_ray.stages.reward_trial import first_rows
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _first_rows(
     column = config.episode_runner.column
     names = list(config.environments)
     for part in section.parts():
-        if not is_local(part):
+        if not has_local_rows(part):
             continue
         with suppress(ModelError, DataError):
             form = prompt_format(part, tokenizer)

@@ -12,7 +12,7 @@ from rlhf_ray.config.rewards import LOCAL_MODELS, FunctionReward, ModelReward, R
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.answers import TurnEnds
 from rlhf_ray.data.load_report import RowErrors
-from rlhf_ray.data.row_readers import is_local, section_rows
+from rlhf_ray.data.row_readers import has_local_rows, section_rows
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, ModelError
@@ -137,7 +137,7 @@ def check_prompt_answers(sections: Iterable[PromptsConfig | None], section: str,
 
     check = AnswerCheck(section, name, reward)
     for field, part in (named for prompts in sections if prompts for named in prompts.named_parts()):
-        if not check.columns or not is_local(part):
+        if not check.columns or not has_local_rows(part):
             continue
         first = part.model_copy(update={"limit": min(part.limit or FIRST_ROWS, FIRST_ROWS)})
 

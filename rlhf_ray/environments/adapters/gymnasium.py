@@ -22,7 +22,7 @@ DIGITS = 4
 """Significant digits of a number."""
 SLOT = "{observation}"
 COLOURS = dict(zip(range(8), ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white"), strict=True))
-"""Of ANSI's codes, 30 + n for characters and 40 + n for what is behind them; gymnasium's `utils.colorize` names them so."""
+"""Of ANSI's codes, 30 + n for characters and 40 + n for what is behind them, by the names of gymnasium's `colorize`."""
 _CODE = re.compile(r"\x1b\[([\d;]*)m")
 
 
@@ -207,8 +207,8 @@ class Actions:
             found = self._action.findall(text)
             if not found:
                 raise ValueError(f"There is no action in {_shown(text)}.")
-            action = self._numbers.get(found[-1].lower())
-            action = int(found[-1]) if action is None else action
+            named = self._numbers.get(found[-1].lower())
+            action: Any = int(found[-1]) if named is None else named
         elif self._kind == "Text":
             action = text.strip()
         else:

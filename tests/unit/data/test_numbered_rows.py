@@ -14,7 +14,7 @@ from rlhf_ray.data.inspection import inspect
 from rlhf_ray.data.load_report import RowErrors, contents_of
 from rlhf_ray.data.prompt_table import open_prompts
 from rlhf_ray.data.prompts import NO_PROMPT, prompt_of
-from rlhf_ray.data.row_readers import BLOCK, is_local, section_rows
+from rlhf_ray.data.row_readers import BLOCK, has_local_rows, section_rows
 from rlhf_ray.errors import CheckpointError, ConfigError
 from rlhf_ray.stages.preflight import check_data
 from tests.chat_templates import make_chat_tokenizer
@@ -139,7 +139,7 @@ def test_checks_of_data_before_a_run_look_for_no_file(chat):
     section = PromptsConfig(numbered=20)
     check_data(section)
     found = inspect(section, chat, 1)
-    assert (found.report.rows, found.report.kept, found.row_errors.count) == (20, 20, 0) and is_local(section)
+    assert (found.report.rows, found.report.kept, found.row_errors.count) == (20, 20, 0) and has_local_rows(section)
     assert np.all(found.lengths > 0)
 
 

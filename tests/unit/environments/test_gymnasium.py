@@ -74,7 +74,8 @@ def test_a_lake_is_crossed_by_the_names_of_actions_and_drawn_as_text():
                                                  "right, up.\n\n[S]FFF\nFHFH\nFFFH\nHFFG"}]
     steps = [episode.step(Reply(text, text)) for text in ("down", "Down!", "I go right", "3, no: right", "1", "right")]
     assert said(steps[0]) == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
-    assert [step.reward for step in steps] == [0, 0, 0, 0, 0, 1] and [step.done for step in steps] == [False] * 5 + [True]
+    assert [step.reward for step in steps] == [0, 0, 0, 0, 0, 1]
+    assert [step.done for step in steps] == [False] * 5 + [True]
     assert not any(step.truncated for step in steps)
 
 
@@ -272,7 +273,8 @@ def test_an_episode_whose_process_was_killed_is_brought_back_by_the_same_actions
         try:
             await pool.start()
             straight, killed = [await pool.open({"prompt": ""}, seed=11) for _ in range(2)]
-            answers = [[await each.step(Reply(move, move)) for move in ("right", "left")] for each in (straight, killed)]
+            moves = [Reply(move, move) for move in ("right", "left")]
+            answers = [[await each.step(move) for move in moves] for each in (straight, killed)]
             [process] = [each for each in pool._hosts._processes if killed._session._number in each.episodes]
             os.kill(process._process.pid, signal.SIGKILL)
             await process._process.ending()
