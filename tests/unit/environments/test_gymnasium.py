@@ -11,11 +11,14 @@ import pytest
 
 from rlhf_ray.config.environment_sources import GymnasiumSource
 from rlhf_ray.config.environments import EnvironmentConfig
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.environments.adapters import gymnasium as adapter
 from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Reply
 from rlhf_ray.environments.shapes import recognise
 from rlhf_ray.errors import ConfigError
+from tests.pages import ROOT, fences
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra: pip install 'rlhf-ray[gymnasium]'")
 spaces = gymnasium.spaces
@@ -286,6 +289,40 @@ def test_an_episode_whose_process_was_killed_is_brought_back_by_the_same_actions
 
     (straight, killed), interrupted = asyncio.run(run())
     assert straight == killed and interrupted == 1
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """A directory with the files of docs/gymnasium.md. `tests/slow/test_pages.py` runs its commands."""
+    for fence in fences(ROOT / "docs/gymnasium.md"):
+        if fence.file:
+            (tmp_path / fence.file).write_text(fence.text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def test_the_lake_of_the_page_is_drawn_as_the_page_has_it(page):
+    config = load(PPOConfig, "lake.yaml", [])
+    made = adapter.make(config.environments["lake"].gymnasium.model_dump(mode="json"))
+    episode, texts = made(), [fence.text for fence in fences(ROOT / "docs/gymnasium.md") if fence.language == "text"]
+    [first] = episode.reset(row={"prompt": ""}, seed=0).messages
+    assert [first["content"] + "\n", said(episode.step(Reply("", "I go down."))) + "\n"] == texts
+    assert config.prompts.numbered.count == 1000
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_an_environment_of_one_s_own_is_registered_by_its_module(page, monkeypatch, seed):
+    monkeypatch.delitem(gymnasium.registry, "Corridor-v0", raising=False)
+    monkeypatch.delitem(sys.modules, "corridor", raising=False)
+    config = load(PPOConfig, "corridor.yaml", [])
+    episode = adapter.make(config.environments["corridor"].gymnasium.model_dump(mode="json"))()
+    [first] = episode.reset(row={"prompt": "Where? {observation}."}, seed=seed).messages
+    sign = first["content"].removeprefix("Where? The sign says: ").removesuffix(".")
+    exit_is = ["left", "right"][int(np.random.default_rng(np.random.SeedSequence(seed)).integers(2))]
+    assert sign == exit_is, "gymnasium seeds numpy's generator with it"
+    step = episode.step(Reply("", f"I go {sign}"))
+    assert (step.reward, step.done) == (1.0, True)
 
 
 def test_a_missing_library_is_named_with_the_extra_that_installs_it(monkeypatch):

@@ -6,13 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from rlhf_ray.config.derived import derive
 from rlhf_ray.config.environment_sources import ReasoningGymSource
 from rlhf_ray.config.environments import EnvironmentConfig
+from rlhf_ray.config.load import load
+from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.environments.adapters import reasoning_gym as adapter
 from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Reply
 from rlhf_ray.environments.shapes import recognise
 from rlhf_ray.errors import ConfigError, EpisodeFailed
+from tests.pages import ROOT, fences
 
 library = pytest.importorskip("reasoning_gym", reason="needs the extra: pip install 'rlhf-ray[reasoning-gym]'")
 
@@ -189,6 +193,17 @@ def test_it_is_played_in_a_process_of_its_own_and_can_be_repeated():
     facts, step = asyncio.run(run())
     assert (facts.shape, facts.replayable, step.done) == ("environment", True, True)
     assert recognise(make("chain_sum")).shape == "environment"
+
+
+def test_the_run_of_the_page_has_rows_of_its_own_for_training_and_evaluation(tmp_path, monkeypatch):
+    """docs/reasoning_gym.md; `tests/slow/test_pages.py` runs its commands."""
+    [text] = [fence.text for fence in fences(ROOT / "docs/reasoning_gym.md") if fence.file == "puzzles.yaml"]
+    (tmp_path / "puzzles.yaml").write_text(text)
+    config = load(PPOConfig, tmp_path / "puzzles.yaml", [])
+    for environment in config.environments.values():
+        asked(adapter.make(environment.reasoning_gym.model_dump(mode="json")), {"prompt": "", "index": 5031})
+    held_out = derive(config).evaluation_prompts
+    assert [part.numbers.indices for part in held_out.parts()] == [range(5000, 5032)] * 2
 
 
 def test_a_missing_library_is_named_with_the_extra_that_installs_it(monkeypatch):
