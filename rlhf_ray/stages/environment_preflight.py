@@ -15,8 +15,8 @@ from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.data.prompts import prompt_format
-from rlhf_ray.data.row_readers import is_local
+from rlhf_ray.data.prompts import prompt_format, prompt_of
+from rlhf_ray.data.row_readers import has_local_rows
 from rlhf_ray.data.turn_template import TurnTemplate
 from rlhf_ray.environments.pool import EnvironmentFacts, EnvironmentPool
 from rlhf_ray.errors import ConfigError, DataError, EpisodeFailed, ModelError
@@ -24,6 +24,7 @@ from rlhf_ray.internals.asyncio import run_coroutine
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
+from rlhf_ray.roles.episode import NOTHING_TO_READ
 from rlhf_ray.stages.reward_trial import first_rows
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) ->
                     environment = await pool.open(dict(row), config.run.seed)
                     facts = replace(facts, tools=facts.tools or environment.start.tools)
                     await environment.close()
+                    if not (row["prompt"] or environment.start.messages or environment.observation):
+                        raise EpisodeFailed("error_environment", NOTHING_TO_READ)
         return facts
     except EpisodeFailed as error:
         if error.cause == "error_timeout":
@@ -128,7 +131,7 @@ def _first_rows(
     column = config.episode_runner.column
     names = list(config.environments)
     for part in section.parts():
-        if not is_local(part.location):
+        if not has_local_rows(part):
             continue
         with suppress(ModelError, DataError):
             form = prompt_format(part, tokenizer)
@@ -137,7 +140,7 @@ def _first_rows(
                 prompt = form.read(rows, i)
                 row = rows.others(i, part.column)
                 name = names[0] if len(names) == 1 else row.get(column)
-                found.append((str(name), {"prompt": prompt.messages or prompt.text, **row}))
+                found.append((str(name), {"prompt": prompt_of(prompt.text, prompt.messages), **row}))
         if unknown := [name for name, _ in found if name not in names]:
             raise DataError(f"{part.location}: column {column!r} (episode_runner.column) is {unknown[0]!r} in one of "
                             f"the first rows, and names one of the environments {', '.join(names)}; correct the rows")
