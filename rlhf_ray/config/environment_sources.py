@@ -5,9 +5,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from rlhf_ray.config.sandbox import SandboxConfig
 from rlhf_ray.config.section import Section
 
-SOURCES = ("path", "command")
+SOURCES = ("path", "command", "python")
 """Fields of an environment that say what it is."""
 
 
@@ -37,3 +38,26 @@ class CommandSource(Section):
     def label(self) -> str:
         """The command in messages."""
         return str(self.run)
+
+
+class PythonSource(Section):
+    """A tool `python(code)` that runs a program in a sandbox, and answers with what it printed: `python: {}`."""
+
+    timeout_s: float = Field(10.0, gt=0)
+    """Wall clock time of a program, after which it is killed. The default is verl's for programs in a sandbox
+    (`sandbox_fusion/utils.py`)."""
+    keep_state: bool = False
+    """Run all programs of an episode in one interpreter, so that names and files stay, at the price of an interpreter
+    for each open episode. Off, each program is a process of its own, and an episode has nothing that could be lost."""
+    processes: int = Field(2, ge=1)
+    """Programs that run at a time in each process of the environment; others wait, within `timeout_s.step`. With
+    keep_state each episode has its own."""
+    max_characters: int = Field(8000, ge=200)
+    """What the policy reads of what a program printed at most; the middle is left out."""
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """What holds programs back, and what they may use."""
+
+    @property
+    def label(self) -> str:
+        """The source in messages."""
+        return "tool"

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhf_ray.config.environment_sources import SOURCES, CommandSource
+from rlhf_ray.config.environment_sources import SOURCES, CommandSource, PythonSource
 from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section
@@ -67,6 +67,8 @@ class EnvironmentConfig(Section):
     tools, too."""
     command: CommandSource | None = None
     """A program that is an agent: started for each episode, it asks the policy by OpenAI's or Anthropic's API."""
+    python: PythonSource | None = None
+    """A tool that runs programs in a sandbox."""
     max_turns: int = Field(16, ge=1)
     """Turns of an episode at most."""
     max_tokens: int = Field(16384, ge=2)

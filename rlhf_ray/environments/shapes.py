@@ -18,7 +18,7 @@ from rlhf_ray.environments.answers import (
     plain_step,
     tool_content,
 )
-from rlhf_ray.environments.protocol import Reply, ToolCall
+from rlhf_ray.environments.protocol import EnvironmentBroken, Reply, ToolCall
 from rlhf_ray.user_code.loading import brief, definition, error_text
 
 Shape = Literal["tools", "class", "environment"]
@@ -243,7 +243,7 @@ class Episode:
         try:
             result = self._run(self._tools[call.name], **call.arguments)
         except BaseException as error:  # also SystemExit: the policy reads it
-            if exhausted(error):
+            if exhausted(error) or isinstance(error, EnvironmentBroken):
                 raise
             return f"Error: {error_text(error)}", True
         finally:

@@ -90,6 +90,8 @@ class Outcome:
     output: str
     errors: str
     """What it printed to stderr: the traceback of an exception too."""
+    seconds: float
+    """How long it ran."""
 
 
 class Sandbox:
@@ -212,7 +214,7 @@ class SandboxPool:
     _workers: list[Sandbox] = field(default_factory=list)
 
     async def start(self) -> dict[str, str]:
-        """Start all workers; returns why each rung is missing, "" for one that holds.
+        """Start a worker, and others when they are needed; returns why each rung is missing, "" for one that holds.
 
         Raises:
             SandboxBroken: programs cannot be held back.
@@ -221,11 +223,10 @@ class SandboxPool:
         self._workers = [Sandbox(self.who, self.limits, self.printed) for _ in range(self.processes)]
         try:
             await self._workers[0].start()
-            await asyncio.gather(*(each.start() for each in self._workers[1:]))
         except BaseException:
             await self.stop()
             raise
-        for each in self._workers:
+        for each in reversed(self._workers):  # the started one is taken first
             self._idle.put_nowait(each)
         return self._workers[0].rungs
 

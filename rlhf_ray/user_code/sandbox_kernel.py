@@ -249,9 +249,8 @@ def seccomp(*, other_user: bool, may_start: bool) -> None:
     Needs `PR_SET_NO_NEW_PRIVS`.
 
     Args:
-        other_user: the process has a user of its own, so that it may change its files' permissions, and send signals.
-            Otherwise it sends signals to itself alone.
-        may_start: it may start processes.
+        other_user: the process has a user of its own, so that it may change its files' permissions.
+        may_start: it may start processes, and send signals; otherwise to itself alone.
 
     Raises:
         OSError: the kernel refuses.
@@ -260,7 +259,7 @@ def seccomp(*, other_user: bool, may_start: bool) -> None:
     program: list[Instruction] = [
         (LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, AUDIT_ARCH_X86_64), _answer(KILL),
         (LOAD, 0, 0, NUMBER)]
-    conditional = _conditional(own_pid=None if other_user else os.getpid(), may_start=may_start)
+    conditional = _conditional(own_pid=None if may_start else os.getpid(), may_start=may_start)
     for number in allowed.values():
         program += [(EQUAL, 0, 1, number), _answer(ALLOW)]
     for number, decision in conditional.items():

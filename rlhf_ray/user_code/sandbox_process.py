@@ -92,6 +92,7 @@ class Broken(Exception):
 def main(descriptor: int) -> None:
     """Serve the socket of that number until it closes."""
     print_by_lines()
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # an orphan of a program becomes a child of this process
     with socket.socket(fileno=descriptor) as channel:
         setup = receive(channel)
         if setup is None:
@@ -118,7 +119,6 @@ class Worker:
         Raises:
             Broken: a rung is missing that is needed and not in `allow_missing`, or does not hold.
         """
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # an orphan of a program becomes a child of this process
         self._memory, self._disk, self._output = memory_mib << 20, disk_mib << 20, output_kib << 10
         self._processes = max_processes
         self._pid = os.getpid()
@@ -329,7 +329,7 @@ class Program:
             Broken: it cannot be started.
         """
         self._worker, self._token, self._wanted = worker, secrets.token_hex(16), job.get("wanted")
-        self.ended = False
+        self.ended, self._seconds = False, 0.0
         self._status: int | None = None
         self._killed = ""
         self._printed = {"output": bytearray(), "errors": bytearray()}
@@ -370,6 +370,7 @@ class Program:
 
     def attend(self, deadline: float) -> None:
         """Run until it has ended, or said all that is wanted of it, or has to be killed."""
+        began = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for name, each in (*self._read.items(), ("life", self._life)):
                 selector.register(each, selectors.EVENT_READ, name)
@@ -398,6 +399,7 @@ class Program:
                     self.ended = True
                     break
         self.ended = self.ended or bool(self._killed)
+        self._seconds = time.monotonic() - began
         for name in self._read:  # what it has printed before it said so, or ended
             self._take(name)
 
@@ -460,6 +462,7 @@ class Program:
         """What came of it, as of `sandbox.Outcome`."""
         status = None if self._status is None else os.waitstatus_to_exitcode(self._status)
         return {"status": status if self.ended else None, "killed": self._killed, "verdict": self._verdict,
+                "seconds": self._seconds,
                 **{name: text.decode(errors="replace") for name, text in self._printed.items()}}
 
 
