@@ -10,7 +10,8 @@ import pytest
 from rlhf_ray.user_code import sandbox_kernel as kernel
 from rlhf_ray.user_code import sandbox_process
 from rlhf_ray.user_code.process import PrintedLines
-from rlhf_ray.user_code.sandbox import Job, Limits, Outcome, Sandbox, SandboxBroken, SandboxPool
+from rlhf_ray.user_code.sandbox import Job, Limits, Sandbox, SandboxBroken, SandboxPool
+from tests.unit.user_code.conftest import SANDBOXES
 
 pytestmark = pytest.mark.skipif(kernel.landlock_abi() < kernel.LEAST_ABI or bool(kernel.seccomp_problem()),
                                 reason="Landlock or seccomp is missing here")
@@ -19,17 +20,12 @@ pytestmark = pytest.mark.skipif(kernel.landlock_abi() < kernel.LEAST_ABI or bool
 def inside(job, turns=(), **limits):
     """The outcome of a job, or those of a session's turns."""
 
-    async def live():
-        sandbox = Sandbox("a test", Limits(**limits), PrintedLines("", ""))
-        await sandbox.start()
-        try:
-            if turns:
-                return [await sandbox.turn(code, 5.0) for code in turns]
-            return await sandbox.run(job if isinstance(job, Job) else Job(job))
-        finally:
-            await sandbox.stop()
-
-    return asyncio.run(live())
+    limits = Limits(**limits)
+    if turns:
+        outcomes = [SANDBOXES.call(SANDBOXES.of(limits).turn(code, 5.0)) for code in turns]
+        SANDBOXES.call(SANDBOXES.of(limits).turn("import os; os._exit(0)", 5.0))
+        return outcomes
+    return SANDBOXES.run(job if isinstance(job, Job) else Job(job), limits)
 
 
 def test_a_program_prints_and_reads_its_input():
@@ -253,8 +249,3 @@ def test_the_numbers_of_system_calls_are_those_of_the_header():
              if len(words := line.split()) == 3 and words[1].startswith("__NR_")}
     lists = {**kernel._ALLOWED, **kernel._OWN_FILES, **kernel._STARTING}
     assert {name: number for name, number in lists.items() if known.get(name, number) != number} == {}
-
-
-def test_an_outcome_is_one_of_the_workers():
-    assert {each for each in Outcome.__dataclass_fields__} == {
-        "status", "killed", "verdict", "output", "errors", "seconds"}

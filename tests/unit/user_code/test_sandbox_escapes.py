@@ -4,6 +4,7 @@ Each program prints "yes" when it got out. Bombs are small: they show the limit,
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import socket
@@ -17,8 +18,8 @@ import pytest
 
 from rlhf_ray.user_code import sandbox_kernel as kernel
 from rlhf_ray.user_code import sandbox_process
-from rlhf_ray.user_code.process import PrintedLines
-from rlhf_ray.user_code.sandbox import Job, Limits, Sandbox, SandboxBroken
+from rlhf_ray.user_code.sandbox import Job, Limits
+from tests.unit.user_code.conftest import SANDBOXES
 
 ROOT = os.geteuid() == 0
 pytestmark = pytest.mark.skipif(kernel.landlock_abi() < kernel.LEAST_ABI or bool(kernel.seccomp_problem()),
@@ -27,21 +28,15 @@ as_root = pytest.mark.skipif(not ROOT, reason="processes that a program starts n
 SEVERAL = {"max_processes": 8}
 
 
-def inside(code, timeout_s=10.0, then=lambda: None, **limits):
-    """The outcome of a program; `then` is called while the worker still lives."""
+def inside(code, timeout_s=10.0, then=lambda outcome: None, tests=None, **limits):
+    """The outcome of a program; `then` is called with it while the worker still lives."""
 
-    async def live():
-        sandbox = Sandbox("a test", Limits(**limits), PrintedLines("", ""))
-        await sandbox.start()
-        try:
-            outcome = await sandbox.run(Job(code, timeout_s))
-            then()
-            assert (await sandbox.run(Job("print('next')"))).output == "next\n"  # nothing has broken the worker
-            return outcome
-        finally:
-            await sandbox.stop()
-
-    return asyncio.run(live())
+    job = Job(code, timeout_s, tests=tests)
+    outcome = SANDBOXES.run(job, Limits(**limits))
+    then(outcome)
+    after = SANDBOXES.run(Job("print('next')"), Limits(**limits))
+    assert after.output == "next\n"  # nothing has broken the worker
+    return outcome
 
 
 def outside(code, tmp_path):
@@ -164,17 +159,31 @@ def test_a_setuid_program_gives_no_rights(tmp_path):
 
 @as_root
 def test_it_keeps_no_capability_but_to_pass_directories():
-    code = """
-import ctypes, struct
-libc = ctypes.CDLL(None)
-data = ctypes.create_string_buffer(24)
-libc.prctl(1)
-print(libc.syscall(125, struct.pack("<II", 0x20080522, 0), data))
-"""
-    assert inside(code).output == "-1\n"  # not even to be asked for
-    for number in (0, 1, 3, 6, 7, 12, 19, 21):  # CHOWN, DAC_OVERRIDE, FOWNER, SETGID, SETUID, NET_ADMIN, PTRACE, ADMIN
-        assert number != kernel.CAP_DAC_READ_SEARCH
-    assert "Operation not permitted" in inside("import os; os.setuid(0)").errors
+    """As /proc has it, which a program itself cannot read."""
+    code = "import os, time; print(os.getuid(), flush=True); time.sleep(3)"
+
+    async def live():
+        running = asyncio.create_task(SANDBOXES.of(Limits()).run(Job(code)))
+        await asyncio.sleep(1.0)
+        found = [text for each in Path("/proc").glob("[0-9]*/status")
+                 if (text := _text(each)) and int(text.split("Uid:")[1].split()[0]) in sandbox_process.UIDS]
+        return found, int((await running).output)
+
+    SANDBOXES.of(Limits())
+    found, user = SANDBOXES.call(live())
+    mine = [text for text in found if f"Uid:\t{user}\t{user}\t{user}" in text]
+    assert len(mine) == 1
+    kept = {1 << kernel.CAP_DAC_READ_SEARCH, 0}
+    for line in ("CapInh", "CapPrm", "CapEff", "CapAmb"):
+        assert int(mine[0].split(f"{line}:\t")[1].split()[0], 16) in kept
+    assert "NoNewPrivs:\t1" in mine[0] and "Seccomp:\t2" in mine[0]
+
+
+def _text(file):
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 # The network
@@ -263,14 +272,14 @@ DAEMON = ENDED + """
 if os.fork() == 0:
     os.setsid()
     if os.fork(): os._exit(0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN); os.close(1); os.close(2)
     for _ in range(300):
         with open({file!r}, 'a') as f: f.write('.')
         time.sleep(0.01)
     os._exit(0)
 os.wait()
 while not os.path.exists({file!r}): time.sleep(0.01)
-print(os.getcwd())
+print(os.getuid())
 """
 
 
@@ -280,22 +289,19 @@ def test_a_daemon_does_not_survive(tmp_path):
     file = tmp_path / "beats"
     assert outside(DAEMON.format(file=str(file)), tmp_path)
     assert beats(file)
-    left = []
-
-    def look():
-        left.extend(each for each in Path("/proc").glob("[0-9]*")
-                    if each.exists() and each.stat().st_uid in sandbox_process.UIDS)
-
-    outcome = inside(DAEMON.format(file="beats"), then=look, **SEVERAL)
-    assert outcome.output.startswith(tempfile.gettempdir()) and outcome.status == 0
-    assert not [each for each in left if b"-c" in _command(each)], left
+    outcome = inside(DAEMON.format(file="beats"), then=lambda outcome: nothing_runs_as(outcome.output), **SEVERAL)
+    assert outcome.output.strip().isdecimal() and outcome.status == 0
 
 
-def _command(process):
-    try:
-        return (process / "cmdline").read_bytes()
-    except OSError:
-        return b""
+def nothing_runs_as(user):
+    """No process of this user is there, zombies included."""
+    assert int(user) in sandbox_process.UIDS
+    states = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if each.stat().st_uid == int(user) or f"Uid:\t{int(user)}\t" in (each / "status").read_text():
+                states.append(each.name)
+    assert states == []
 
 
 @as_root
@@ -308,10 +314,9 @@ if os.fork() == 0:
         time.sleep(0.002)
     os._exit(0)
 time.sleep(0.2)
-print('started')
+print(os.getuid())
 """
-    outcome = inside(code, **SEVERAL)
-    assert outcome.output == "started\n"
+    inside(code, then=lambda outcome: nothing_runs_as(outcome.output), **SEVERAL)
 
 
 @pytest.fixture
@@ -351,13 +356,8 @@ def test_signals_to_its_group_reach_itself_alone():
 
 @as_root
 def test_no_zombie_is_left():
-    def look():
-        states = [each.read_text().rpartition(")")[2].split()[0] for each in Path("/proc").glob("[0-9]*/stat")
-                  if each.exists() and each.parent.stat().st_uid in sandbox_process.UIDS]
-        assert "Z" not in states
-
-    code = ENDED + "for _ in range(4):\n    if os.fork() == 0: os._exit(0)\nprint('made')"
-    assert inside(code, then=look, **SEVERAL).output == "made\n"
+    code = ENDED + "for _ in range(4):\n    if os.fork() == 0: os._exit(0)\nprint(os.getuid())"
+    inside(code, then=lambda outcome: nothing_runs_as(outcome.output), **SEVERAL)
 
 
 @pytest.mark.parametrize(("name", "call"), [
@@ -470,25 +470,5 @@ def test_a_flood_is_cut_and_killed(tmp_path, where):
 
 
 def test_a_flood_in_its_channel_is_killed():
-    async def live():
-        sandbox = Sandbox("a test", Limits(output_kib=64), PrintedLines("", ""))
-        await sandbox.start()
-        try:
-            return await sandbox.run(Job("import os\nwhile True: os.write(4, b'x' * 9999)", tests="assert True"))
-        finally:
-            await sandbox.stop()
-
-    outcome = asyncio.run(live())
+    outcome = inside("import os\nwhile True: os.write(4, b'x' * 9999)", tests="assert True", output_kib=64)
     assert outcome.killed == "output" and outcome.verdict is None
-
-
-# An ordinary user
-
-
-@as_root
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv is not installed")
-def test_an_ordinary_user_has_landlock_and_seccomp(tmp_path):
-    """In a process of that user: the module's files are read here, because that user may not be allowed to."""
-    if any(not each.stat().st_mode & 0o001 for each in Path(sandbox_process.PYTHON).parents):
-        pytest.skip("other users cannot reach this Python")
-    assert SandboxBroken
