@@ -6,9 +6,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from rlhf_ray.config.sandbox import SandboxConfig
 from rlhf_ray.config.section import Section
 
-SOURCES = ("path", "command", "gymnasium", "reasoning_gym", "mcp", "openenv", "nemo_gym")
+SOURCES = ("path", "command", "python", "gymnasium", "reasoning_gym", "mcp", "openenv", "nemo_gym")
 """Fields of an environment that say what it is."""
 LABEL_LENGTH = 120
 """Longest text of a source in messages, in characters."""
@@ -42,6 +43,29 @@ class CommandSource(Section):
         """The command in messages."""
         command = str(self.run)
         return command if len(command) <= LABEL_LENGTH else f"{command[:LABEL_LENGTH]} ..."
+
+
+class PythonSource(Section):
+    """A tool `python(code)` that runs a program in a sandbox, and answers with what it printed: `python: {}`."""
+
+    timeout_s: float = Field(10.0, gt=0)
+    """Wall clock time of a program, after which it is killed. The default is verl's for programs in a sandbox
+    (`sandbox_fusion/utils.py`)."""
+    keep_state: bool = False
+    """Run all programs of an episode in one interpreter, so that names and files stay, at the price of an interpreter
+    for each open episode. Off, each program is a process of its own, and an episode has nothing that could be lost."""
+    processes: int = Field(2, ge=1)
+    """Programs that run at a time in each process of the environment; others wait, within `timeout_s.step`. With
+    keep_state each episode has its own."""
+    max_characters: int = Field(8000, ge=200)
+    """What the policy reads of what a program printed at most; the middle is left out."""
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """What holds programs back, and what they may use."""
+
+    @property
+    def label(self) -> str:
+        """The source in messages."""
+        return "tool"
 
 
 class _Server(Section):

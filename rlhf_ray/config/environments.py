@@ -11,6 +11,7 @@ from rlhf_ray.config.environment_sources import (
     McpSource,
     NemoGymSource,
     OpenEnvSource,
+    PythonSource,
     ReasoningGymSource,
 )
 from rlhf_ray.config.paths import UserPath
@@ -76,6 +77,8 @@ class EnvironmentConfig(Section):
     tools, too."""
     command: CommandSource | None = None
     """A program that is an agent: started for each episode, it asks the policy by OpenAI's or Anthropic's API."""
+    python: PythonSource | None = None
+    """A tool that runs programs in a sandbox."""
     gymnasium: GymnasiumSource | None = None
     """An environment of gymnasium, as text."""
     reasoning_gym: ReasoningGymSource | None = None

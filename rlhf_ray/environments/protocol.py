@@ -28,6 +28,10 @@ Message = dict[str, Any]
 """{"role": ..., "content": ...}, as chat templates take it."""
 
 
+class EnvironmentBroken(Exception):
+    """What a tool raises if not the call has failed but the environment: the policy does not read it."""
+
+
 @dataclass
 class ToolCall:
     """A call of a tool by the policy."""

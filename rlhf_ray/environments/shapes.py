@@ -20,7 +20,7 @@ from rlhf_ray.environments.answers import (
     plain_tools,
     tool_content,
 )
-from rlhf_ray.environments.protocol import AgentSession, Reply, ToolCall
+from rlhf_ray.environments.protocol import AgentSession, EnvironmentBroken, Reply, ToolCall
 from rlhf_ray.user_code.loading import brief, definition, error_text
 
 Shape = Literal["tools", "class", "environment", "agent"]
@@ -271,7 +271,7 @@ class Episode:
         try:
             result = self._run(self._tools[call.name], **call.arguments)
         except BaseException as error:  # also SystemExit: the policy reads it
-            if exhausted(error):
+            if exhausted(error) or isinstance(error, EnvironmentBroken):
                 raise
             return f"Error: {error_text(error)}", True
         finally:
