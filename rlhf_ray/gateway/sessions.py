@@ -101,7 +101,8 @@ class Session:
         assert task is not None
         self._replies.add(task)
         try:
-            return await self._policy.reply(request)
+            reply = await self._policy.reply(request)
+            return Refused(410, CLOSED) if self.closed else reply
         except Refused as refused:
             return refused
         except asyncio.CancelledError:

@@ -77,28 +77,44 @@ def waiting(event_of):
 
 
 class TestDisconnects:
-    def test_an_abandoned_request_is_sampled_but_not_delivered(self):
+    def test_the_policy_hears_at_once_that_nobody_waits_for_a_request(self):
         async def script(stand):
-            finish, ended = asyncio.Event(), []
+            ended = []
 
             async def slow(request):
-                await finish.wait()
-                ended.append(request)
-                return reply("late")
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.append(request)
 
             stand.policy.turns = [slow, reply("next", turn=1)]
             _, writer = await connect(stand)
             writer.write(turn(stand))
             await until(lambda: stand.policy.asked)
             writer.close()
-            await until(lambda: not connections(stand))
-            finish.set()
             await until(lambda: ended)
             status, _, body = await ask(stand)
             await asyncio.sleep(0.1)
             return status, body["choices"][0]["message"]["content"], stand.policy.delivered_turns
 
         assert played(script) == (200, "next", [1])
+
+    def test_a_session_that_closes_when_its_agent_has_the_answer_hears_that_it_was_delivered(self):
+        """The gateway's own thread writes the answer, and may say so only after the agent has ended."""
+        async def script(stand):
+            session = stand.gateway._session(stand.address)
+            said = session.delivered
+
+            def late(reply):
+                time.sleep(0.2)
+                said(reply)
+
+            session.delivered = late
+            assert (await ask(stand))[0] == 200
+            await stand.gateway.close(stand.address)
+            return stand.policy.delivered_turns
+
+        assert played(script, reply()) == [0]
 
     def test_a_turn_is_delivered_before_the_policy_is_asked_again(self):
         """Over a kept connection and others in turn; the client asks as soon as it has the last byte."""
@@ -333,7 +349,7 @@ class TestSessions:
 
         assert played(script) == [404, 410, 410]
 
-    def test_open_requests_of_a_session_are_bounded_with_those_that_were_abandoned(self):
+    def test_open_requests_of_a_session_are_bounded_and_those_that_were_abandoned_are_not_open(self):
         async def script(stand):
             finish = asyncio.Event()
             stand.policy.turns = [waiting(lambda: finish)]
@@ -341,10 +357,11 @@ class TestSessions:
             for _, writer in held:
                 writer.write(turn(stand))
             await until(lambda: len(stand.policy.asked) == sessions.MOST_OPEN)
+            status, headers, body = await ask(stand)
             for _, writer in held[:40]:
                 writer.close()
-            await until(lambda: len(connections(stand)) == sessions.MOST_OPEN - 40)
-            status, headers, body = await ask(stand)
+            session = stand.gateway._session(stand.address)
+            await until(lambda: session.requests == sessions.MOST_OPEN - 40)
             other = stand.gateway.open(Script([reply()]), "other")
             in_other = (await ask(stand, address=other))[0]
             finish.set()
