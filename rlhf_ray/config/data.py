@@ -28,8 +28,7 @@ class NumberedRows(Section):
     count: int = Field(ge=1)
     """How many rows there are."""
     first: int | None = Field(None, ge=0)
-    """Index of the first. Empty: 0, and for an evaluation the one after the last that training has; a data set of its
-    own begins there, too."""
+    """Index of the first row; if empty 0, and for an evaluation the one after the last that training has."""
     columns: dict[str, Any] = Field(default_factory=dict)
     """Further columns, the same in every row: {environment: NAME}, where there are several environments."""
 
