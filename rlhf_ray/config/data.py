@@ -157,9 +157,10 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _path_or_mix(self) -> Self:
         given = [name for name in ("path", "numbered", "mix") if getattr(self, name, None)]
+        if len(given) > 1 and "numbered" in given:
+            raise ValueError(f"{' and '.join(given)} are set; keep one")
         if len(given) != 1:
-            raise ValueError("set path, or mix with several data sets" + (
-                f", and not {' and '.join(given)} together" if given else ""))
+            raise ValueError("set path, or mix with several data sets" + (", not both" if given else ""))
         return self
 
 
@@ -185,7 +186,7 @@ class PromptsSource(MixedSource):
     @model_validator(mode="after")
     def _path_or_numbered(self) -> Self:
         if (self.path is None) == (self.numbered is None):
-            raise ValueError("set path, or numbered" + (", and not both" if self.path else ""))
+            raise ValueError("path and numbered are set; keep one" if self.path else "set path, or numbered")
         return self
 
 

@@ -103,9 +103,9 @@ def test_numbers_that_are_trained_on_are_refused_in_an_evaluation():
 @pytest.mark.parametrize(("sections", "why"), [
     ({"environments": {}, "rewards": {"main": {"type": "model", "path": "r"}}},
      r"prompts.numbered.count=1000 gives rows without texts, which only an environment can begin with"),
-    ({"prompts": {"numbered": 3, "path": "p"}}, "set path, or mix .*and not path and numbered together"),
-    ({"prompts": {"numbered": 3, "mix": [{"path": "p"}]}}, "and not numbered and mix together"),
-    ({"prompts": {"mix": [{"path": "p", "numbered": 3}]}}, "set path, or numbered, and not both"),
+    ({"prompts": {"numbered": 3, "path": "p"}}, "prompts: path and numbered are set; keep one"),
+    ({"prompts": {"numbered": 3, "mix": [{"path": "p"}]}}, "prompts: numbered and mix are set; keep one"),
+    ({"prompts": {"mix": [{"path": "p", "numbered": 3}]}}, "mix.0: path and numbered are set; keep one"),
     ({"prompts": {"mix": [{"weight": 2}]}}, "set path, or numbered"),
     ({"prompts": {"numbered": {"count": 3, "columns": {"index": 1}}}}, "columns has index"),
     ({"prompts": {"numbered": 0}}, "count"),
