@@ -66,6 +66,7 @@ def test_held_out_rows_are_some_numbers_and_training_has_the_others(chat):
     opened = open_prompts(PromptsConfig(numbered=100, held_out=0.1), chat)
     held, trained = (indices(part.rows(range(len(part)))) for part in (opened.held_out, opened.training))
     assert len(held) == 10 and sorted(held + trained) == list(range(100))
+    assert any(index ^ 1 not in held for index in held), "rows are held out one by one, though all have one text"
     again = open_prompts(PromptsConfig(numbered=100, held_out=0.1), chat).held_out
     assert indices(again.rows(range(10))) == held
 
