@@ -106,8 +106,8 @@ class HostProcess:
                                     "process was killed. Make the import faster") from None
         except (asyncio.IncompleteReadError, ConnectionError, *NO_ANSWER) as error:
             ending = self.lost.ending if self.lost else await self._ending(error)
-            raise EnvironmentFailed(f"{self._field}.{source}: {self._who} {ending} when it was imported. Fix the code, or "
-                                    f"raise {self._field}.memory_mib={self._setup['memory_mib']}") from None
+            raise EnvironmentFailed(f"{self._field}.{source}: {self._who} {ending} when it was imported. Fix the code, "
+                                    f"or raise {self._field}.memory_mib={self._setup['memory_mib']}") from None
         finally:
             if not loaded:
                 self.give_up(HostLost("died", "was not started"))

@@ -163,7 +163,8 @@ class AgentAttempt:
         self._activity.enter("a process")
         running = asyncio.ensure_future(pool.run(row, begin, self._pace))
         try:
-            await asyncio.wait([running, self._stopped], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [running, self._stopped]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._stopped.done():
                 return self._stopped.result()
             answer = running.result()
