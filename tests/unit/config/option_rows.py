@@ -153,6 +153,8 @@ MCP, OPENENV, NEMO_GYM = (f"tests/unit/environments/test_{name}.py::" for name i
 NUMBERS = {"prompts.path": None, "prompts.numbered.count": 9, "environments.NAME.path": "tools.py:look",
            "environments.NAME.max_tokens": 768}
 ENVIRONMENT = {"environments.NAME.path": "tools.py:look", "environments.NAME.max_tokens": 768}
+COMMAND = {"environments.NAME.command.run": ["program"], "environments.NAME.max_tokens": 768}
+AGENT_RUNS = "tests/unit/environments/test_agent_runs.py::"
 LOSS_OPTIONS = "tests/unit/roles/test_loss_options.py::"
 ASSEMBLER = "tests/unit/roles/test_assembler.py::"
 PROMPTS = "tests/unit/data/test_prompts.py::"
@@ -462,6 +464,9 @@ ROWS: list[Row] = [
     # Environments
     Shown(("environments.NAME.path",),
           "tests/unit/environments/test_shapes.py::test_a_class_with_reset_and_typed_methods_is_a_class_with_tools"),
+    Shown(("environments.NAME.command.run",), AGENT_RUNS + "test_what_a_program_is_given"),
+    Shown(("environments.NAME.command.variables",), AGENT_RUNS + "test_what_a_program_is_given"),
+    Shown(("environments.NAME.command.reward",), AGENT_RUNS + "test_the_reward_of_a_program"),
     Shown(("environments.NAME.mcp.command",), MCP + "test_each_episode_has_a_server_that_ends_with_it"),
     Shown(("environments.NAME.mcp.variables",), MCP + "test_variables_are_those_that_are_named"),
     Shown(("environments.NAME.mcp.url", "environments.NAME.mcp.token_variable"),
@@ -528,6 +533,8 @@ ROWS: list[Row] = [
           EPISODES + "test_an_episode_past_a_deadline_is_used_as_configured"),
     Shown(("environments.NAME.on_failure.environment",),
           EPISODES + "test_an_episode_whose_environment_failed_is_used_as_configured"),
+    Shown(("environments.NAME.on_failure.agent",),
+          "tests/unit/roles/test_agent_attempt.py::test_an_episode_whose_agent_failed_is_used_as_configured"),
     Shown(("environments.NAME.on_failure.overflow",),
           EPISODES + "test_an_episode_that_ran_out_of_turns_is_used_as_configured"),
     Shown(("environments.NAME.on_failure.retries",),
@@ -539,6 +546,8 @@ ROWS: list[Row] = [
           EPISODES + "test_a_runner_has_at_most_so_many_open_episodes_of_an_environment"),
     Warned(("environments.NAME.processes",), 3, "gives each episode a process of its own",
            given={**ENVIRONMENT, "environments.NAME.isolated": True}),
+    Warned(("environments.NAME.processes",), 3, "each episode of a command has", given=COMMAND),
+    Warned(("environments.NAME.isolated",), True, "each episode of a command has", given=COMMAND),
     Warned(("environments.NAME.processes",), 9, "no more processes than these start",
            given={**ENVIRONMENT, "environments.NAME.concurrency": 8}),
     Shown(("environments.NAME.isolated",), "tests/unit/environments/test_failures.py::"
@@ -547,7 +556,10 @@ ROWS: list[Row] = [
           "tests/unit/environments/test_failures.py::test_out_of_memory_is_the_failure_of_the_one_that_takes_it"),
     Shown(("episode_runner.column",),
           EPISODES + "test_a_column_names_the_environment_where_there_are_several"),
+    Shown(("episode_runner.gateway_host",),
+          "tests/unit/stages/test_environment_preflight.py::test_a_gateway_that_others_reach_is_a_warning"),
     Warned(("episode_runner.workers",), 2, "there are no environments"),
+    Warned(("episode_runner.gateway_host",), "0.0.0.0", "there are no environments"),
     Warned(("episode_runner.column",), "world", "there is one environment", given=ENVIRONMENT),
     # Preferences
     Shown(("pairs.judge",), "tests/unit/roles/test_texts.py::test_neighbours_form_pairs_and_the_better_is_chosen"),

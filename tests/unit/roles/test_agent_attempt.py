@@ -187,7 +187,7 @@ def test_one_request_sent_twice_at_a_time_is_two_turns():
         assert one.turn != other.turn
 
     generators = Generators(lambda context, seed: str(seed))
-    rollout, found = episode(agent, generators)
+    rollout, _ = episode(agent, generators)
     assert len({request.seed for request in generators.requests}) == 2 and len(rollout) == 2
 
 
