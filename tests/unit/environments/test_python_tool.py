@@ -72,8 +72,8 @@ def test_a_program_has_its_time():
 
 @needs_sandbox
 def test_programs_of_several_episodes_run_at_a_time():
-    async def live(processes):
-        async with opened(processes=processes) as (pool, first):
+    async def live(programs):
+        async with opened(programs=programs) as (pool, first):
             second = await pool.open({}, seed=1)
             await asyncio.gather(said(first, "pass"), said(second, "pass"))  # the workers are started
             began = asyncio.get_running_loop().time()
