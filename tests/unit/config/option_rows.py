@@ -163,6 +163,9 @@ GYMNASIUM = "tests/unit/environments/test_gymnasium.py::"
 REASONING_GYM = "tests/unit/environments/test_reasoning_gym.py::"
 READERS = "tests/unit/data/test_row_readers.py::"
 HTTP = "tests/unit/rewards/http/test_source.py::"
+CODE = "tests/unit/rewards/test_code_reward.py::"
+TOOL = "tests/unit/environments/test_python_tool.py::"
+ESCAPES = "tests/unit/user_code/test_sandbox_escapes.py::"
 EPISODES = "tests/unit/roles/test_episode_policies.py::"
 SERVING = "tests/unit/serving/"
 ROWS: list[Row] = [
@@ -514,6 +517,22 @@ ROWS: list[Row] = [
           REASONING_GYM + "test_after_a_wrong_answer_there_are_as_many_tries_as_set_and_the_last_score_counts"),
     Refused(("environments.NAME.reasoning_gym.tries",), 17, "needs as many turns",
             given={"environments.NAME.reasoning_gym.task": "chain_sum"}),
+    Shown(("environments.NAME.python.timeout_s",), TOOL + "test_a_program_has_its_time"),
+    Shown(("environments.NAME.python.keep_state",), TOOL + "test_with_keep_state_names_and_files_stay"),
+    Warned(("environments.NAME.python.programs",), 4, "an interpreter of its own",
+           given={"environments.NAME.python.keep_state": True, "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.python.programs",), TOOL + "test_programs_of_several_episodes_run_at_a_time"),
+    Shown(("environments.NAME.python.max_characters",), TOOL + "test_the_middle_of_a_long_text_is_left_out"),
+    Shown(("environments.NAME.python.sandbox.memory_mib", "rewards.NAME.sandbox.memory_mib"),
+          ESCAPES + "test_a_memory_bomb_gets_an_error"),
+    Shown(("environments.NAME.python.sandbox.disk_mib", "rewards.NAME.sandbox.disk_mib"),
+          ESCAPES + "test_a_disk_bomb_is_killed_and_removed"),
+    Shown(("environments.NAME.python.sandbox.output_kib", "rewards.NAME.sandbox.output_kib"),
+          ESCAPES + "test_a_flood_is_cut_and_killed"),
+    Shown(("environments.NAME.python.sandbox.max_processes", "rewards.NAME.sandbox.max_processes"),
+          ESCAPES + "test_a_fork_bomb_is_bounded_and_killed"),
+    Shown(("environments.NAME.python.sandbox.allow_missing", "rewards.NAME.sandbox.allow_missing"),
+          "tests/unit/user_code/test_sandbox.py::test_a_missing_rung_can_be_allowed"),
     Shown(("environments.NAME.max_turns",), EPISODES + "test_an_episode_has_at_most_max_turns"),
     Differs(("environments.NAME.max_turns", "environments.NAME.concurrency"), (2, 4), plan, given=ENVIRONMENT),
     Shown(("environments.NAME.max_tokens",), EPISODES + "test_an_episode_has_at_most_max_tokens_with_what_it_read"),
@@ -606,6 +625,11 @@ ROWS: list[Row] = [
     Shown(("rewards.NAME.group",), "tests/unit/rewards/test_regex_and_json_schema.py::test_a_group_must_be_the_answer"),
     Shown(("rewards.NAME.accepts",),
           "tests/unit/rewards/test_regex_and_json_schema.py::test_responses_must_be_json_that_the_schema_accepts"),
+    Shown(("rewards.NAME.tests",), CODE + "test_another_column_has_the_tests"),
+    Shown(("rewards.NAME.program",), CODE + "test_a_response_without_a_program_is_wrong_and_counted"),
+    Shown(("rewards.NAME.score",), CODE + "test_by_default_all_tests_must_pass"),
+    Shown(("rewards.NAME.timeout_s", "rewards.NAME.total_s"), CODE + "test_a_test_has_its_time_and_all_have_theirs"),
+    Shown(("rewards.NAME.processes",), CODE + "test_responses_are_run_side_by_side_while_others_are_served"),
     Shown(("reward.on_failure",),
           "tests/unit/coordinator/test_quarantine.py::test_without_a_quarantine_the_error_ends_the_run"),
     Shown(("reward.quarantine_limit",),
