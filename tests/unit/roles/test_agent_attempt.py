@@ -8,8 +8,8 @@ from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import WorkerBroken, WorkerError
 from rlhf_ray.gateway.chat import Refused
-from rlhf_ray.roles.episode import turn_seed
 from rlhf_ray.roles import episode_runner
+from rlhf_ray.roles.episode import turn_seed
 from rlhf_ray.roles.episode_journal import digest
 from tests.unit.roles.agent_plays import (
     CALL,
