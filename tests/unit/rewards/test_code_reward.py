@@ -9,7 +9,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import CodeReward
 from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.rewards.code_source import program_of
-from rlhf_ray.rewards.code_tests import same_lines, same_value, tests_of
+from rlhf_ray.rewards.code_tests import read_tests, same_lines, same_value
 from rlhf_ray.rewards.sources import make_source
 from rlhf_ray.user_code import sandbox_kernel as kernel
 from rlhf_ray.user_code.sandbox import SandboxBroken, SandboxPool
@@ -183,7 +183,7 @@ def test_results_are_compared_as_values(result, expected, same):
 ])
 def test_what_is_no_test_is_refused(tests, words):
     with pytest.raises(ValueError, match=words):
-        tests_of(tests)
+        read_tests(tests)
 
 
 @needs_sandbox
