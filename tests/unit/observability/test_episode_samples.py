@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -256,8 +257,8 @@ def test_the_export_has_all_that_the_file_has(tmp_path):
         assert line["rewards"] == {"environment": saved["reward/environment"]}
         assert line["tools"] == json.loads(saved["tools"])
         assert line["metrics"] == dict(saved["metrics"]) and line["events"] == dict(saved["events"])
-        assert line["turns"] == [{**turn, "tool_calls": json.loads(turn["tool_calls"]),
-                                  "messages": json.loads(turn["messages"])} for turn in saved["turns"]]
+        assert line["turns"] == [{**turn, **{name: json.loads(turn[name]) for name in ("tool_calls", "messages", "opens")}}
+                                 for turn in saved["turns"]]
         assert [len(segment["token_ids"]) for segment in line["segments"]] == saved["row_lengths"]
         for name in ("token_ids", "token_texts", "response_mask", "behaviour_logprobs", "old_logprobs", "advantages",
                      "versions"):
@@ -338,6 +339,23 @@ def test_the_page_shows_turns_and_filters_by_cause(tmp_path):
     *_, versions, logprobs, starts = strips[0]
     assert (versions, starts) == ([3, 3, None, None, 3, 3, 4], [0, 6])
     assert logprobs == [-0.5, -0.25, None, None, -1.5, -2, -0.125]
+
+
+def test_what_an_agent_s_later_conversation_began_with_is_shown_and_exported(tmp_path, monkeypatch):
+    whole = EPISODES[0]
+    opens = [{"role": "system", "content": "In short."}, {"role": "user", "content": "Tea is 4. Three?"}]
+    monkeypatch.setitem(EPISODES, 0, replace(whole, turns=[*whole.turns[:2], replace(whole.turns[2], opens=opens)]))
+    save_episodes(tmp_path)
+    console = Console(file=io.StringIO(), width=200)
+    found = samples_of(tmp_path)
+    print_samples(console, found, [("one", found[0])])
+    shown = console.file.getvalue().splitlines()
+    at = shown.index("system: In short.")
+    assert shown[at - 1].startswith("turn 3 · segment 2") and shown[at + 1] == "user: Tea is 4. Three?"
+    assert shown[at + 2] == "assistant: They cost 12."
+    assert "Tea is 4. Three?" in sample_page(tmp_path, found)
+    messages = json_of(pq.read_table(tmp_path / FILE).to_pylist()[0])["messages"]
+    assert messages[-3:] == [*opens, {"role": "assistant", "content": "They cost 12."}]
 
 
 def test_the_report_shows_the_conversation_of_an_episode(tmp_path):
