@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -17,6 +18,7 @@ from rlhf_ray.observability.sample_choice import Choice, NumberRange, rows_of
 from rlhf_ray.observability.sample_export import json_of, write_json_lines
 from rlhf_ray.observability.sample_files import SampleWriter, read_samples, sample_table, steps_with_samples
 from rlhf_ray.observability.sample_view import extremes, print_samples, sample_page, samples_of
+from tests.unit.observability import episode_samples
 from tests.unit.observability.episode_samples import (
     EPISODES,
     LOGPROBS,
@@ -256,8 +258,9 @@ def test_the_export_has_all_that_the_file_has(tmp_path):
         assert line["rewards"] == {"environment": saved["reward/environment"]}
         assert line["tools"] == json.loads(saved["tools"])
         assert line["metrics"] == dict(saved["metrics"]) and line["events"] == dict(saved["events"])
-        assert line["turns"] == [{**turn, "tool_calls": json.loads(turn["tool_calls"]),
-                                  "messages": json.loads(turn["messages"])} for turn in saved["turns"]]
+        decoded = ("tool_calls", "messages", "opens")
+        assert line["turns"] == [{**turn, **{name: json.loads(turn[name]) for name in decoded}}
+                                 for turn in saved["turns"]]
         assert [len(segment["token_ids"]) for segment in line["segments"]] == saved["row_lengths"]
         for name in ("token_ids", "token_texts", "response_mask", "behaviour_logprobs", "old_logprobs", "advantages",
                      "versions"):
@@ -321,7 +324,7 @@ def test_a_single_response_is_exported_as_one_turn(tmp_path):
     assert chat["messages"][-1] == {"role": "assistant", "content": "yes"}
     assert text["messages"] == [{"role": "user", "content": text["prompt"]}, {"role": "assistant", "content": "yes"}]
     assert text["turns"] == [{"segment": 0, "start": 1, "stop": 5, "seed": None, "finish_reason": "length",
-                              "reward": 0.5, "text": "yes", "tool_calls": [], "messages": []}]
+                              "reward": 0.5, "text": "yes", "tool_calls": [], "messages": [], "opens": []}]
     assert (text["cause"], text["metrics"], text["tools"], text["rewards"]) == (None, None, None, {"right": 0.25})
     assert [segment["versions"] for segment in text["segments"]] == [[-1, 3, 3, -1, 4]]
 
@@ -338,6 +341,24 @@ def test_the_page_shows_turns_and_filters_by_cause(tmp_path):
     *_, versions, logprobs, starts = strips[0]
     assert (versions, starts) == ([3, 3, None, None, 3, 3, 4], [0, 6])
     assert logprobs == [-0.5, -0.25, None, None, -1.5, -2, -0.125]
+
+
+def test_what_an_agent_s_later_conversation_began_with_is_shown_and_exported(tmp_path, monkeypatch):
+    whole = EPISODES[0]
+    opens = [{"role": "system", "content": "In short."}, {"role": "user", "content": "Tea is 4. Three?"}]
+    changed = replace(whole, turns=[*whole.turns[:2], replace(whole.turns[2], opens=opens)])
+    monkeypatch.setattr(episode_samples, "EPISODES", [changed, EPISODES[1]])
+    save_episodes(tmp_path)
+    console = Console(file=io.StringIO(), width=200)
+    found = samples_of(tmp_path)
+    print_samples(console, found, [("one", found[0])])
+    shown = console.file.getvalue().splitlines()
+    at = shown.index("system: In short.")
+    assert shown[at - 1].startswith("turn 3 · segment 2") and shown[at + 1] == "user: Tea is 4. Three?"
+    assert shown[at + 2] == "assistant: They cost 12."
+    assert "Tea is 4. Three?" in sample_page(tmp_path, found)
+    messages = json_of(pq.read_table(tmp_path / FILE).to_pylist()[0])["messages"]
+    assert messages[-3:] == [*opens, {"role": "assistant", "content": "They cost 12."}]
 
 
 def test_the_report_shows_the_conversation_of_an_episode(tmp_path):
