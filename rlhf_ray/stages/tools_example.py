@@ -1,7 +1,8 @@
 """`rlhf-ray example tools`: a model learns to call tools over several turns, through the ordinary stages.
 
 A small model imitates hasty demonstrations of a task that takes three tools (SFT). Then only right sums are rewarded,
-by the environment that answers the calls; held-out questions measure it.
+by the environment that answers the calls, or by an agent that runs the same tools in a loop of its own; held-out
+questions measure it.
 """
 
 import importlib.util
@@ -23,18 +24,19 @@ from rlhf_ray.stages.bundled_recipes import Recipe
 from rlhf_ray.stages.example_stages import run_stages
 
 RECIPE = Recipe("examples/tools", home="runs/tools")
-ENVIRONMENT = "lookup_and_calculator.py"
+ENVIRONMENT, AGENT = "lookup_and_calculator.py", "agent.py"
 SHOWN = ("reward", "solved", "failed", "turns", "tool_calls", "tool_failures", "kl", "length")
 VOCABULARY, RARE, READ = 1024, 100, 2_000
 """At most so many tokens; how often two tokens must be neighbours in how many demonstrations to become one: pairs of
 items are not."""
 
 
-def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dict[str, Any]:
+def run(directory: Path, estimator: str, seed: int, overrides: list[str], *, agent: bool = False) -> dict[str, Any]:
     """Data, SFT, and reinforcement learning by `estimator` (a file of the recipe); finished stages are kept.
 
     Args:
         overrides: `--section.key=value` changes of the reinforcement learning.
+        agent: its episodes are played by the agent, in a run `agent` beside that with the environment.
 
     Returns:
         The contents of summary.json: success before and after, and of the held-out episodes after it the mean turns and
@@ -45,14 +47,22 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
     """
     if not (RECIPE.folder() / f"{estimator}.yaml").is_file():
         raise ConfigError(f"the example tools has no --estimator {estimator}; leave it out, which means grpo")
-    path = f"--environments.tools.path={environment_file()}:Shop"
-    run_dir, seconds = run_stages(RECIPE, "tools", directory, seed, estimator, [path, *overrides], make_data)
+    played = [f"--environments.tools.path={environment_file()}:Shop"]
+    if agent:
+        played = [f"--environments.tools.path={agent_file()}:agent",
+                  f"--run.dir={directory / 'agent'}"]
+    run_dir, seconds = run_stages(RECIPE, "tools", directory, seed, estimator, [*played, *overrides], make_data)
     return write_verdict(directory, run_dir, seconds)
 
 
 def environment_file() -> Path:
     """The file of the environment, beside the configurations."""
     return RECIPE.folder() / ENVIRONMENT
+
+
+def agent_file() -> Path:
+    """The file of the agent, beside it."""
+    return RECIPE.folder() / AGENT
 
 
 def environment_class() -> Any:
