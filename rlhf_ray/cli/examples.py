@@ -65,23 +65,26 @@ def set_aside(directory: Path) -> Path | None:
 
 def example(
     ctx: typer.Context,
-    name: Annotated[Literal["arithmetic", "tools"], typer.Argument(help="The example.")],
+    name: Annotated[Literal["arithmetic", "tools", "frozen_lake", "reasoning_gym"],
+                    typer.Argument(help="The example.")],
     estimator: Annotated[Literal["grpo", "rloo"], typer.Option("--estimator", help="Advantage estimator.")] = "grpo",
     directory: Annotated[
         Path | None, typer.Option("--dir", parser=local_path, metavar="PATH",
         help="Output directory.", show_default="runs/NAME")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of data, models and sampling.")] = 0,
-    agent: Annotated[bool, typer.Option("--agent", help="Of tools: an agent with its own loop plays the episodes.")] = False,
+    agent: Annotated[bool, typer.Option("--agent", help="Of tools: an agent with a loop of its own plays the "
+                                        "episodes.")] = False,
 ) -> None:
     """Run an example: arithmetic teaches sums by rewarding correct answers, tools teaches calls of tools over several
-    turns. Finished stages are not repeated.
+    turns, frozen_lake and reasoning_gym teach tasks of gymnasium and reasoning-gym, which have to be installed
+    (pip install 'rlhf-ray[gymnasium]', 'rlhf-ray[reasoning-gym]'). Finished stages are not repeated.
 
     Takes a few minutes on two cores. Change fields of its last stage with --section.key=value.
     """
     if ctx.args and not ctx.args[0].startswith("--"):
         raise ConfigError(f"unexpected argument {ctx.args[0]!r}; an example takes only options and overrides")
     if agent and name != "tools":
-        raise ConfigError(f"the example {name} has no --agent: its responses are single turns; leave it out")
+        raise ConfigError(f"the example {name} has no --agent, which is for tools; leave it out")
     run = importlib.import_module(f"rlhf_ray.stages.{name}_example").run
     run(directory or Path("runs") / name, estimator, seed, list(ctx.args), **({"agent": True} if agent else {}))

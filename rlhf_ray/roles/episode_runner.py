@@ -23,7 +23,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.answers import stop_tokens
 from rlhf_ray.data.chat import template_options
-from rlhf_ray.data.prompts import sample_seed
+from rlhf_ray.data.prompts import prompt_of, sample_seed
 from rlhf_ray.data.turn_template import TurnTemplate
 from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.errors import DataError, ReplayDiverged
@@ -250,7 +250,7 @@ class EpisodeRunner:
         messages = None if prompts.messages is None else prompts.messages[place]
         options = template_options(metadata, f"row {key.row}")
         prompt = messages or [{"role": "user", "content": prompts.texts[place]}]
-        row = {"prompt": messages or prompts.texts[place], **metadata}
+        row = {"prompt": prompt_of(prompts.texts[place], messages), **metadata}
         chosen = sampling or self._sampling
         texts = self._texts[name]
         if not chosen.same_distribution(self._sampling):

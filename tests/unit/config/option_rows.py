@@ -149,10 +149,16 @@ def calls_read(_: Any, environment: Any) -> Any:
 GPU = {"pools.default.gpus": 2, "pools.default.cpus": 16}
 CPUS = {"pools.default.cpus": 16}
 EVALUATION = {"evaluation.prompts": "e.jsonl"}
+MCP, OPENENV, NEMO_GYM = (f"tests/unit/environments/test_{name}.py::" for name in ("mcp", "openenv", "nemo_gym"))
+NUMBERS = {"prompts.path": None, "prompts.numbered.count": 9, "environments.NAME.path": "tools.py:look",
+           "environments.NAME.max_tokens": 768}
 ENVIRONMENT = {"environments.NAME.path": "tools.py:look", "environments.NAME.max_tokens": 768}
 LOSS_OPTIONS = "tests/unit/roles/test_loss_options.py::"
 ASSEMBLER = "tests/unit/roles/test_assembler.py::"
 PROMPTS = "tests/unit/data/test_prompts.py::"
+NUMBERED = "tests/unit/data/test_numbered_rows.py::"
+GYMNASIUM = "tests/unit/environments/test_gymnasium.py::"
+REASONING_GYM = "tests/unit/environments/test_reasoning_gym.py::"
 READERS = "tests/unit/data/test_row_readers.py::"
 HTTP = "tests/unit/rewards/http/test_source.py::"
 EPISODES = "tests/unit/roles/test_episode_policies.py::"
@@ -277,6 +283,25 @@ ROWS: list[Row] = [
     Shown(("model.architecture.family",),
           "tests/unit/models/test_loading.py::test_a_new_model_of_another_family_is_saved_and_loaded_as_one"),
     # Data
+    Shown(("prompts.numbered.count", "prompts.mix.N.numbered.count"),
+          NUMBERED + "test_there_are_as_many_as_counted_block_by_block"),
+    Shown(("*.numbered.first", "*.numbered.columns", "*.mix.N.numbered.first", "*.mix.N.numbered.columns"),
+          NUMBERED + "test_rows_have_no_text_and_a_number"),
+    Shown(("evaluation.numbered.*", "evaluation.mix.N.numbered.*"),
+          NUMBERED + "test_an_evaluation_has_the_numbers_after_those_of_training"),
+    Refused(("prompts.numbered.count",), 9, "rows without texts", stages=("preferences",),
+            given={"prompts.path": None}),
+    Refused(("prompts.mix.N.limit",), 9, "has numbered rows without texts", stages=("ppo",),
+            given={"prompts.mix.N.path": None, "prompts.mix.N.numbered.count": 9, **ENVIRONMENT}),
+    Refused(("prompts.mix.N.column",), "x", "has numbered rows without texts", stages=("ppo",),
+            given={"prompts.mix.N.path": None, "prompts.mix.N.numbered.count": 9, **ENVIRONMENT}),
+    Refused(("prompts.limit",), 9, "has 9 rows without texts", stages=("ppo",), given=NUMBERS),
+    Refused(("prompts.column", "prompts.system", "prompts.as_chat"), "true", "has 9 rows without texts",
+            stages=("ppo",), given=NUMBERS),
+    Refused(("evaluation.limit",), 9, "has 9 rows without texts", stages=("ppo",),
+            given={**NUMBERS, "evaluation.numbered.count": 9}),
+    Refused(("evaluation.column",), "x", "has 9 rows without texts", stages=("ppo",),
+            given={**NUMBERS, "evaluation.numbered.count": 9}),
     Shown(("*.path", "*.mix.N.path"),
           "tests/unit/stages/test_preflight.py::test_a_missing_file_is_named_with_where_was_looked"),
     Shown(("*.subset", "*.split", "*.revision", "*.mix.N.subset", "*.mix.N.split", "*.mix.N.revision"),
@@ -437,6 +462,53 @@ ROWS: list[Row] = [
     # Environments
     Shown(("environments.NAME.path",),
           "tests/unit/environments/test_shapes.py::test_a_class_with_reset_and_typed_methods_is_a_class_with_tools"),
+    Shown(("environments.NAME.mcp.command",), MCP + "test_each_episode_has_a_server_that_ends_with_it"),
+    Shown(("environments.NAME.mcp.variables",), MCP + "test_variables_are_those_that_are_named"),
+    Shown(("environments.NAME.mcp.url", "environments.NAME.mcp.token_variable"),
+          MCP + "test_a_server_with_a_url_is_shared_and_gets_the_token"),
+    Shown(("environments.NAME.mcp.tools",), MCP + "test_only_named_tools_are_the_policys"),
+    Shown(("environments.NAME.mcp.reset_tool", "environments.NAME.mcp.reward_tool"),
+          MCP + "test_tools_of_the_row_begin_and_judge_an_episode"),
+    Shown(("environments.NAME.mcp.timeout_s",), MCP + "test_a_slow_tool_is_an_answer_and_the_server_goes_on"),
+    Shown(("environments.NAME.mcp.replayable",), MCP + "test_whoever_knows_a_server_may_say_that_it_is_replayable"),
+    Warned(("environments.NAME.mcp.timeout_s",), 60, "timeout_s.step ends it before",
+           given={"environments.NAME.mcp.command": ["server"], "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.openenv.url", "environments.NAME.openenv.action"),
+          OPENENV + "test_a_reply_may_be_the_action_as_json_and_what_is_wrong_is_read"),
+    Shown(("environments.NAME.openenv.token_variable",), OPENENV + "test_the_token_is_sent"),
+    Shown(("environments.NAME.openenv.field",),
+          OPENENV + "test_actions_of_several_fields_are_json_unless_the_field_is_named"),
+    Shown(("environments.NAME.openenv.observation", "environments.NAME.openenv.columns"),
+          OPENENV + "test_only_named_columns_and_fields_are_sent_and_read"),
+    Shown(("environments.NAME.openenv.connect_s",), OPENENV + "test_a_server_whose_sessions_stay_in_use_is_named"),
+    Shown(("environments.NAME.openenv.replayable",), OPENENV + "test_a_server_may_be_said_not_to_be_replayable"),
+    Warned(("environments.NAME.openenv.connect_s",), 60, "timeout_s.reset ends it before",
+           given={"environments.NAME.openenv.url": "http://server", "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.nemo_gym.url", "environments.NAME.nemo_gym.token_variable"),
+          NEMO_GYM + "test_an_episode_is_the_requests_of_nemo_gyms_own_agent"),
+    Shown(("environments.NAME.nemo_gym.timeout_s",), NEMO_GYM + "test_a_slow_tool_is_an_answer"),
+    Shown(("environments.NAME.nemo_gym.replayable",), NEMO_GYM + "test_a_server_may_be_said_to_be_replayable"),
+    Warned(("environments.NAME.nemo_gym.timeout_s",), 60, "timeout_s.step ends it before",
+           given={"environments.NAME.nemo_gym.url": "http://server", "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.gymnasium.id", "environments.NAME.gymnasium.options",
+           "environments.NAME.gymnasium.rendering"),
+          GYMNASIUM + "test_a_slippery_lake_answers_as_the_library_does_with_the_same_seed_and_actions"),
+    Shown(("environments.NAME.gymnasium.actions",),
+          GYMNASIUM + "test_a_lake_is_crossed_by_the_names_of_actions_and_drawn_as_text"),
+    Shown(("environments.NAME.gymnasium.prompt",),
+          GYMNASIUM + "test_the_first_message_is_the_row_s_the_setting_s_or_made_from_the_spaces"),
+    Shown(("environments.NAME.reasoning_gym.task", "environments.NAME.reasoning_gym.settings"),
+          REASONING_GYM + "test_questions_and_scores_are_those_of_the_library"),
+    Shown(("environments.NAME.reasoning_gym.answer",),
+          REASONING_GYM + "test_an_answer_is_read_within_tags_or_is_the_whole_text"),
+    Refused(("environments.NAME.reasoning_gym.answer",), "text", "scores all that is written",
+            given={"environments.NAME.reasoning_gym.task": "chain_sum"}),
+    Shown(("environments.NAME.reasoning_gym.system",),
+          REASONING_GYM + "test_system_prompts_are_the_library_s_by_name"),
+    Shown(("environments.NAME.reasoning_gym.tries",),
+          REASONING_GYM + "test_after_a_wrong_answer_there_are_as_many_tries_as_set_and_the_last_score_counts"),
+    Refused(("environments.NAME.reasoning_gym.tries",), 17, "needs as many turns",
+            given={"environments.NAME.reasoning_gym.task": "chain_sum"}),
     Shown(("environments.NAME.max_turns",), EPISODES + "test_an_episode_has_at_most_max_turns"),
     Differs(("environments.NAME.max_turns", "environments.NAME.concurrency"), (2, 4), plan, given=ENVIRONMENT),
     Shown(("environments.NAME.max_tokens",), EPISODES + "test_an_episode_has_at_most_max_tokens_with_what_it_read"),

@@ -258,7 +258,7 @@ def test_max_tokens_and_stop_of_a_request_act_within_the_run_s():
         cut = await client.ask(("user", "go"), max_tokens=3)
         assert (cut.content, cut.finish_reason, cut.completion_tokens, cut.prompt_tokens) == ("abc", "length", 3, 3)
         stopped = await client.ask(("user", "on"), stop=("ef", "zz"))
-        assert (stopped.content, stopped.finish_reason) == ("abcd", "stop")
+        assert (stopped.content, stopped.finish_reason, stopped.stopped_by) == ("abcd", "stop", "ef")
         whole = await client.ask(("user", "go"), said(cut), ("user", "more"), max_tokens=500)
         assert (whole.content, whole.finish_reason) == ("abcdefghij", "length")
 
@@ -273,7 +273,7 @@ def test_max_tokens_and_stop_of_a_request_act_within_the_run_s():
 def test_a_conversation_without_room_is_refused_and_the_cause_if_the_agent_ends_by_it(goes_on, cause):
     async def agent(client, row, session):
         await client.ask(("user", "go"))
-        with pytest.raises(Refused, match="maximum context length is 20 tokens") as refused:
+        with pytest.raises(Refused, match="^This model's maximum context length is 20 tokens") as refused:
             await client.ask(("user", "x" * 30))
         assert refused.value.status == 400
         if not goes_on:

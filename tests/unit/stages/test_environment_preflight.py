@@ -75,6 +75,38 @@ def test_a_row_with_which_it_cannot_begin_is_refused(root):
         check_environments(wrong)
 
 
+GUESS = """
+class Guess:
+    def reset(self, row, seed):
+        assert row == {"prompt": "", "index": 0}, row
+        return {"messages": [{"role": "user", "content": "Guess."}]}
+
+    def step(self, reply):
+        return {"done": True}
+"""
+
+
+def test_a_numbered_row_is_accepted_where_the_environment_gives_the_first_message(root):
+    (root / "guess.py").write_text(GUESS)
+    numbered = {"prompts": {"numbered": 3, "max_tokens": 64}}
+    check_environments(PPOConfig(model={"path": str(root / "qwen2.5")}, **numbered,
+                                 environments={"one": {"path": f"{root}/guess.py:Guess"}}))
+    with pytest.raises(ConfigError, match=r"environments\.one fails with a row of the data.*has nothing to read"):
+        check_environments(PPOConfig(model={"path": str(root / "qwen2.5")}, **numbered,
+                                     environments={"one": {"path": f"{root}/env.py:add"}}))
+
+
+def test_a_library_that_is_not_installed_is_named_with_its_extra(root, monkeypatch):
+    for name in ("gymnasium", "reasoning_gym"):
+        (root / "blocked" / name).mkdir(parents=True, exist_ok=True)
+        (root / "blocked" / name / "__init__.py").write_text(f"raise ModuleNotFoundError('No module named {name}')")
+    monkeypatch.setenv("PYTHONPATH", str(root / "blocked"), prepend=":")
+    for source, extra in (({"gymnasium": {"id": "FrozenLake-v1"}}, "gymnasium"),
+                          ({"reasoning_gym": {"task": "chain_sum"}}, "reasoning-gym")):
+        with pytest.raises(EnvironmentFailed, match=rf"environments\.one.* pip install 'rlhf-ray\[{extra}\]'"):
+            check_environments(config(root, {"one": source}))
+
+
 def test_a_row_that_names_no_environment_is_refused(root):
     environments = {"two": {"path": f"{root}/env.py:add"}, "three": {"path": f"{root}/env.py:Shop"}}
     with pytest.raises(DataError, match=r"'environment' \(episode_runner\.column\) is 'one'.* two, three"):
