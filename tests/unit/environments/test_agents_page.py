@@ -2,7 +2,6 @@
 policy's turns are by script, and a token is a character. `tests/slow/test_pages.py` runs the page's commands."""
 
 import asyncio
-import importlib.util
 import shutil
 
 import pytest
@@ -56,11 +55,10 @@ def play(*texts, **settings):
     return plays.rows_of(rollout), rollout.episodes[0]
 
 
-@pytest.mark.parametrize("last, reward", [("It costs 3.", 1.0), ("It costs 4.", 0.0)])
-def test_the_function_runs_its_tool_and_judges_the_last_word(here, last, reward):
-    rows, episode = play(CALL % "gold", CALL % "tea", last, path="shop_agent.py:agent")
-    assert rows == [f"Tgo?[{CALL % 'gold'}.]Error: KeyError: 'gold'#[{CALL % 'tea'}.]3#[{last}.]"]
-    assert (episode.cause, episode.use, episode.turns[-1].reward) == ("completed", "train", reward)
+def test_the_function_runs_its_tool_and_judges_the_last_word(here):
+    rows, episode = play(CALL % "gold", CALL % "tea", "It costs 3.", path="shop_agent.py:agent")
+    assert rows == [f"Tgo?[{CALL % 'gold'}.]Error: KeyError: 'gold'#[{CALL % 'tea'}.]3#[It costs 3..]"]
+    assert (episode.cause, episode.use, episode.turns[-1].reward) == ("completed", "train", 1.0)
 
 
 def test_the_function_ends_when_the_turns_are_used_up(here):
@@ -77,7 +75,6 @@ def test_the_program_asks_by_curl(here, last, reward):
     assert (episode.cause, episode.turns[-1].reward) == ("completed", reward)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("rlhf_ray.gateway.anthropic_messages") is None, reason="not merged")
 @pytest.mark.parametrize("last, reward", [("It costs 3.", 1.0), ("It costs 4.", 0.0)])
 def test_anthropics_client_asks_the_same_session(here, last, reward):
     rows, episode = play(last, path="claude_agent.py:agent")
