@@ -207,6 +207,10 @@ class Conversations:
                 return turn
         return None
 
+    def is_awaited(self, request: ChatRequest) -> bool:
+        """Whether a client waits for the answer to an equal request."""
+        return any(turn.reply is None and turn.waiting and turn.request == request for turn in self.turns)
+
     def rows(self) -> list[list[AgentTurn]]:
         """The turns that the agent received, by the rows that hold them."""
         kept = sorted((turn for turn in self.turns if turn.reply is not None and not turn.abandoned),
