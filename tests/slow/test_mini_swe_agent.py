@@ -199,6 +199,31 @@ def test_a_conversation_that_outgrows_the_context_ends_there(played):
 
 @pytest.mark.parametrize("policy", [talks, babbles])
 def test_a_policy_that_calls_no_tool_fails_the_task_and_not_the_run(played, policy):
-    rollout, generators = played(policy)
-    assert {(each.cause, each.use, each.turns[-1].reward) for each in rollout.episodes} == {("completed", "train", 0.0)}
-    assert {len(each.turns) for each in rollout.episodes} == {3}, "it ends after three such answers (RepeatedFormatError)"
+    rollout, _ = played(policy)
+    ended = {(each.cause, each.use, each.turns[-1].reward) for each in rollout.episodes}
+    assert ended == {("completed", "train", 0.0)}
+    assert {len(each.turns) for each in rollout.episodes} == {3}, "it gives up after three such answers"
+
+
+@pytest.mark.cluster
+def test_a_run_is_trained_on_what_the_program_asks(programs, tokenizer, tmp_path):
+    """The command of the example with a model from random weights, which calls no tool: two steps of four episodes."""
+    model = make_tiny_llama(tmp_path / "model", vocab=len(tokenizer), hidden=64, heads=2, layers=1, positions=8192)
+    tokenizer.save_pretrained(model)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(
+        json.dumps({"prompt": f"Write {word} into answer.txt.", "answer": word}) + "\n" for word in ("tea", "rice")))
+    changes = {"run.dir": tmp_path / "run", "run.steps": 2, "model.path": model, "prompts.path": tasks,
+               "prompts.max_tokens": 128, "generator.chunk": 4, "generator.sampling.max_tokens": 32,
+               "coordinator.prompts_per_step": 2, "coordinator.samples_per_prompt": 2,
+               "environments.files.max_tokens": 8192, "environments.files.timeout_s.reset": 300}
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhf_ray.cli.main", "grpo", EXAMPLE, *(f"--{k}={v}" for k, v in changes.items())],
+        cwd=ROOT, env={**os.environ, "PATH": os.environ["PATH"] + os.pathsep + str(programs), "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [step for step in steps if "episodes/turns" in step]
+    assert [step["episodes/cause/completed"] for step in steps] == [1.0, 1.0]
+    assert [step["episodes/turns"] for step in steps] == [3.0, 3.0], "it gives up after three answers without a call"
+    assert [step["reward/mean"] for step in steps] == [0.0, 0.0]
