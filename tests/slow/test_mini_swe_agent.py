@@ -216,7 +216,8 @@ def test_a_run_is_trained_on_what_the_program_asks(programs, tokenizer, tmp_path
     changes = {"run.dir": tmp_path / "run", "run.steps": 2, "model.path": model, "prompts.path": tasks,
                "prompts.max_tokens": 128, "generator.chunk": 4, "generator.sampling.max_tokens": 32,
                "coordinator.prompts_per_step": 2, "coordinator.samples_per_prompt": 2,
-               "environments.files.max_tokens": 8192, "environments.files.timeout_s.reset": 300}
+               "environments.files.max_tokens": 8192, "policy.micro_batch_tokens": 8192,
+               "environments.files.timeout_s.reset": 300}
     done = subprocess.run(
         [sys.executable, "-m", "rlhf_ray.cli.main", "grpo", EXAMPLE, *(f"--{k}={v}" for k, v in changes.items())],
         cwd=ROOT, env={**os.environ, "PATH": os.environ["PATH"] + os.pathsep + str(programs), "PYTHONPATH": str(ROOT)},
