@@ -134,19 +134,19 @@ SECTIONS = {
 HOMES = {name: module for module, names in SECTIONS.items() for name in names}
 
 __all__ = ["AlgorithmConfig", "ArchitectureConfig", "BufferConfig", "CISPOLoss", "CheckpointConfig", "ClipLoss",
-           "ClusterConfig", "CodeReward", "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig", "DemonstrationsSource",
-           "DrGRPOEstimator", "DynamicSamplingConfig", "EarlyStopConfig", "EnvironmentConfig", "EnvironmentReward",
-           "EpisodeRunnerConfig", "EpisodeTimeouts", "EvaluationConfig", "ExactMatchReward", "FailurePolicy",
-           "FunctionReward", "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "GenerationConfig", "HTTPReward",
-           "ImportanceConfig", "JSONSchemaReward", "KLConfig", "LoRAConfig", "LoggingConfig", "ModelConfig",
-           "ModelReward", "NewModelConfig", "NumberReward", "OptimizerConfig", "PPOConfig", "PlacementConfig",
-           "PolicyConfig", "PoolConfig", "PreferencesConfig", "PreferencesSource", "PreferencesStageConfig",
-           "ProcessReward", "ProcessRewardConfig", "ProcessRowsConfig", "ProcessRowsSource", "PromptsConfig",
-           "PromptsSource", "PtxConfig", "RLOOEstimator", "ReferenceConfig", "RegexReward",
+           "ClusterConfig", "CodeReward", "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig",
+           "DemonstrationsSource", "DrGRPOEstimator", "DynamicSamplingConfig", "EarlyStopConfig", "EnvironmentConfig",
+           "EnvironmentReward", "EpisodeRunnerConfig", "EpisodeTimeouts", "EvaluationConfig", "ExactMatchReward",
+           "FailurePolicy", "FunctionReward", "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "GenerationConfig",
+           "HTTPReward", "ImportanceConfig", "JSONSchemaReward", "KLConfig", "LoRAConfig", "LoggingConfig",
+           "ModelConfig", "ModelReward", "NewModelConfig", "NumberReward", "OptimizerConfig", "PPOConfig",
+           "PlacementConfig", "PolicyConfig", "PoolConfig", "PreferencesConfig", "PreferencesSource",
+           "PreferencesStageConfig", "ProcessReward", "ProcessRewardConfig", "ProcessRowsConfig", "ProcessRowsSource",
+           "PromptsConfig", "PromptsSource", "PtxConfig", "RLOOEstimator", "ReferenceConfig", "RegexReward",
            "ReinforceBaselineEstimator", "ReinforceEstimator", "ReinforcePPEstimator", "RewardLearnerConfig",
            "RewardModelConfig", "RewardModelTrainingConfig", "RewardScorerConfig", "RunConfig", "SFTConfig",
-           "SFTLearnerConfig", "SamplePairsConfig", "SandboxConfig", "SamplingConfig", "StepsConfig", "SupervisedTrainingConfig",
-           "TextsSource", "VaderReward", "WeightsConfig"]
+           "SFTLearnerConfig", "SamplePairsConfig", "SandboxConfig", "SamplingConfig", "StepsConfig",
+           "SupervisedTrainingConfig", "TextsSource", "VaderReward", "WeightsConfig"]
 
 
 def __getattr__(name: str) -> Any:

@@ -282,6 +282,9 @@ _PPO = (
         "at most concurrency={section.concurrency} episodes are open, so no more processes than these start",
         "raise concurrency", warns=True),
     ConditionalFields(
+        ("environments.*.python.programs",), lambda _, python: not python.keep_state,
+        "keep_state=true gives each episode an interpreter of its own", "set keep_state to false", warns=True),
+    ConditionalFields(
         ("environments.*.on_failure.retries",),
         lambda _, policy: "retry" in (policy.timeout, policy.environment, policy.agent),
         "on_failure begins no episode again (timeout={section.timeout}, environment={section.environment}, "

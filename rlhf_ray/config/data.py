@@ -28,8 +28,7 @@ class NumberedRows(Section):
     count: int = Field(ge=1)
     """How many rows there are."""
     first: int | None = Field(None, ge=0)
-    """Index of the first. Empty: 0, and for an evaluation the one after the last that training has; a data set of its
-    own begins there, too."""
+    """Index of the first row; if empty 0, and for an evaluation the one after the last that training has."""
     columns: dict[str, Any] = Field(default_factory=dict)
     """Further columns, the same in every row: {environment: NAME}, where there are several environments."""
 
@@ -158,9 +157,10 @@ class DataSection(Section):
     @model_validator(mode="after")
     def _path_or_mix(self) -> Self:
         given = [name for name in ("path", "numbered", "mix") if getattr(self, name, None)]
+        if len(given) > 1 and "numbered" in given:
+            raise ValueError(f"{' and '.join(given)} are set; keep one")
         if len(given) != 1:
-            raise ValueError("set path, or mix with several data sets" + (
-                f", and not {' and '.join(given)} together" if given else ""))
+            raise ValueError("set path, or mix with several data sets" + (", not both" if given else ""))
         return self
 
 
@@ -186,7 +186,7 @@ class PromptsSource(MixedSource):
     @model_validator(mode="after")
     def _path_or_numbered(self) -> Self:
         if (self.path is None) == (self.numbered is None):
-            raise ValueError("set path, or numbered" + (", and not both" if self.path else ""))
+            raise ValueError("path and numbered are set; keep one" if self.path else "set path, or numbered")
         return self
 
 

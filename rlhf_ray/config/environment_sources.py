@@ -54,7 +54,7 @@ class PythonSource(Section):
     keep_state: bool = False
     """Run all programs of an episode in one interpreter, so that names and files stay, at the price of an interpreter
     for each open episode. Off, each program is a process of its own, and an episode has nothing that could be lost."""
-    processes: int = Field(2, ge=1)
+    programs: int = Field(2, ge=1)
     """Programs that run at a time in each process of the environment; others wait, within `timeout_s.step`. With
     keep_state each episode has its own."""
     max_characters: int = Field(8000, ge=200)

@@ -80,7 +80,8 @@ def plain_result(answer: Any) -> dict[str, Any]:
     else:
         given = {"reward": answer}
     reward = given.get("reward")
-    return {"reward": None if reward is None else plain_reward(reward, who), "info": _numbers(given.get("info", {}), who),
+    return {"reward": None if reward is None else plain_reward(reward, who),
+            "info": _numbers(given.get("info", {}), who),
             "truncated": _flag(given.get("truncated", False), "truncated", who)}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rlhf_ray.config.rewards import CodeReward, HTTPReward, NumberReward, RegexReward, RewardConfig, VerifiableReward
 from rlhf_ray.data.rows import brief
 from rlhf_ray.errors import DataError
-from rlhf_ray.rewards.code_tests import tests_of
+from rlhf_ray.rewards.code_tests import read_tests
 from rlhf_ray.rewards.rule_sources import rule_source
 
 
@@ -48,7 +48,7 @@ class AnswerCheck:
 
 def _require_tests(value: Any, where: str) -> None:
     try:
-        tests_of(value)
+        read_tests(value)
     except ValueError as error:
         raise DataError(f"{where} is {brief(value)}: {error}; name the column with the tests, or fix the row") from None
 

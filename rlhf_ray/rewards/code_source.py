@@ -12,7 +12,7 @@ import numpy as np
 
 from rlhf_ray.config.rewards import CodeReward
 from rlhf_ray.errors import RewardError, SampleError
-from rlhf_ray.rewards.code_tests import CodeTest, tests_of
+from rlhf_ray.rewards.code_tests import CodeTest, read_tests
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, all_ended, sample_names
 from rlhf_ray.user_code.process import PrintedLines
 from rlhf_ray.user_code.sandbox import Limits, SandboxBroken, SandboxPool
@@ -54,7 +54,7 @@ class CodeSource(RewardSource):
     def _tests(self, request: RewardRequest) -> list[CodeTest]:
         column = self._config.tests
         try:
-            return tests_of(request.metadata.get(column))
+            return read_tests(request.metadata.get(column))
         except ValueError as error:
             raise SampleError(f"rewards.{self._name}.tests={column!r}: {sample_names([request.key])}: {error}. Correct "
                               "the row or remove it") from None

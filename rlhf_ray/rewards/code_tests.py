@@ -47,7 +47,7 @@ class CodeTest:
         return outcome.status == 0 and same_lines(outcome.output, self.expected)
 
 
-def tests_of(given: Any) -> list[CodeTest]:
+def read_tests(given: Any) -> list[CodeTest]:
     """The tests of a row's column.
 
     Raises:

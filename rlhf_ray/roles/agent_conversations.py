@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -285,10 +286,8 @@ def _called(call: Mapping[str, Any]) -> tuple[Any, Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass
     return function.get("name"), arguments
 
 

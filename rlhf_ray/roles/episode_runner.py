@@ -312,8 +312,8 @@ class EpisodeRunner:
                           attempt.metrics, outcome.events, outcome.error)
         return ended.tokens.segments(seed, FINISHES.get(outcome.cause, "abort")), episode
 
-    def _outcome(self, config: EnvironmentConfig, attempt: Attempt | AgentAttempt, ended: Ended, events: Mapping[str, int],
-                 held_out: bool, may_retry: bool) -> RecordedOutcome | None:
+    def _outcome(self, config: EnvironmentConfig, attempt: Attempt | AgentAttempt, ended: Ended,
+                 events: Mapping[str, int], held_out: bool, may_retry: bool) -> RecordedOutcome | None:
         """How an episode has ended; None if it begins again.
 
         Args:

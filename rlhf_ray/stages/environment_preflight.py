@@ -67,8 +67,8 @@ def check_environments(config: PPOConfig) -> None:
     if agents and not _is_loopback(host):
         logging.getLogger(__name__).warning(
             f"episode_runner.gateway_host={host!r} lets in whoever reaches that address and has the URL and the key of "
-            f"an episode of {', '.join(f'environments.{name}' for name in agents)}, which are sent in the clear: it can "
-            "ask the policy. Use a network that only the agents reach")
+            f"an episode of {', '.join(f'environments.{name}' for name in agents)}, which are sent in the clear: they "
+            "may ask the policy. Use a network that only the agents reach")
 
 
 def _is_loopback(host: str) -> bool:

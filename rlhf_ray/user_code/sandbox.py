@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
@@ -139,8 +138,8 @@ class Sandbox:
                 return await self._answered(job.request(), job.timeout_s)
             except _Lost as lost:
                 why = str(lost)
-        raise SandboxBroken(f"{self._who}: the sandbox's worker was lost {TRIES} times with the same program: it {why}. "
-                            "Nothing in a sandbox can kill it; free memory, or lower processes")
+        raise SandboxBroken(f"{self._who}: the sandbox's worker was lost {TRIES} times with the same program: it {why}."
+                            " Nothing in a sandbox can kill it; free memory, or lower processes")
 
     async def turn(self, code: str, timeout_s: float) -> Outcome:
         """Run a part of a session, whose parts share their names and files. It begins anew after it has ended.

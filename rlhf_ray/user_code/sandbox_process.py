@@ -19,12 +19,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pwd
-import random
 import resource
 import secrets
 import selectors
-import shutil
 import signal
 import socket
 import stat
@@ -40,15 +37,11 @@ from rlhf_ray.user_code import sandbox_kernel as kernel
 from rlhf_ray.user_code.frames import print_by_lines, receive, send
 from rlhf_ray.user_code.keeper import children, reap
 from rlhf_ray.user_code.loading import describe
+from rlhf_ray.user_code.sandbox_files import Base, nameless, remove, size_of
+from rlhf_ray.user_code.sandbox_identity import Broken, ControlGroup, User
 
-PREFIX = "rlhf-ray-sandbox-"
-UIDS = range(61184, 65520)
-"""Users that exist as long as a process: systemd's range for them (DynamicUser), which is within the 65,536 of most
-containers."""
 LOOK_S = 0.05
 """Pause between two looks at the size of a program's files."""
-OLD_S = 60.0
-"""Age from which a directory without a lock is one that was left."""
 GONE_S = 5.0
 """Longest wait for killed processes to disappear."""
 TEST_S = 30.0
@@ -57,8 +50,6 @@ FILES = 64
 """Files that a process may have open."""
 THREADS = 32
 """Threads of a program whose user is its own, besides its processes."""
-BLOCK = 4096
-"""Bytes that a file takes at least, the empty one too: its place in a directory."""
 PART = 1 << 16
 OPEN_DEVICES = {"/dev/null": kernel.READ_FILE | kernel.WRITE_FILE, "/dev/zero": kernel.READ_FILE,
                 "/dev/random": kernel.READ_FILE, "/dev/urandom": kernel.READ_FILE}
@@ -83,10 +74,6 @@ print(json.dumps({"landlock": fails(open, CANARY), "seccomp": fails(socket.socke
                   "alone": fails(forks), "writes": not fails(open, "mine", "w")}))
 """
 """A program that tries the rungs; CANARY is a file that everybody may read."""
-
-
-class Broken(Exception):
-    """The sandbox cannot hold a program, or lost hold of one."""
 
 
 def main(descriptor: int) -> None:
@@ -138,7 +125,7 @@ class Worker:
         self.rungs = {name: self._missing.get(name, "") for name in ("landlock", "seccomp", "uid", "cgroup")}
         """Why each is missing; "" for one that holds."""
         if lost := [f"{name} ({why})" for name, why in self.rungs.items() if why and name in allow_missing]:
-            print(f"programs are held back less than usual, as allowed: without {', '.join(lost)}")
+            sys.stdout.write(f"programs are held back less than usual, as allowed: without {', '.join(lost)}\n")
 
     def _look(self) -> dict[str, str]:
         abi = kernel.landlock_abi()
@@ -309,7 +296,7 @@ class Worker:
     def spoilt(self, directory: str, pid: int) -> bool:
         """Whether a program has more files than it may have, those without a name included."""
         pids = [pid] if self._user is None or self._processes == 1 else self._user.processes()
-        return size_of(directory, self._disk) + sum(map(_nameless, pids)) > self._disk
+        return size_of(directory, self._disk) + sum(map(nameless, pids)) > self._disk
 
     @property
     def output(self) -> int:
@@ -479,7 +466,7 @@ def _become(worker: Worker, directory: str, cpu_s: int | None, descriptors: list
         os.closerange(problem + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         worker.enter(directory, cpu_s)
-        os.execve(PYTHON, worker.command(), worker.variables(directory))
+        os.execve(PYTHON, worker.command(), worker.variables(directory))  # noqa: S606
     except BaseException as error:
         with suppress(OSError):
             os.write(problem, f"{type(error).__name__}: {error}".encode())
@@ -501,207 +488,3 @@ def _file(text: str) -> int:
         file.write(text.encode(errors="surrogatepass"))
         file.flush()
         return os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY)
-
-
-class User:
-    """A user that nobody else has, as long as this process lives."""
-
-    def __init__(self) -> None:
-        """
-        Raises:
-            Broken: all are taken.
-        """
-        known = {each.pw_uid for each in pwd.getpwall()} | _running_users()
-        candidates = [each for each in UIDS if each not in known]
-        random.SystemRandom().shuffle(candidates)
-        for number in candidates:
-            self._claim = socket.socket(socket.AF_UNIX)
-            with suppress(OSError):
-                self._claim.bind(f"\0{PREFIX}{number}")  # the kernel gives a name to one process only
-                self.number = number
-                return
-            self._claim.close()
-        raise Broken(f"no free user is left of {UIDS.start} to {UIDS.stop - 1}")
-
-    def become(self, *, keeps: bool) -> None:
-        """Be this user, in this process.
-
-        Args:
-            keeps: capabilities until they are set anew.
-        """
-        if keeps:
-            kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
-        os.setgroups([])
-        os.setresgid(self.number, self.number, self.number)
-        os.setresuid(self.number, self.number, self.number)
-
-    def kill_all(self) -> None:
-        """Kill all processes of this user: those that are being started, too."""
-        pid = os.fork()
-        if pid == 0:
-            with suppress(OSError):
-                os.setresuid(self.number, self.number, self.number)
-                os.kill(-1, signal.SIGKILL)
-            os._exit(0)
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
-
-    def processes(self) -> list[int]:
-        """Their ids."""
-        found = []
-        for each in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if each.stat().st_uid == self.number:
-                    found.append(int(each.name))
-        return found
-
-
-def _running_users() -> set[int]:
-    found = set()
-    for each in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            found.add(each.stat().st_uid)
-    return found
-
-
-class ControlGroup:
-    """A cgroup for the programs of this worker, of version 1 or 2, where one can be made."""
-
-    def __init__(self, memory: int, processes: int) -> None:
-        self._made: list[Path] = []
-        self.missing = ""
-        name = f"{PREFIX}{os.getpid()}"
-        try:
-            for parent, limits in self._parents(memory, processes):
-                group = parent / name
-                group.mkdir()
-                self._made.append(group)
-                for file, value in limits.items():
-                    (group / file).write_text(str(value))
-        except (OSError, ValueError) as error:
-            self.remove()
-            self.missing = f"none can be made: {error}"
-
-    @staticmethod
-    def _parents(memory: int, processes: int) -> list[tuple[Path, dict[str, int]]]:
-        """(cgroup of this process, limits for one below it) of each hierarchy that is needed."""
-        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        paths = {name: path for _, names, path in lines for name in names.split(",")}
-        root = Path("/sys/fs/cgroup")
-        if "pids" in paths:
-            return [(root / "pids" / paths["pids"].lstrip("/"), {"pids.max": processes}),
-                    (root / "memory" / paths["memory"].lstrip("/"), {"memory.limit_in_bytes": memory})]
-        return [(root / paths[""].lstrip("/"), {"pids.max": processes, "memory.max": memory})]
-
-    def enter(self) -> None:
-        """Put this process into it."""
-        for group in self._made:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    def remove(self) -> None:
-        """Remove it, when nothing runs in it any more."""
-        for group in self._made:
-            deadline = time.monotonic() + 1.0
-            while group.exists() and time.monotonic() < deadline:
-                with suppress(OSError):
-                    group.rmdir()
-                    break
-                time.sleep(0.01)
-        self._made = []
-
-
-class Base:
-    """The directory of this worker, in which each program has its own. It is locked, so that another worker removes what
-    one left that was killed."""
-
-    def __init__(self) -> None:
-        for other in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            with suppress(OSError):
-                facts = other.lstat()
-                old = stat.S_ISDIR(facts.st_mode) and time.time() - facts.st_ctime > OLD_S
-                if old and facts.st_uid == os.getuid() and (lock := _lock(str(other))) is not None:
-                    remove(str(other))
-                    os.close(lock)
-        self.path = tempfile.mkdtemp(prefix=PREFIX)
-        os.chmod(self.path, 0o711)
-        self._lock = _lock(self.path)
-
-    def directory(self, user: int | None) -> str:
-        """A new empty directory that belongs to this user."""
-        path = f"{self.path}/{secrets.token_hex(4)}"
-        os.mkdir(path, 0o700)
-        if user is not None:
-            os.chown(path, user, user)
-        return path
-
-    def remove(self) -> None:
-        """Remove it with all that is in it."""
-        remove(self.path)
-
-
-def _lock(directory: str) -> int | None:
-    """A descriptor of a directory that is locked while it is open; None if another process has the lock."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-    except OSError:
-        os.close(descriptor)
-        return None
-
-
-def size_of(directory: str, enough: int) -> int:
-    """Bytes of the files below a directory, each at least a block; a directory that cannot be read, such as one below
-    too many others, counts as too large. It stops when it has found more than `enough`."""
-    found, places = 0, [directory]
-    while places and found <= enough:
-        try:
-            with os.scandir(places.pop()) as entries:
-                for entry in entries:
-                    with suppress(FileNotFoundError):
-                        facts = entry.stat(follow_symlinks=False)
-                        found += max(BLOCK, facts.st_blocks * 512)
-                        if stat.S_ISDIR(facts.st_mode):
-                            places.append(entry.path)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError:
-            return enough + 1
-    return found
-
-
-def _nameless(pid: int) -> int:
-    """Bytes of the files that a process has open and that have no name any more."""
-    found = {}
-    with suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                facts = os.stat(f"/proc/{pid}/fd/{number}")
-                if stat.S_ISREG(facts.st_mode) and facts.st_nlink == 0:
-                    found[facts.st_ino] = facts.st_blocks * 512
-    return sum(found.values())
-
-
-def remove(directory: str) -> None:
-    """Remove a directory whose processes have ended, however deep: the directories in it are moved to its top first."""
-    os.chmod(directory, 0o700)
-    moved, more = 0, True
-    while more:
-        more = False
-        for name in os.listdir(directory):
-            path = f"{directory}/{name}"
-            if not stat.S_ISDIR(os.lstat(path).st_mode):
-                os.unlink(path)
-                continue
-            os.chmod(path, 0o700)
-            for inner in os.listdir(path):
-                below = f"{path}/{inner}"
-                if stat.S_ISDIR(os.lstat(below).st_mode):
-                    os.chmod(below, 0o700)  # a directory is moved by who may write to it
-                    moved += 1
-                    os.rename(below, f"{directory}/.moved-{secrets.token_hex(4)}-{moved}")
-                    more = True
-                else:
-                    os.unlink(below)
-            os.rmdir(path)
-    shutil.rmtree(directory, ignore_errors=True)

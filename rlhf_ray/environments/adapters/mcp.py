@@ -11,7 +11,6 @@ import os
 import sys
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 import httpx2
 from mcp import Client, MCPError, StdioServerParameters
@@ -20,11 +19,9 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, Tool
 
 from rlhf_ray.environments.adapters.function_schemas import function_schema
+from rlhf_ray.environments.adapters.servers import OPEN_S, is_local, token_headers
 from rlhf_ray.user_code.process import MARK
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
-OPEN_S = 10.0
-"""Longest time for a connection."""
 PAGES = 100
 """Pages of a list of tools that are read at most."""
 
@@ -186,18 +183,12 @@ class McpTools:
             program, *arguments = settings["command"]
             server = StdioServerParameters(command=program, args=arguments, env=variables | settings["variables"])
             return Client(stdio_client(server, errlog=sys.__stderr__ or sys.stderr), cache=None)
-        headers = {}
-        if variable := settings["token_variable"]:
-            headers["Authorization"] = f"Bearer {os.environ[variable]}"
         # A response may be open for as long as a tool runs, and the stream of the server's messages for the episode.
         http = await stack.enter_async_context(httpx2.AsyncClient(
-            headers=headers, timeout=httpx2.Timeout(OPEN_S, read=None), trust_env=not self._is_local()))
+            headers=token_headers(settings), timeout=httpx2.Timeout(OPEN_S, read=None),
+            trust_env=not is_local(settings["url"])))
         # Only the handshake of the versions until 2025-11-25 begins a session, which an episode needs.
         return Client(streamable_http_client(settings["url"], http_client=http), cache=None, mode="legacy")
-
-    def _is_local(self) -> bool:
-        """Whether no proxy may come between."""
-        return urlsplit(self.settings["url"]).hostname in LOOPBACK
 
     def _where(self) -> str:
         return str(self.settings["command"] or self.settings["url"])

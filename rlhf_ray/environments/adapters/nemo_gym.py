@@ -8,19 +8,15 @@ with the row and what the policy did, in the form of OpenAI's Responses API.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 import httpx
 
 from rlhf_ray.environments.adapters.function_schemas import function_schema
+from rlhf_ray.environments.adapters.servers import OPEN_S, is_local, token_headers
 from rlhf_ray.environments.protocol import Message, Reply, Start, Step, ToolCall
 
-OPEN_S = 10.0
-"""Longest time for a connection."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 PARAMETERS = "responses_create_params"
 
 
@@ -35,10 +31,8 @@ class NemoGymSession:
     settings: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
-        variable = self.settings["token_variable"]
-        headers = {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}
         url = self.settings["url"].rstrip("/")
-        self._http = httpx.Client(base_url=url, headers=headers, trust_env=urlsplit(url).hostname not in LOOPBACK,
+        self._http = httpx.Client(base_url=url, headers=token_headers(self.settings), trust_env=not is_local(url),
                                   timeout=httpx.Timeout(None, connect=OPEN_S))
         self._row: dict[str, Any] = {}
         self._names: list[str] = []

@@ -9,7 +9,6 @@ Model Context Protocol, and {"type": "close"} frees the session.
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 import uuid
@@ -23,16 +22,14 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from rlhf_ray.environments.adapters.function_schemas import function_schema
+from rlhf_ray.environments.adapters.servers import OPEN_S, is_local, token_headers
 from rlhf_ray.environments.answers import ANSWER_BYTES
 from rlhf_ray.environments.protocol import Reply, Start, Step
 
 AGAIN_S = 0.2
 """Time between two tries for a session while all are in use."""
-OPEN_S = 10.0
-"""Longest time for a connection, and for the schema."""
 CLOSE_S = 2.0
 """Longest time for the server's part of closing: the session is freed when the connection ends in any case."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 FENCE = re.compile(r"^```\w*\n(.*)\n```$", re.DOTALL)
 
 Action = Literal["text", "json", "tools"]
@@ -160,14 +157,10 @@ class OpenEnvSession:
         address = f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/ws"
         try:
             self._connection = connect(
-                address, additional_headers=self._headers(), open_timeout=OPEN_S, close_timeout=CLOSE_S,
-                max_size=ANSWER_BYTES, ping_timeout=None, proxy=None if parts.hostname in LOOPBACK else True)
+                address, additional_headers=token_headers(self.settings), open_timeout=OPEN_S, close_timeout=CLOSE_S,
+                max_size=ANSWER_BYTES, ping_timeout=None, proxy=None if is_local(address) else True)
         except (OSError, WebSocketException) as error:
             raise ConnectionError(f"there is no OpenEnv server at {self.settings['url']}: {error}") from None
-
-    def _headers(self) -> dict[str, str]:
-        variable = self.settings["token_variable"]
-        return {"Authorization": f"Bearer {os.environ[variable]}"} if variable else {}
 
     def _tools(self) -> list[dict[str, Any]]:
         """What the server lists, or nothing. It is asked in any case: the answer says whether there is a session."""
@@ -216,9 +209,9 @@ class OpenEnvSession:
 
     def _asked_schema(self) -> dict[str, Any]:
         url = f"{self.settings['url'].rstrip('/')}/schema"
-        trusting = urlsplit(url).hostname not in LOOPBACK
+        headers = token_headers(self.settings)
         try:
-            with httpx.Client(headers=self._headers(), timeout=OPEN_S, trust_env=trusting) as client:
+            with httpx.Client(headers=headers, timeout=OPEN_S, trust_env=not is_local(url)) as client:
                 found = client.get(url).raise_for_status().json()["action"]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ConnectionError(f"{url} gives no schema of actions: {type(error).__name__}: {error}; name "

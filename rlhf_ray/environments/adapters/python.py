@@ -26,7 +26,7 @@ def make(settings: dict[str, Any]) -> Any:
     background, limits = Background(), Limits(**settings["sandbox"])
     timeout_s, longest = settings["timeout_s"], settings["max_characters"]
     printed = PrintedLines("", WHO)
-    pool = SandboxPool(WHO, limits, settings["processes"], printed)
+    pool = SandboxPool(WHO, limits, settings["programs"], printed)
     background.run(pool.start())
 
     def python(code: str) -> str:

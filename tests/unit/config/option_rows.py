@@ -153,6 +153,8 @@ MCP, OPENENV, NEMO_GYM = (f"tests/unit/environments/test_{name}.py::" for name i
 NUMBERS = {"prompts.path": None, "prompts.numbered.count": 9, "environments.NAME.path": "tools.py:look",
            "environments.NAME.max_tokens": 768}
 ENVIRONMENT = {"environments.NAME.path": "tools.py:look", "environments.NAME.max_tokens": 768}
+COMMAND = {"environments.NAME.command.run": ["program"], "environments.NAME.max_tokens": 768}
+AGENT_RUNS = "tests/unit/environments/test_agent_runs.py::"
 LOSS_OPTIONS = "tests/unit/roles/test_loss_options.py::"
 ASSEMBLER = "tests/unit/roles/test_assembler.py::"
 PROMPTS = "tests/unit/data/test_prompts.py::"
@@ -161,6 +163,9 @@ GYMNASIUM = "tests/unit/environments/test_gymnasium.py::"
 REASONING_GYM = "tests/unit/environments/test_reasoning_gym.py::"
 READERS = "tests/unit/data/test_row_readers.py::"
 HTTP = "tests/unit/rewards/http/test_source.py::"
+CODE = "tests/unit/rewards/test_code_reward.py::"
+TOOL = "tests/unit/environments/test_python_tool.py::"
+ESCAPES = "tests/unit/user_code/test_sandbox_escapes.py::"
 EPISODES = "tests/unit/roles/test_episode_policies.py::"
 SERVING = "tests/unit/serving/"
 ROWS: list[Row] = [
@@ -462,6 +467,9 @@ ROWS: list[Row] = [
     # Environments
     Shown(("environments.NAME.path",),
           "tests/unit/environments/test_shapes.py::test_a_class_with_reset_and_typed_methods_is_a_class_with_tools"),
+    Shown(("environments.NAME.command.run",), AGENT_RUNS + "test_what_a_program_is_given"),
+    Shown(("environments.NAME.command.variables",), AGENT_RUNS + "test_what_a_program_is_given"),
+    Shown(("environments.NAME.command.reward",), AGENT_RUNS + "test_the_reward_of_a_program"),
     Shown(("environments.NAME.mcp.command",), MCP + "test_each_episode_has_a_server_that_ends_with_it"),
     Shown(("environments.NAME.mcp.variables",), MCP + "test_variables_are_those_that_are_named"),
     Shown(("environments.NAME.mcp.url", "environments.NAME.mcp.token_variable"),
@@ -509,6 +517,22 @@ ROWS: list[Row] = [
           REASONING_GYM + "test_after_a_wrong_answer_there_are_as_many_tries_as_set_and_the_last_score_counts"),
     Refused(("environments.NAME.reasoning_gym.tries",), 17, "needs as many turns",
             given={"environments.NAME.reasoning_gym.task": "chain_sum"}),
+    Shown(("environments.NAME.python.timeout_s",), TOOL + "test_a_program_has_its_time"),
+    Shown(("environments.NAME.python.keep_state",), TOOL + "test_with_keep_state_names_and_files_stay"),
+    Warned(("environments.NAME.python.programs",), 4, "an interpreter of its own",
+           given={"environments.NAME.python.keep_state": True, "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.python.programs",), TOOL + "test_programs_of_several_episodes_run_at_a_time"),
+    Shown(("environments.NAME.python.max_characters",), TOOL + "test_the_middle_of_a_long_text_is_left_out"),
+    Shown(("environments.NAME.python.sandbox.memory_mib", "rewards.NAME.sandbox.memory_mib"),
+          ESCAPES + "test_a_memory_bomb_gets_an_error"),
+    Shown(("environments.NAME.python.sandbox.disk_mib", "rewards.NAME.sandbox.disk_mib"),
+          ESCAPES + "test_a_disk_bomb_is_killed_and_removed"),
+    Shown(("environments.NAME.python.sandbox.output_kib", "rewards.NAME.sandbox.output_kib"),
+          ESCAPES + "test_a_flood_is_cut_and_killed"),
+    Shown(("environments.NAME.python.sandbox.max_processes", "rewards.NAME.sandbox.max_processes"),
+          ESCAPES + "test_a_fork_bomb_is_bounded_and_killed"),
+    Shown(("environments.NAME.python.sandbox.allow_missing", "rewards.NAME.sandbox.allow_missing"),
+          "tests/unit/user_code/test_sandbox.py::test_a_missing_rung_can_be_allowed"),
     Shown(("environments.NAME.max_turns",), EPISODES + "test_an_episode_has_at_most_max_turns"),
     Differs(("environments.NAME.max_turns", "environments.NAME.concurrency"), (2, 4), plan, given=ENVIRONMENT),
     Shown(("environments.NAME.max_tokens",), EPISODES + "test_an_episode_has_at_most_max_tokens_with_what_it_read"),
@@ -528,6 +552,8 @@ ROWS: list[Row] = [
           EPISODES + "test_an_episode_past_a_deadline_is_used_as_configured"),
     Shown(("environments.NAME.on_failure.environment",),
           EPISODES + "test_an_episode_whose_environment_failed_is_used_as_configured"),
+    Shown(("environments.NAME.on_failure.agent",),
+          "tests/unit/roles/test_agent_attempt.py::test_an_episode_whose_agent_failed_is_used_as_configured"),
     Shown(("environments.NAME.on_failure.overflow",),
           EPISODES + "test_an_episode_that_ran_out_of_turns_is_used_as_configured"),
     Shown(("environments.NAME.on_failure.retries",),
@@ -539,6 +565,8 @@ ROWS: list[Row] = [
           EPISODES + "test_a_runner_has_at_most_so_many_open_episodes_of_an_environment"),
     Warned(("environments.NAME.processes",), 3, "gives each episode a process of its own",
            given={**ENVIRONMENT, "environments.NAME.isolated": True}),
+    Warned(("environments.NAME.processes",), 3, "each episode of a command has", given=COMMAND),
+    Warned(("environments.NAME.isolated",), True, "each episode of a command has", given=COMMAND),
     Warned(("environments.NAME.processes",), 9, "no more processes than these start",
            given={**ENVIRONMENT, "environments.NAME.concurrency": 8}),
     Shown(("environments.NAME.isolated",), "tests/unit/environments/test_failures.py::"
@@ -547,7 +575,10 @@ ROWS: list[Row] = [
           "tests/unit/environments/test_failures.py::test_out_of_memory_is_the_failure_of_the_one_that_takes_it"),
     Shown(("episode_runner.column",),
           EPISODES + "test_a_column_names_the_environment_where_there_are_several"),
+    Shown(("episode_runner.gateway_host",),
+          "tests/unit/stages/test_environment_preflight.py::test_a_gateway_that_others_reach_is_a_warning"),
     Warned(("episode_runner.workers",), 2, "there are no environments"),
+    Warned(("episode_runner.gateway_host",), "0.0.0.0", "there are no environments"),
     Warned(("episode_runner.column",), "world", "there is one environment", given=ENVIRONMENT),
     # Preferences
     Shown(("pairs.judge",), "tests/unit/roles/test_texts.py::test_neighbours_form_pairs_and_the_better_is_chosen"),
@@ -594,6 +625,11 @@ ROWS: list[Row] = [
     Shown(("rewards.NAME.group",), "tests/unit/rewards/test_regex_and_json_schema.py::test_a_group_must_be_the_answer"),
     Shown(("rewards.NAME.accepts",),
           "tests/unit/rewards/test_regex_and_json_schema.py::test_responses_must_be_json_that_the_schema_accepts"),
+    Shown(("rewards.NAME.tests",), CODE + "test_another_column_has_the_tests"),
+    Shown(("rewards.NAME.program",), CODE + "test_a_response_without_a_program_is_wrong_and_counted"),
+    Shown(("rewards.NAME.score",), CODE + "test_by_default_all_tests_must_pass"),
+    Shown(("rewards.NAME.timeout_s", "rewards.NAME.total_s"), CODE + "test_a_test_has_its_time_and_all_have_theirs"),
+    Shown(("rewards.NAME.processes",), CODE + "test_responses_are_run_side_by_side_while_others_are_served"),
     Shown(("reward.on_failure",),
           "tests/unit/coordinator/test_quarantine.py::test_without_a_quarantine_the_error_ends_the_run"),
     Shown(("reward.quarantine_limit",),

@@ -211,6 +211,14 @@ async def test_a_server_may_be_said_not_to_be_replayable():
 
 
 @in_loop
+async def test_a_token_that_is_not_there_is_named():
+    with Replayed("guess").running() as url:
+        async with pool_at(url, token_variable="NO_SUCH_TOKEN") as pool:
+            with pytest.raises(EpisodeFailed, match="variable NO_SUCH_TOKEN .token_variable. is not set"):
+                await pool.open(GUESS, seed=3)
+
+
+@in_loop
 async def test_the_token_is_sent(monkeypatch):
     monkeypatch.setenv("TOKEN_OF_SERVER", "s3cret")
     server = Replayed("guess")

@@ -72,8 +72,8 @@ def test_a_program_has_its_time():
 
 @needs_sandbox
 def test_programs_of_several_episodes_run_at_a_time():
-    async def live(processes):
-        async with opened(processes=processes) as (pool, first):
+    async def live(programs):
+        async with opened(programs=programs) as (pool, first):
             second = await pool.open({}, seed=1)
             await asyncio.gather(said(first, "pass"), said(second, "pass"))  # the workers are started
             began = asyncio.get_running_loop().time()
@@ -116,9 +116,10 @@ def test_how_a_program_ended_is_said(fields, text):
 
 
 @needs_sandbox
-def test_a_sandbox_that_cannot_start_refuses_the_environment(monkeypatch):
-    """The error names the environment, what is wrong and what to do."""
-    monkeypatch.setenv("TMPDIR", "/proc")  # where no directory can be made
+def test_a_sandbox_that_cannot_start_refuses_the_environment(monkeypatch, tmp_path):
+    """The error names the environment, what is missing and what to do; here on a machine that says it is another."""
+    (tmp_path / "sitecustomize.py").write_text("import platform\nplatform.machine = lambda: 'aarch64'\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
 
     async def live():
         async with opened():
@@ -126,7 +127,8 @@ def test_a_sandbox_that_cannot_start_refuses_the_environment(monkeypatch):
 
     with pytest.raises(EnvironmentFailed, match=r"environments.code") as caught:
         asyncio.run(live())
-    assert "programs cannot be held back" in str(caught.value)
+    assert "seccomp, which holds programs back from the network" in str(caught.value)
+    assert "sandbox.allow_missing: ['seccomp']" in str(caught.value)
 
 
 def test_a_broken_sandbox_is_not_read_by_the_policy():

@@ -413,17 +413,15 @@ class TestSessions:
     def test_a_connection_serves_many_requests(self):
         async def script(stand):
             reader, writer = await connect(stand)
-            took = []
             for _ in range(20):
-                began = time.monotonic()
                 writer.write(turn(stand))
                 assert (await read_answer(reader))[0] == 200
-                took.append(time.monotonic() - began)
             writer.write(turn(stand) * 3)
-            return [(await read_answer(reader))[0] for _ in range(3)], min(took)
+            served = next(iter(connections(stand))).transport.get_extra_info("socket")
+            no_delay = served.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            return [(await read_answer(reader))[0] for _ in range(3)], bool(no_delay)
 
-        statuses, fastest = played(script)
-        assert statuses == [200] * 3 and fastest < 0.03, "40 ms are Nagle's algorithm"
+        assert played(script) == ([200] * 3, True), "with Nagle's algorithm answers wait 40 ms"
 
     def test_stopping_ends_requests_and_the_port(self):
         async def script(stand):

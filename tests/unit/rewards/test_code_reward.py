@@ -1,4 +1,4 @@
-"""Programs of responses are scored by the tests of their rows; what fails is wrong, and what does not work is an error."""
+"""Programs of responses are scored by the tests of their rows; a sandbox that does not work is an error."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import CodeReward
 from rlhf_ray.errors import RewardError, SampleError
 from rlhf_ray.rewards.code_source import program_of
-from rlhf_ray.rewards.code_tests import same_lines, same_value, tests_of
+from rlhf_ray.rewards.code_tests import read_tests, same_lines, same_value
 from rlhf_ray.rewards.sources import make_source
 from rlhf_ray.user_code import sandbox_kernel as kernel
 from rlhf_ray.user_code.sandbox import SandboxBroken, SandboxPool
@@ -69,8 +69,9 @@ def test_by_default_all_tests_must_pass(ask):
 @needs_sandbox
 @pytest.mark.parametrize("cheat", [
     "import sys; sys.exit(0)", "import os; os._exit(0)", "def add(a, b): import os; os._exit(0)",
-    "def add(a, b): raise SystemExit(0)", "print('passed'); raise SystemExit", "import os, signal; os.kill(os.getppid(), 9)",
-    "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'loaded\\n' + b'0' * 32 + b'\\n')\n    except OSError: pass",
+    "def add(a, b): raise SystemExit(0)", "print('passed'); raise SystemExit",
+    "import os; os.kill(os.getppid(), 9)", "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'loaded\\n' + "
+    "b'0' * 32 + b'\\n')\n    except OSError: pass",
     "import sys, builtins\nbuiltins.print = lambda *a: 1\nsys.exit()", "while True: pass",
     "import os\nwhile True: os.write(1, b'x' * 9999)", "x = bytearray(1 << 40)"])
 def test_what_does_not_answer_is_wrong_and_no_error(ask, cheat):
@@ -146,7 +147,8 @@ def test_another_column_has_the_tests(ask):
 
 @pytest.mark.parametrize(("text", "program"), [
     (block("a") + block("b"), "b\n"), ("```py\na\n```", "a\n"), ("```python\na = 1", "a = 1"), ("```python\n```", None),
-    ("<think>" + block("a") + "</think>" + block("b"), "b\n"), (block("a") + "</think> none", None), ("```text\na\n```", None),
+    ("<think>" + block("a") + "</think>" + block("b"), "b\n"), (block("a") + "</think> none", None),
+    ("```text\na\n```", None),
     ("1. so\n   ```python\n   a\n   ```\n", "   a\n"),
 ])
 def test_the_last_block_is_the_program(ask, text, program):
@@ -164,13 +166,15 @@ def test_lines_are_compared_as_livecodebench_does(printed, expected, same):
 
 
 @pytest.mark.parametrize(("result", "expected", "same"), [
-    ("[1, 2]", [1, 2], True), ("1", True, True), ("1.0", 1, True), ('"1"', 1, False), ("[" * 9999, [], False), ("x", 1, False)])
+    ("[1, 2]", [1, 2], True), ("1", True, True), ("1.0", 1, True), ('"1"', 1, False), ("[" * 9999, [], False),
+    ("x", 1, False)])
 def test_results_are_compared_as_values(result, expected, same):
     assert same_value(result, expected) is same
 
 
 @pytest.mark.parametrize(("tests", "words"), [
-    (None, "tests are"), ([], "at least one"), ([" "], "none empty"), ("assert (", "no program"), ({}, "inputs and outputs"),
+    (None, "tests are"), ([], "at least one"), ([" "], "none empty"), ("assert (", "no program"),
+    ({}, "inputs and outputs"),
     ({"inputs": ["1"], "outputs": []}, "same length"), ({"inputs": [1], "outputs": ["1"]}, "texts"),
     ({"inputs": ["1"], "outputs": ["1"], "more": 1}, "not 'more'"), ({"asserts": ["a"], "inputs": []}, "or inputs"),
     ({"fn_name": "f", "inputs": ["x"], "outputs": ["1"]}, "in JSON a line"), (5, "tests are"),
@@ -179,7 +183,7 @@ def test_results_are_compared_as_values(result, expected, same):
 ])
 def test_what_is_no_test_is_refused(tests, words):
     with pytest.raises(ValueError, match=words):
-        tests_of(tests)
+        read_tests(tests)
 
 
 @needs_sandbox

@@ -8,8 +8,8 @@ from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import WorkerBroken, WorkerError
 from rlhf_ray.gateway.chat import Refused
-from rlhf_ray.roles.episode import turn_seed
 from rlhf_ray.roles import episode_runner
+from rlhf_ray.roles.episode import turn_seed
 from rlhf_ray.roles.episode_journal import digest
 from tests.unit.roles.agent_plays import (
     CALL,
@@ -187,7 +187,7 @@ def test_one_request_sent_twice_at_a_time_is_two_turns():
         assert one.turn != other.turn
 
     generators = Generators(lambda context, seed: str(seed))
-    rollout, found = episode(agent, generators)
+    rollout, _ = episode(agent, generators)
     assert len({request.seed for request in generators.requests}) == 2 and len(rollout) == 2
 
 

@@ -34,6 +34,10 @@ class Once(Shop):
     replayable = False
 
 
+def asks(row, session):
+    return 1
+
+
 class Kept(Once):
     def snapshot(self): return self.price
     def restore(self, price): self.price = price
@@ -143,3 +147,25 @@ def test_a_loaded_environment_is_described_with_its_shape_its_tools_and_how_it_i
 
     words = in_words("shop", asyncio.run(facts()))
     assert words.startswith(f"environments.shop is a class with tools (look){kept}: ") and f"class {name}" in words
+
+
+def test_an_agent_is_described_and_its_program_s_columns_are_looked_for(root, caplog):
+    from rlhf_ray.environments.hosts import EnvironmentFacts
+
+    check_environments(config(root, {"one": {"path": f"{root}/env.py:asks"}}))
+    check_environments(config(root, {"one": {"command": ["echo", "{price}", "{prompt}", "{seed}"]}}))
+    with pytest.raises(ConfigError, match=r"environments\.one\.command: its arguments name the column 'cost', which"):
+        check_environments(config(root, {"one": {"command": ["echo", "{price}", "{cost}"]}}))
+    assert not caplog.records
+    facts = EnvironmentFacts("agent", [], True, "env.py:3: def asks(row, session):", [])
+    assert in_words("one", facts) == "environments.one is an agent: env.py:3: def asks(row, session):"
+
+
+@pytest.mark.parametrize("host, name, warned", [
+    ("0.0.0.0", "asks", True), ("10.0.0.7", "asks", True), ("127.0.0.1", "asks", False), ("::1", "asks", False),
+    ("0.0.0.0", "add", False)])
+def test_a_gateway_that_others_reach_is_a_warning(root, caplog, host, name, warned):
+    check_environments(config(root, {"one": {"path": f"{root}/env.py:{name}"}},
+                              episode_runner={"gateway_host": host}))
+    found = [f"episode_runner.gateway_host='{host}' lets in" in each.message for each in caplog.records]
+    assert found == [True] * warned
