@@ -36,7 +36,8 @@ def test_an_agent_with_openais_client_ends_with_the_same_weights(tmp_path):
     metrics = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
                for run in ("grpo", "agent")]
     for mine, its in zip(*metrics, strict=True):
-        same = [name for name in mine if name.startswith(("policy/", "reward/", "kl/", "eval/solved", "episodes/turns"))]
+        same = [name for name in mine
+                if name.startswith(("policy/", "reward/", "kl/", "eval/solved", "episodes/turns"))]
         assert {name: its[name] for name in same} == {name: mine[name] for name in same}
 
 
