@@ -73,6 +73,8 @@ def example(
         help="Output directory.", show_default="runs/NAME")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of data, models and sampling.")] = 0,
+    agent: Annotated[bool, typer.Option("--agent", help="Of tools: an agent with a loop of its own plays the "
+                                        "episodes.")] = False,
 ) -> None:
     """Run an example: arithmetic teaches sums by rewarding correct answers, tools teaches calls of tools over several
     turns, frozen_lake and reasoning_gym teach tasks of gymnasium and reasoning-gym, which have to be installed
@@ -82,5 +84,7 @@ def example(
     """
     if ctx.args and not ctx.args[0].startswith("--"):
         raise ConfigError(f"unexpected argument {ctx.args[0]!r}; an example takes only options and overrides")
+    if agent and name != "tools":
+        raise ConfigError(f"the example {name} has no --agent, which is for tools; leave it out")
     run = importlib.import_module(f"rlhf_ray.stages.{name}_example").run
-    run(directory or Path("runs") / name, estimator, seed, list(ctx.args))
+    run(directory or Path("runs") / name, estimator, seed, list(ctx.args), **({"agent": True} if agent else {}))

@@ -260,23 +260,16 @@ class Episode:
 
     def _call(self, call: ToolCall) -> tuple[str, bool]:
         """What the policy reads, and whether it is an error."""
-        if call.name not in self._tools:
-            return f"Error: there is no tool {call.name!r}; the tools are {', '.join(self._tools)}", True
-        if self._target.answers_calls:
+        def run(tool: Any, **arguments: Any) -> Any:
+            self._began_tool(call.name)
+            try:
+                return self._run(tool, **arguments)
+            finally:
+                self._began_tool("")
+
+        if self._target.answers_calls and call.name in self._tools:
             return self._answered(call)
-        schema = next(each for each in self._target.schemas if _name(each) == call.name)
-        if problem := arguments_problem(schema["function"].get("parameters", {}), call.arguments):
-            return f"Error: {call.name}: {problem}", True
-        self._began_tool(call.name)
-        try:
-            result = self._run(self._tools[call.name], **call.arguments)
-        except BaseException as error:  # also SystemExit: the policy reads it
-            if exhausted(error) or isinstance(error, EnvironmentBroken):
-                raise
-            return f"Error: {error_text(error)}", True
-        finally:
-            self._began_tool("")
-        return tool_content(result, call.name), False
+        return tool_answer(self._tools, self._target.schemas, call.name, call.arguments, run)
 
     def run(self, row: dict[str, Any], session: AgentSession) -> dict[str, Any]:
         """The fields of `Result`: what an agent returns. Raises as `start`."""
@@ -305,6 +298,10 @@ class Episode:
             self._run(method)
 
 
+def _called(function: Any, **arguments: Any) -> Any:
+    return function(**arguments)
+
+
 def _name(schema: dict[str, Any]) -> str:
     return str(schema["function"]["name"])
 
@@ -314,6 +311,39 @@ def exhausted(error: BaseException) -> Literal["", "memory", "files"]:
     if isinstance(error, MemoryError):
         return "memory"
     return "files" if isinstance(error, OSError) and error.errno == errno.EMFILE else ""
+
+
+def tool_answer(tools: Mapping[str, Any], schemas: Schemas, name: str, arguments: Any, run: Run = _called
+                ) -> tuple[str, bool]:
+    """What the policy reads of a call of a tool, and whether it is an error. An agent that runs tools itself answers by
+    it as an environment does.
+
+    Example:
+        >>> tool_answer({"add": add}, [get_json_schema(add)], "add", {"a": 1, "b": 2})
+        ("3", False)
+
+    Args:
+        tools: functions by name.
+        schemas: of them all.
+        arguments: by name, as the policy wrote them.
+
+    Raises:
+        TypeError, ValueError: the tool returned neither text nor what JSON holds.
+        MemoryError, OSError: the process has run out of memory, or of open files.
+        EnvironmentBroken: the tool raised it.
+    """
+    if name not in tools:
+        return f"Error: there is no tool {name!r}; the tools are {', '.join(tools)}", True
+    schema = next(each for each in schemas if _name(each) == name)
+    if problem := arguments_problem(schema["function"].get("parameters", {}), arguments):
+        return f"Error: {name}: {problem}", True
+    try:
+        result = run(tools[name], **arguments)
+    except BaseException as error:  # also SystemExit: the policy reads it
+        if exhausted(error) or isinstance(error, EnvironmentBroken):
+            raise
+        return f"Error: {error_text(error)}", True
+    return tool_content(result, name), False
 
 
 def arguments_problem(parameters: Mapping[str, Any], arguments: Any) -> str:

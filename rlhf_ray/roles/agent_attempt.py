@@ -274,8 +274,9 @@ class AgentAttempt:
             raise Refused(400, f"the messages cannot be read: {first_line(error)}") from error
         room = self._config.max_tokens - len(turn.context)
         if room < 1:
-            message = (f"this conversation has {len(turn.context)} tokens, and the policy's maximum context length is "
-                       f"{self._config.max_tokens} tokens with its answer (environments.{name}.max_tokens)")
+            # In OpenAI's words, by which clients know it (LiteLLM 1.110, exception_mapping_utils.py).
+            message = (f"This model's maximum context length is {self._config.max_tokens} tokens with its answer "
+                       f"(environments.{name}.max_tokens), and this conversation has {len(turn.context)} tokens")
             self._refusal = "truncated_episode", message
             raise Refused(400, message)
         turn.answered_before = self._answered

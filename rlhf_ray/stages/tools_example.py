@@ -1,7 +1,8 @@
 """`rlhf-ray example tools`: a model learns to call tools over several turns, through the ordinary stages.
 
 A small model imitates hasty demonstrations of a task that takes three tools (SFT). Then only right sums are rewarded,
-by the environment that answers the calls; held-out questions measure it.
+by the environment that answers the calls, or by an agent that runs the same tools in a loop of its own; held-out
+questions measure it.
 """
 
 import importlib.util
@@ -13,17 +14,18 @@ from rlhf_ray.stages.bundled_recipes import Recipe
 from rlhf_ray.stages.example_stages import make_chat_tokenizer, run_stages, write_verdict
 
 RECIPE = Recipe("examples/tools", home="runs/tools")
-ENVIRONMENT = "lookup_and_calculator.py"
+ENVIRONMENT, AGENT = "lookup_and_calculator.py", "agent.py"
 SHOWN = ("reward", "solved", "failed", "turns", "tool_calls", "tool_failures", "kl", "length")
 KEPT = {"turns_mean": "turns", "tool_calls": "tool_calls", "tool_failures": "tool_failures"}
 """Key of the summary -> metric."""
 
 
-def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dict[str, Any]:
+def run(directory: Path, estimator: str, seed: int, overrides: list[str], *, agent: bool = False) -> dict[str, Any]:
     """Data, SFT, and reinforcement learning by `estimator` (a file of the recipe); finished stages are kept.
 
     Args:
         overrides: `--section.key=value` changes of the reinforcement learning.
+        agent: its episodes are played by the agent, in a run `agent` beside that with the environment.
 
     Returns:
         The contents of summary.json: success before and after, and of the held-out episodes after it the mean turns and
@@ -32,14 +34,25 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
-    path = f"--environments.tools.path={environment_file()}:Shop"
-    run_dir, seconds = run_stages(RECIPE, "tools", directory, seed, estimator, [path, *overrides], make_data)
-    return write_verdict(directory, run_dir, seconds, "held-out questions right", SHOWN, KEPT)
+    played = [f"--environments.tools.path={environment_file()}:Shop"]
+    unknown: tuple[str, ...] = ()
+    if agent:
+        played = [f"--environments.tools.path={agent_file()}:agent", f"--run.dir={directory / 'agent'}"]
+        unknown = ("tool_failures",)  # it runs the tools itself
+    run_dir, seconds = run_stages(RECIPE, "tools", directory, seed, estimator, [*played, *overrides], make_data)
+    shown = [name for name in SHOWN if name not in unknown]
+    kept = {key: name for key, name in KEPT.items() if name not in unknown}
+    return write_verdict(directory, run_dir, seconds, "held-out questions right", shown, kept)
 
 
 def environment_file() -> Path:
     """The file of the environment, beside the configurations."""
     return RECIPE.folder() / ENVIRONMENT
+
+
+def agent_file() -> Path:
+    """The file of the agent, beside it."""
+    return RECIPE.folder() / AGENT
 
 
 def environment_class() -> Any:

@@ -26,6 +26,21 @@ def test_held_out_questions_come_out_right(seed, tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
+def test_an_agent_with_openais_client_ends_with_the_same_weights(tmp_path):
+    """The same tools in an agent's own loop, through the gateway: four steps and their evaluations."""
+    native = tools_example.run(tmp_path, "grpo", 0, ["--run.steps=4"])
+    agent = tools_example.run(tmp_path, "grpo", 0, ["--run.steps=4"], agent=True)
+    assert agent["success_after"] == native["success_after"]
+    weights = [(tmp_path / run / "model/model.safetensors").read_bytes() for run in ("grpo", "agent")]
+    assert weights[0] == weights[1]
+    metrics = [[json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+               for run in ("grpo", "agent")]
+    for mine, its in zip(*metrics, strict=True):
+        same = [name for name in mine
+                if name.startswith(("policy/", "reward/", "kl/", "eval/solved", "episodes/turns"))]
+        assert {name: its[name] for name in same} == {name: mine[name] for name in same}
+
+
 class PermutedScores(RewardScorer):
     """The environment's rewards, dealt out to the wrong episodes; evaluations read the components, which stay."""
 

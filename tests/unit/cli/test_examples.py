@@ -23,6 +23,15 @@ def test_the_tools_example_runs_in_its_own(command_line, stage):
     assert calls == [((Path("runs/tools"), "grpo", 0, ["--run.steps=2"]), {})]
 
 
+def test_the_tools_example_may_be_played_by_an_agent_and_no_other(command_line, stage):
+    calls = stage("tools_example")
+    assert command_line("example", "tools", "--agent").code == 0
+    assert calls == [((Path("runs/tools"), "grpo", 0, []), {"agent": True})]
+    calls = stage("arithmetic_example")
+    outcome = command_line("example", "arithmetic", "--agent")
+    assert outcome.code == 2 and "arithmetic has no --agent" in outcome.err and not calls
+
+
 def test_an_unknown_example_is_refused_with_those_there_are(command_line, stage):
     calls = stage("arithmetic_example")
     outcome = command_line("example", "poetry")

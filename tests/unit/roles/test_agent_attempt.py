@@ -292,7 +292,7 @@ def test_max_tokens_and_stop_of_a_request_act_within_the_run_s():
 def test_a_conversation_without_room_is_refused_and_the_cause_if_the_agent_ends_by_it(goes_on, cause):
     async def agent(client, row, session):
         await client.ask(("user", "go"))
-        with pytest.raises(Refused, match="maximum context length is 20 tokens") as refused:
+        with pytest.raises(Refused, match="^This model's maximum context length is 20 tokens") as refused:
             await client.ask(("user", "x" * 30))
         assert refused.value.status == 400
         if not goes_on:
