@@ -168,7 +168,10 @@ def runner_of(agent, generators, template=None, sampling=None, **fields):
 
 async def play(runner, journal=None, row=None, **options):
     prompts = Prompts(np.arange(2), np.zeros(1, np.int32), ["go"], [row or {}], np.arange(1))
-    return await runner.play(prompts, [KEY], 0, journal=journal, **options)
+    try:
+        return await runner.play(prompts, [KEY], 0, journal=journal, **options)
+    finally:
+        await runner.stop()
 
 
 def episode(agent, generators, **fields):
