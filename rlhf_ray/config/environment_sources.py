@@ -20,7 +20,8 @@ class CommandSource(Section):
 
     run: list[str] = Field(min_length=1)
     """The program and its arguments. In an argument, `{NAME}` is replaced by the row's column of that name, and
-    `{seed}` by the episode's seed."""
+    `{seed}` by the episode's seed; `{{NAME}}` stands for `{NAME}` itself. An argument that is the relative path of a
+    file where the run is started becomes the whole path."""
     reward: Literal["file", "stdout", "exit_code", "none"] = "file"
     """What its reward is: the number in reward.txt, or "reward" in reward.json, of its working directory (Harbor's
     files); the last line that it prints, as a number or as JSON; 1 if it exits with 0, and 0 otherwise; or nothing,

@@ -111,8 +111,8 @@ def _check_columns(name: str, environment: EnvironmentConfig, facts: Environment
     if row is None or not (missing := [column for column in facts.columns if column not in row]):
         return
     raise ConfigError(f"environments.{name}.{environment.source[0]}: its arguments name the column {missing[0]!r}, "
-                      f"which a row of the data lacks; its columns are {', '.join(row)}. Write {{{{ and }}}} for "
-                      "braces themselves")
+                      f"which a row of the data lacks; its columns are {', '.join(row)}. Write "
+                      f"{{{{{missing[0]}}}}} for {{{missing[0]}}} itself")
 
 
 def _first_rows(

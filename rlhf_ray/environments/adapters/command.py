@@ -21,8 +21,8 @@ from rlhf_ray.environments.protocol import AgentSession
 from rlhf_ray.user_code.keeper import SCRATCH
 from rlhf_ray.user_code.loading import brief
 
-PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
-"""A column in an argument, or a doubled brace, which stands for one."""
+PLACEHOLDER = re.compile(r"\{(\{[\w.-]+\})\}|\{([\w.-]+)\}")
+"""A column in an argument; one in doubled braces stands for itself in single ones."""
 SEED = "seed"
 LAST_LINES = 20
 """Lines of its output that an error shows."""
@@ -60,7 +60,7 @@ def make(settings: Mapping[str, Any]) -> Callable[[dict[str, Any], AgentSession]
 
 def columns_of(command: Sequence[str]) -> list[str]:
     """The columns of the row that its arguments name, each once."""
-    names = (found[1] for part in command for found in PLACEHOLDER.finditer(part) if found[1] is not None)
+    names = (found[2] for part in command for found in PLACEHOLDER.finditer(part) if found[2] is not None)
     return [name for name in dict.fromkeys(names) if name != SEED]
 
 
@@ -71,14 +71,14 @@ def filled(argument: str, row: Mapping[str, Any], seed: int) -> str:
         KeyError: the row has no such column.
     """
     def value(found: re.Match[str]) -> str:
-        name = found[1]
+        name = found[2]
         if name is None:
-            return found[0][0]
+            return found[1]
         if name == SEED:
             return str(seed)
         if name not in row:
             raise KeyError(f"the argument {argument!r} names the column {name!r}, which the row lacks; its columns are "
-                           f"{', '.join(row) or 'none'}. Write {{{{ and }}}} for braces themselves")
+                           f"{', '.join(row) or 'none'}. Write {{{{{name}}}}} for {{{name}}} itself")
         return row[name] if isinstance(row[name], str) else json.dumps(row[name], ensure_ascii=False, default=str)
 
     return PLACEHOLDER.sub(value, argument)
