@@ -42,6 +42,8 @@ CONNECTIONS_AT_ONCE, HALF_OPEN_AT_ONCE, LARGE_BYTES = 300, 40, 33 * 2**20
 LEAKS_S, LEAKS_EVERY_S = 8.0, 0.05
 LEAST_REFUSED = 5
 """What leaks goes on until so many of its requests are refused, at least."""
+READ_S, RETRY_S = 0.005, 0.5
+"""Time until a request has been read, and until it is sent again, as the stock clients do."""
 ASK_S = 120.0
 """Longest wait for the policy."""
 REFUSED = (401, 403, 404, 410)
@@ -194,7 +196,8 @@ class AgentPlayed(Played):
         with self._connected() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sendall(self._head("POST", "chat/completions", len(body)) + body)
-            time.sleep(0.005)
+            time.sleep(READ_S)
+        time.sleep(RETRY_S)
 
     def _leak_session(self) -> None:
         """Leave a process and a thread that go on asking, and fail."""
