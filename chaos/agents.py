@@ -145,7 +145,7 @@ class AgentPlayed(Played):
 
     def _shows_recovery(self, given: dict[str, Any]) -> bool:
         if "gateway_of" in given:  # see `chaos.gateway_failures`
-            return self.begun > given["time"] and (
+            return self.mark.turn > 0 and self.begun > given["time"] and (
                 environments._runner() == given["gateway_of"] or not Path(f"/proc/{given['gateway_of']}").exists())
         return super()._shows_recovery(given) and given.get("session") in (None, self.name)
 
