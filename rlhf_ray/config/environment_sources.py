@@ -9,6 +9,8 @@ from rlhf_ray.config.section import Section
 
 SOURCES = ("path", "command")
 """Fields of an environment that say what it is."""
+LABEL_LENGTH = 120
+"""Longest text of a source in messages, in characters."""
 
 
 class CommandSource(Section):
@@ -37,4 +39,5 @@ class CommandSource(Section):
     @property
     def label(self) -> str:
         """The command in messages."""
-        return str(self.run)
+        command = str(self.run)
+        return command if len(command) <= LABEL_LENGTH else f"{command[:LABEL_LENGTH]} ..."

@@ -13,12 +13,9 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
-from http import HTTPStatus
 from typing import Any
-from urllib.parse import unquote
 
-from rlhf_ray.gateway import openai_chat
+from rlhf_ray.gateway import anthropic_messages, openai_chat
 from rlhf_ray.gateway.chat import ChatReply, Refused
 from rlhf_ray.gateway.fields import Asked, parse_json, shown_field
 from rlhf_ray.gateway.sessions import CLOSED, MOST_OPEN, Session, Sessions
@@ -30,7 +27,7 @@ WRITE_BYTES = 2**16
 """Of an answer at a time: the client must read what was written before, but for what its connection buffers."""
 MOST_FIELDS = 100
 """Fields without effect that are named in warnings: agents choose the names."""
-ROUTES = ("POST /v1/chat/completions (OpenAI), POST /v1/messages (Anthropic), GET /v1/models")
+ROUTES = "POST /v1/chat/completions (OpenAI), POST /v1/messages (Anthropic), GET /v1/models"
 NO_ROUTE = {
     "completions": "a raw prompt has no conversation that could be an episode",
     "responses": "it keeps the conversation on the server; the policy is asked with all messages",
@@ -41,28 +38,9 @@ NO_ROUTE = {
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class Api:
-    """How an API is read and answered: pure functions of its module."""
-
-    parse: Callable[[Mapping[str, Any]], Asked]
-    answer: Callable[[Asked, ChatReply, str], bytes]
-    """The whole body."""
-    error: Callable[[int, str], dict[str, Any]]
-    model: Callable[[str, int], dict[str, Any]]
-    models: Callable[[str, int], dict[str, Any]]
-
-
-def _openai_answer(asked: Asked, reply: ChatReply, model: str) -> bytes:
-    created = int(time.time())
-    if asked.stream:
-        return b"".join(openai_chat.stream(reply, model, created, asked.show_usage))
-    return json.dumps(openai_chat.answer(reply, model, created)).encode()
-
-
-OPENAI = Api(openai_chat.parse, _openai_answer, openai_chat.error, openai_chat.model, openai_chat.models)
+Parse = Callable[[Mapping[str, Any]], Asked]
+Write = Callable[[Asked, ChatReply, str], bytes]
+"""Makes the whole body of an answer, with the model's name."""
 
 
 class Application:
@@ -78,9 +56,14 @@ class Application:
         """Answer a request; the client always reads JSON of its API."""
         if scope["type"] != "http":
             return
-        api, exchange = self._api_of(scope), _Exchange(receive, send)
+        exchange = _Exchange(receive, send)
+        session_id, _, route = scope["path"].removeprefix("/").partition("/v1/")
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        anthropic = b"anthropic-version" in headers or route.partition("/")[0] == "messages"
+        api: Any = anthropic_messages if anthropic else openai_chat
         try:
-            await self._serve(scope, api, exchange)
+            session = self._session(session_id, headers)
+            await self._serve(scope["method"], session, route, anthropic, exchange)
         except Refused as refused:
             await exchange.refuse(refused, api.error(refused.status, str(refused)))
         except asyncio.CancelledError:
@@ -90,23 +73,22 @@ class Application:
                             f"gateway: a request was answered 500: {type(error).__name__}: {error}")
             await exchange.refuse(Refused(500, ""), api.error(500, "the gateway failed; the run's log says why"))
 
-    def _api_of(self, scope: Scope) -> Api:
-        return OPENAI
-
-    async def _serve(self, scope: Scope, api: Api, exchange: _Exchange) -> None:
-        session_id, _, route = unquote(scope["path"]).removeprefix("/").partition("/v1/")
-        session = self._session(session_id, _headers(scope))
+    async def _serve(self, method: str, session: Session, route: str, anthropic: bool, exchange: _Exchange) -> None:
         if route == "models" or route.startswith("models/"):
-            _require_method(scope, "GET")
+            _require(method, "GET")
+            api: Any = anthropic_messages if anthropic else openai_chat
             name = route.removeprefix("models").removeprefix("/")
             body = api.model(name, self._started) if name else api.models(session.model, self._started)
             await exchange.answer(json.dumps(body).encode())
         elif route == "chat/completions":
-            _require_method(scope, "POST")
-            await self._turn(session, api, exchange)
+            _require(method, "POST")
+            await self._turn(session, openai_chat.parse, _openai_answer, exchange)
+        elif route == "messages":
+            _require(method, "POST")
+            await self._turn(session, anthropic_messages.parse, _anthropic_answer, exchange)
         else:
             why = f": {NO_ROUTE[route]}" if route in NO_ROUTE else ""
-            raise Refused(404, f"there is no route {brief_route(route)}{why}; there are {ROUTES}")
+            raise Refused(404, f"there is no route {_shown(route)}{why}; the routes are {ROUTES}")
 
     def _session(self, session_id: str, headers: Mapping[bytes, bytes]) -> Session:
         """The session of an id, if the request has its key.
@@ -118,22 +100,22 @@ class Application:
         if session is None:
             raise Refused(404, "there is no such session; its address is http://HOST:PORT/SESSION/v1 as the agent was "
                                "given it")
-        scheme, _, token = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-        key = token.strip() if scheme.lower() == "bearer" else headers.get(b"x-api-key", b"").decode("latin-1")
-        if not session.admits(key):
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        keys = [token.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"")]
+        if not any(session.admits(key) for key in keys):  # Anthropic's client may send both
             raise Refused(401, "the session's key is needed: Authorization: Bearer KEY, or x-api-key: KEY")
         if session.closed:
             raise Refused(410, CLOSED)
         return session
 
-    async def _turn(self, session: Session, api: Api, exchange: _Exchange) -> None:
+    async def _turn(self, session: Session, parse: Parse, write: Write, exchange: _Exchange) -> None:
         """Ask the policy. When the client leaves meanwhile, the policy's `reply` is cancelled: that nobody waits for
         the turn distinguishes a request that is sent again from one that is sent twice at a time."""
         if session.requests >= MOST_OPEN:
             raise Refused(429, f"{session.requests} requests of this session are open, and may be {MOST_OPEN}", 1.0)
         session.requests += 1
         try:
-            asked = api.parse(parse_json(await exchange.body()))
+            asked = parse(parse_json(await exchange.body()))
             self._count(session, asked)
             reply = await exchange.unless_gone(asyncio.wrap_future(session.ask(asked.request)))
             if isinstance(reply, Refused):
@@ -141,7 +123,7 @@ class Application:
             kind = b"text/event-stream" if asked.stream else b"application/json"
             session.writing += 1
             try:
-                if await exchange.answer(api.answer(asked, reply, session.model), kind):
+                if await exchange.answer(write(asked, reply, session.model), kind):
                     session.delivered(reply)
             finally:
                 session.writing -= 1
@@ -170,7 +152,6 @@ class _Exchange:
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self._read = False
         self._gone: asyncio.Task[None] | None = None
 
     async def body(self) -> bytes:
@@ -179,11 +160,19 @@ class _Exchange:
         Raises:
             Refused: 408, 413.
         """
-        self._read = True
-        body = bytearray()
-        await self._arrive(body)
-        if len(body) > MOST_BODY_BYTES:
-            raise Refused(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refused(408, "the client disconnected")
+                    body += message.get("body", b"")
+                    more = bool(message.get("more_body"))
+                    if len(body) > MOST_BODY_BYTES:
+                        raise Refused(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
         self._gone = asyncio.create_task(self._disconnected())
         return bytes(body)
 
@@ -198,76 +187,63 @@ class _Exchange:
 
     async def answer(self, body: bytes, kind: bytes = b"application/json", status: int = 200,
                      headers: list[tuple[bytes, bytes]] | None = None) -> bool:
-        """Write an answer; whether the client was still connected."""
+        """Write an answer; whether the client that sent a body was still connected."""
+        all_headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *(headers or [])]
+        await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
+        for start in range(0, max(len(body), 1), WRITE_BYTES):
+            more = start + WRITE_BYTES < len(body)
+            part = body[start: start + WRITE_BYTES]
+            if start and not more:
+                await self._notice()
+            await self._send({"type": "http.response.body", "body": part, "more_body": more})
         if self._gone is None:
-            self._gone = asyncio.create_task(self._disconnected())
-        try:
-            if self._gone.done():
-                return False
-            all_headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *(headers or [])]
-            await self._send({"type": "http.response.start", "status": status, "headers": all_headers})
-            for start in range(0, max(len(body), 1), WRITE_BYTES):
-                more = start + WRITE_BYTES < len(body)
-                await self._send({"type": "http.response.body", "body": body[start: start + WRITE_BYTES],
-                                  "more_body": more})
-            return not self._gone.done()  # nothing is awaited in between: the last `send` says nothing of a client gone
-        finally:
-            self._gone.cancel()
+            return False
+        connected = not self._gone.done()  # asked before anything is awaited: it also ends when the answer is complete
+        self._gone.cancel()
+        return connected
 
     async def refuse(self, refused: Refused, body: dict[str, Any]) -> None:
-        """Write an error, after the body was read or discarded: a client that is still sending would see its connection
-        reset instead of the answer."""
+        """Write an error. A client that is still sending its body may do so for a while: it is discarded until the
+        connection's time for the next request is over. Closed at once, the connection would be reset, and the client
+        would not see the answer."""
         headers = []
         if refused.retry_after_s is not None:
             headers.append((b"retry-after", str(max(1, math.ceil(refused.retry_after_s))).encode()))
         if refused.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        if not self._read:
-            try:
-                await self._arrive(None)
-            except Refused:
-                headers.append((b"connection", b"close"))
-        elif refused.status in (408, 413):
+        if refused.status == 408:
             headers.append((b"connection", b"close"))
         await self.answer(json.dumps(body).encode(), status=refused.status, headers=headers)
 
-    async def _arrive(self, body: bytearray | None) -> None:
-        """Read the body into `body`, as far as it is not too large; what is larger is discarded, twice the limit at
-        most.
-
-        Raises:
-            Refused: 408, 413; the rest was not read.
-        """
-        size, more = 0, True
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                while more:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise Refused(408, "the client disconnected")
-                    part = message.get("body", b"")
-                    size, more = size + len(part), bool(message.get("more_body"))
-                    if body is not None and len(body) <= MOST_BODY_BYTES:
-                        body += part
-                    if size > 2 * MOST_BODY_BYTES:
-                        raise Refused(413, f"the body is larger than {MOST_BODY_BYTES} bytes")
-        except TimeoutError:
-            raise Refused(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from None
+    async def _notice(self) -> None:
+        """Let the loop see that a write failed: it calls `connection_lost`, whose event wakes `receive`, which ends
+        `_disconnected`."""
+        for _ in range(3):
+            await asyncio.sleep(0)
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
 
-def _headers(scope: Scope) -> dict[bytes, bytes]:
-    return {name.lower(): value for name, value in scope["headers"]}
+def _openai_answer(asked: Asked, reply: ChatReply, model: str) -> bytes:
+    created = int(time.time())
+    if asked.stream:
+        return b"".join(openai_chat.stream(reply, model, created, asked.show_usage))
+    return json.dumps(openai_chat.answer(reply, model, created)).encode()
 
 
-def _require_method(scope: Scope, method: str) -> None:
-    if scope["method"] != method:
-        raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"the route takes {method}")
+def _anthropic_answer(asked: Asked, reply: ChatReply, model: str) -> bytes:
+    if asked.stream:
+        return b"".join(anthropic_messages.stream(reply, model, asked.show_reasoning))
+    return json.dumps(anthropic_messages.answer(reply, model, asked.show_reasoning)).encode()
 
 
-def brief_route(route: str) -> str:
+def _require(method: str, required: str) -> None:
+    if method != required:
+        raise Refused(405, f"the route has the method {required}")
+
+
+def _shown(route: str) -> str:
     """A route in an error's message: the client wrote it."""
     return repr(f"/v1/{route[:100]}")

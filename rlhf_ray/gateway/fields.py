@@ -214,6 +214,11 @@ def arguments_of(written: str, where: str) -> dict[str, Any] | str:
     return plain(value, where) if isinstance(value, dict) else written
 
 
+def call_arguments(arguments: Mapping[str, Any]) -> str:
+    """A call's arguments as the JSON that a client parses."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
 def pieces(finished: str) -> list[str]:
     """A text in parts of at most 48 characters, cut after white space where there is some."""
     return PIECE.findall(finished)

@@ -15,6 +15,7 @@ from rlhf_ray.gateway.fields import (
     TEXT_SEPARATOR,
     Asked,
     arguments_of,
+    call_arguments,
     flag,
     function_tool,
     list_of_objects,
@@ -113,7 +114,7 @@ def answer(reply: ChatReply, model: str, created: int) -> dict[str, Any]:
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.tool_calls:
-        message["tool_calls"] = [_call(call, call_arguments(call)) for call in reply.tool_calls]
+        message["tool_calls"] = [_call(call, call_arguments(call.arguments)) for call in reply.tool_calls]
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
     return {"id": _id(reply), "object": "chat.completion", "created": created, "model": model, "choices": [choice],
             "usage": _usage(reply)}
@@ -137,7 +138,7 @@ def stream(reply: ChatReply, model: str, created: int, show_usage: bool) -> Iter
         yield chunk({"content": piece})
     for index, call in enumerate(reply.tool_calls):
         yield chunk({"tool_calls": [{"index": index, **_call(call, "")}]})
-        for piece in pieces(call_arguments(call)):
+        for piece in pieces(call_arguments(call.arguments)):
             yield chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
     yield chunk({}, reply.finish_reason)
     if show_usage:
@@ -159,11 +160,6 @@ def model(name: str, created: int) -> dict[str, Any]:
 def models(name: str, created: int) -> dict[str, Any]:
     """The body of the list of models."""
     return {"object": "list", "data": [model(name, created)]}
-
-
-def call_arguments(call: ToolCall) -> str:
-    """A call's arguments as JSON."""
-    return json.dumps(call.arguments, ensure_ascii=False)
 
 
 def _messages(given: Any, ignored: list[str]) -> list[Message]:

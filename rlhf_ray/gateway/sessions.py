@@ -49,9 +49,9 @@ class Session:
         self._replies: set[asyncio.Task[ChatReply | Refused]] = set()
         self._warn_once = warn_once
 
-    def admits(self, key: str) -> bool:
+    def admits(self, key: bytes) -> bool:
         """Compared in constant time, so that the time of an answer does not reveal the key."""
-        return hmac.compare_digest(key.encode(errors="replace"), self.key.encode())
+        return hmac.compare_digest(key, self.key.encode())
 
     def ask(self, request: ChatRequest) -> Future[ChatReply | Refused]:
         """The policy's next turn, or why there is none. Called in the gateway's thread; does not raise."""
@@ -101,7 +101,8 @@ class Session:
         assert task is not None
         self._replies.add(task)
         try:
-            return await self._policy.reply(request)
+            reply = await self._policy.reply(request)
+            return Refused(410, CLOSED) if self.closed else reply
         except Refused as refused:
             return refused
         except asyncio.CancelledError:

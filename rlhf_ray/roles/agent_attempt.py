@@ -322,7 +322,7 @@ class AgentAttempt:
         texts, tools = self._texts, turn.request.tools
         opened = texts.template.opens_reasoning(tools, self._options)
         text = texts.text_of(completion.tokens.tolist())
-        shown = self._without_stop(turn, completion, text)
+        shown, stop = self._without_stop(turn, completion, text)
         parsed = texts.parsed(shown, tools, opened)
         turn.errors = parsed.errors
         if parsed.errors:  # the agent reads it as it is
@@ -330,25 +330,25 @@ class AgentAttempt:
         calls = [replace(call, id=turn.call_id(i)) for i, call in enumerate(parsed.calls)]
         reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
         turn.reply = ChatReply(parsed.content, parsed.reasoning, calls, reason, len(turn.context),
-                               len(completion.tokens), turn.number)
+                               len(completion.tokens), turn.number, stop if stop in turn.request.stop else None)
         turn.completion = completion
         content = parsed.content if shown == text or turn.errors else texts.parsed(text, tools, opened).content
         self._conversations.answered(turn, texts.template.assistant(
             text, content=content, reasoning=parsed.reasoning,
             tool_calls=[{"name": call.name, "arguments": call.arguments, "id": call.id} for call in calls]))
 
-    def _without_stop(self, turn: AgentTurn, completion: Completion, text: str) -> str:
-        """The text of a turn without the stop text that ended it, if one did."""
+    def _without_stop(self, turn: AgentTurn, completion: Completion, text: str) -> tuple[str, str | None]:
+        """The text of a turn without the stop text that ended it, and that, if one did."""
         assert turn.sampled is not None
         tokens = completion.tokens.tolist()
         if completion.finish_reason != "stop" or self._texts.stopped_by(tokens) is not None:
-            return text
+            return text, None
         before = len(self._texts.decode(tokens[:-1]))  # a stop text ends in the last token
         for stop in turn.sampled.sampling.stop:
             found = text.find(stop, max(0, before - len(stop) + 1))
             if found >= 0:
-                return text[:found]
-        return text
+                return text[:found], stop
+        return text, None
 
     def _ends_by(self, turn: AgentTurn) -> bool:
         """Whether the episode ends by a tool call that cannot be read; a turn that was cut off may be such a call."""

@@ -87,7 +87,10 @@ def filled(argument: str, row: Mapping[str, Any], seed: int) -> str:
 def _found(argument: str) -> str:
     """A file of the directory in which the run was started by its whole path: the program runs in another one."""
     path = Path(argument)
-    return str(path.resolve()) if not path.is_absolute() and path.is_file() else argument
+    with suppress(OSError, ValueError):  # it is no name of a file
+        if not path.is_absolute() and path.is_file():
+            return str(path.resolve())
+    return argument
 
 
 class _Run:

@@ -258,7 +258,7 @@ def test_max_tokens_and_stop_of_a_request_act_within_the_run_s():
         cut = await client.ask(("user", "go"), max_tokens=3)
         assert (cut.content, cut.finish_reason, cut.completion_tokens, cut.prompt_tokens) == ("abc", "length", 3, 3)
         stopped = await client.ask(("user", "on"), stop=("ef", "zz"))
-        assert (stopped.content, stopped.finish_reason) == ("abcd", "stop")
+        assert (stopped.content, stopped.finish_reason, stopped.stopped_by) == ("abcd", "stop", "ef")
         whole = await client.ask(("user", "go"), said(cut), ("user", "more"), max_tokens=500)
         assert (whole.content, whole.finish_reason) == ("abcdefghij", "length")
 

@@ -8,10 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
 from rlhf_ray.environments.protocol import ToolCall
-from rlhf_ray.gateway.chat import ChatReply, ChatRequest, Refused, SessionAddress
+from rlhf_ray.gateway.chat import ChatReply, ChatRequest, SessionAddress
 from rlhf_ray.gateway.server import Gateway
 
 DEADLINE_S = 40
@@ -87,11 +85,3 @@ def played(scenario: Scenario, *turns: Any, loop_factory: Any = None) -> Any:
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         return runner.run(run())
-
-
-@pytest.fixture
-def play() -> Any:
-    return played
-
-
-__all__ = ["Refused", "Script", "Stand", "ToolCall", "calling", "played", "reply", "standing"]
