@@ -1,5 +1,5 @@
-"""The agents of the runs with agents: a function that asks by urllib, one that asks by the stock `openai` client and has
-a server of its own for its world, and this file as a program. They log what the policy answered for the witness, mark
+"""The agents of the runs with agents: a function that asks by urllib, one that asks by the stock `openai` client and
+has a server of its own for its world, and this file as a program. They log what the policy answered for the witness, mark
 what it reads, and fail once each time they are ordered to (`chaos.environments`).
 
 A turn that calls the tool is answered by the tool, and continues the segment; any other is answered by the user, which
@@ -36,8 +36,8 @@ CONNECTIONS, LARGE, HALF_OPEN, RESET_CONNECTION = GOES_ON = ("connections", "lar
 leaves requests half sent, or leaves before its answer comes, and asks for it again."""
 LEAK_SESSION, LEAK_AFTER_RETURN, ENDLESS, KILL_HOST, KILL_SERVER = (
     "leak_session", "leak_after_return", "endless", "kill_host", "kill_server")
-"""Orders: it leaves behind a process and a thread that go on asking, and fails, or returns; it asks until it is refused,
-and kills itself; it kills the process that has started it; the server of its world."""
+"""Orders: it leaves behind a process and a thread that go on asking, and fails; it returns, and leaves a thread behind;
+it asks until it is refused, and kills itself; it kills the process that has started it; the server of its world."""
 CONNECTIONS_AT_ONCE, HALF_OPEN_AT_ONCE, LARGE_BYTES = 300, 40, 33 * 2**20
 LEAKS_S, LEAKS_EVERY_S = 8.0, 0.05
 LEAST_REFUSED = 5
@@ -236,8 +236,10 @@ class AgentPlayed(Played):
 
     def _head(self, method: str, route: str, length: int) -> bytes:
         url = urlsplit(self.session.base_url)
-        return (f"{method} {url.path}/{route} HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer "
-                f"{self.session.api_key}\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n").encode()
+        lines = (f"{method} {url.path}/{route} HTTP/1.1", f"Host: {url.netloc}",
+                 f"Authorization: Bearer {self.session.api_key}", "Content-Type: application/json",
+                 f"Content-Length: {length}", "", "")
+        return "\r\n".join(lines).encode()
 
 
 SERVER = "import sys\nfor line in iter(sys.stdin.readline, ''):\n    print(line.strip(), flush=True)\n"

@@ -91,9 +91,10 @@ RUNS = {
     "synchronous": RunSettings(),
 }
 """The runs of a round, short ones first: on a node for each generator, with the learners on a node of their own,
-without a spare node, with a node for each episode runner, with episodes at `max_staleness` 1 and 0, with agents, with vLLM's engine
-in processes of its own, copied to `run.upload`, at `max_staleness` 1 (checked by its ledger, not bit for bit), and one
-with the faults of most kinds. A kind says in which of them it is, and how often (`Kind.runs`)."""
+without a spare node, with a node for each episode runner, with episodes at `max_staleness` 1 and 0, with episodes of
+agents, with vLLM's engine in processes of its own, copied to `run.upload`, at `max_staleness` 1 (checked by its ledger,
+not bit for bit), and one with the faults of most kinds. A kind says in which of them it is, and how often
+(`Kind.runs`)."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from chaos.reward_function import LONG_S
 from rlhf_ray.roles.episode_runner import EpisodeRunner
 
 LISTENER, CONNECTIONS, THREAD, STUCK = FAILURES = "listener", "connections", "thread", "stuck"
-"""Its listening socket is shut down; all its connections are reset; its thread ends by an exception; its thread blocks."""
+"""Its listening socket is shut down; all its connections are reset; its thread ends by an exception, or blocks."""
 AF_UNSPEC = 0
 POLL_S = 0.02
 
@@ -77,11 +77,14 @@ class FailingGateway(EpisodeRunner):
         """Let the gateway fail. Its sockets are found by its port, its loop by the name that it has in it."""
         serving = self._gateway._serving
         assert serving is not None, "the gateway is not started"
-        actions: dict[str, Callable[[], None]] = {
-            LISTENER: lambda: _shut_down(self._port), CONNECTIONS: lambda: _reset(self._port),
-            THREAD: lambda: serving.call_soon_threadsafe(_die) and None,
-            STUCK: lambda: serving.call_soon_threadsafe(time.sleep, LONG_S) and None}
-        actions[failure]()
+        if failure == LISTENER:
+            _shut_down(self._port)
+        elif failure == CONNECTIONS:
+            _reset(self._port)
+        elif failure == THREAD:
+            serving.call_soon_threadsafe(_die)
+        else:
+            serving.call_soon_threadsafe(time.sleep, LONG_S)
 
     @property
     def _port(self) -> int:
@@ -109,8 +112,6 @@ def _reset(port: int) -> None:
 def _sockets(port: int) -> Iterator[tuple[socket.socket, bool]]:
     """Duplicates of this process's sockets with this local port, and whether each listens."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            with socket.socket(fileno=os.dup(int(name))) as each:
-                if each.family == socket.AF_INET and each.type == socket.SOCK_STREAM and \
-                        each.getsockname()[1] == port:
-                    yield each, bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
+            if each.family == socket.AF_INET and each.type == socket.SOCK_STREAM and each.getsockname()[1] == port:
+                yield each, bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

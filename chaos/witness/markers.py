@@ -48,8 +48,8 @@ def marks_in(text: str) -> list[tuple[Mark, int]]:
 
 
 def legible(text: str) -> str:
-    """Its printable ASCII: the rest depends on how much is decoded together, where a token is a part of a letter. Blanks
-    and the tags of reasoning are left out, which an agent does not read: it gets a turn in parts."""
+    """Its printable ASCII: the rest depends on how much is decoded together, where a token is a part of a letter.
+    Blanks and the tags of reasoning are left out, which an agent does not read: it gets a turn in parts."""
     return "".join(letter for letter in TAGS.sub("", text) if "!" <= letter <= "~")
 
 

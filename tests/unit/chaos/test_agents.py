@@ -1,5 +1,5 @@
-"""The agents of the runs fail once for each order, as ordered, and their episodes have the same tokens as without it. No
-process of theirs is left. Only the policy is made up."""
+"""The agents of the runs fail once for each order, as ordered, and their episodes have the same tokens as without it.
+No process of theirs is left. Only the policy is made up."""
 
 import asyncio
 import json
@@ -86,8 +86,9 @@ def play(files, name, during=None, then=None):
 
 
 def content(rollout):
-    return [(rollout.row(i, "tokens").tolist(), rollout.row(i, "response_mask").tolist()) for i in range(len(rollout))], [
-        (episode.cause, episode.use, sum(turn.reward for turn in episode.turns)) for episode in rollout.episodes]
+    rows = [(rollout.row(i, "tokens").tolist(), rollout.row(i, "response_mask").tolist()) for i in range(len(rollout))]
+    return rows, [(episode.cause, episode.use, sum(turn.reward for turn in episode.turns))
+                  for episode in rollout.episodes]
 
 
 _expected = {}
@@ -163,8 +164,8 @@ def test_an_episode_has_the_same_tokens_although_its_agent_fails(files, injectio
 
 @pytest.mark.parametrize("name", ["asker", "client"])
 @pytest.mark.parametrize("failure", gateway_failures.FAILURES)
-def test_episodes_have_the_same_tokens_although_their_gateway_fails(files, injections, tmp_path, expected, name, failure,
-                                                                    capfd):
+def test_episodes_have_the_same_tokens_although_their_gateway_fails(files, injections, tmp_path, expected, name,
+                                                                    failure, capfd):
     undisturbed = expected(name)
 
     async def order():
@@ -184,10 +185,12 @@ REFUSED, ANSWERED = {"session": "a", "status": 410}, {"session": "a", "status": 
 
 
 @pytest.mark.parametrize("answers, problem", [
-    ([ANSWERED, REFUSED, REFUSED], ""), ([ANSWERED, {"session": "a", "status": 404}, {"session": "a", "status": 0}], ""),
+    ([ANSWERED, REFUSED, REFUSED], ""),
+    ([ANSWERED, {"session": "a", "status": 404}, {"session": "a", "status": 0}], ""),
     ([REFUSED, ANSWERED], "a request of a session that was closed was answered 200"),
     ([REFUSED, {"session": "b", "status": 200}], ""),
-    ([ANSWERED], "no request of a session that was closed was made"), ([], "no request of a session that was closed was made"),
+    ([ANSWERED], "no request of a session that was closed was made"),
+    ([], "no request of a session that was closed was made"),
     ([REFUSED, {"session": "a", "status": 500}], "a request of a session that was closed was answered 500")])
 def test_requests_of_a_closed_session_must_be_refused(answers, problem):
     assert leaks_problem([{**each, "time": i} for i, each in enumerate(answers)]) == problem

@@ -133,8 +133,8 @@ def test_a_session_that_has_not_returned_is_no_sample(played, samples):
 
 def test_two_samples_of_one_session_are_found(played, samples):
     said = list(agent_problems(played[2], ROWS, [*samples, samples[3]]))
-    assert said == [f"1 samples of agents (row {row_of(samples[3])}) are there more often than sessions in which agents "
-                    "received their turns"]
+    assert said == [f"1 samples of agents (row {row_of(samples[3])}) are there more often than sessions in which "
+                    "agents received their turns"]
 
 
 def test_samples_of_others_than_agents_are_not_looked_at(played, samples):
