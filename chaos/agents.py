@@ -1,6 +1,6 @@
 """The agents of the runs with agents: a function that asks by urllib, one that asks by the stock `openai` client and
-has a server of its own for its world, and this file as a program. They log what the policy answered for the witness, mark
-what it reads, and fail once each time they are ordered to (`chaos.environments`).
+has a server of its own for its world, and this file as a program. They log for the witness what the policy answered,
+mark what it reads, and fail once each time they are ordered to (`chaos.environments`).
 
 A turn that calls the tool is answered by the tool, and continues the segment; any other is answered by the user, which
 begins one. `turns` of the row says after how many turns an agent is done.
