@@ -21,6 +21,7 @@ from chaos.kinds.episodes import (
     DriverKilledInEpisodes,
     EnvironmentFailure,
     RunnerFault,
+    ended_first,
     pausing,
     worker_up,
 )
@@ -96,7 +97,7 @@ class GatewayFailure(FailureOnOrder):
 
     def went_unnoticed(self, evidence: Evidence, injection: dict[str, Any]) -> bool:
         """The driver has ended before it was over, because of another fault."""
-        return EnvironmentFailure.went_unnoticed(self, evidence, injection)  # type: ignore[arg-type]
+        return ended_first(evidence, injection)
 
 
 def _agent(name: str, words: str, mechanism: str, failure: str, family: type[AgentFailure] = AgentFailure,
