@@ -54,7 +54,7 @@ async def until(condition, seconds=15):
         await asyncio.sleep(0.02)
 
 
-def play(files, name, during=None, then=None):
+def play(files, name, during=None, then=None, journal=None):
     """The rollout of the episodes of an agent. `during` runs beside them, `then` after them."""
     rows = [json.loads(line) for line in files.agent_prompts.read_text().splitlines()]
     chosen = ROWS[name]
@@ -72,7 +72,7 @@ def play(files, name, during=None, then=None):
                                 least_scored=0)
         await runner.start()
         try:
-            playing = asyncio.ensure_future(runner.play(prompts, keys, 5))
+            playing = asyncio.ensure_future(runner.play(prompts, keys, 5, journal=journal))
             if during is not None:
                 await during()
             rollout = await playing
