@@ -31,7 +31,7 @@ install-test:
 quickstart: install ## Run the whole way, data to tuned policy, in a few minutes on two cores
 	@$(BIN)/rlhf-ray quickstart $(ARGS)
 
-example: install ## Teach sums by rewarding right answers, or calls of tools (ARGS=tools), in minutes on two cores
+example: install ## Teach sums by rewarding right answers, or ARGS=tools, frozen_lake, reasoning_gym, in minutes on two cores
 	@$(BIN)/rlhf-ray example$(if $(filter-out -%,$(firstword $(ARGS))),, arithmetic) $(ARGS)
 
 test: install-test ## Run the default tests, in about twelve minutes on two cores

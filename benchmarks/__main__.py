@@ -26,6 +26,7 @@ NAMES = (
     "episodes",
     "vs_trl",
     "step_vs_parts",
+    "sandbox",
     "first_token",
     "plan_memory",
 )

@@ -62,6 +62,7 @@ TITLES = {
     "open_episodes_cpu": "CPU use of 1,000 open episodes that wait",
     "episodes_growth_driver": "The driver's time per episode, 10,000 open compared with 1,000",
     "episodes_growth_runner": "The runner's time per turn, 10,000 open compared with 1,000",
+    "sandbox_start": "A program in the sandbox, compared with a bare interpreter",
     "first_token_seconds": "From the command to the first token",
     "plan_memory_error": "Planned memory, compared with measured memory",
 }

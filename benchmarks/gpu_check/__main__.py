@@ -34,6 +34,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--part", action="append", choices=[*PARTS, *one_check_each()], default=[], metavar="PART",
                         help="run this part, or one check of it (learner:update); repeatable")
     parser.add_argument("--plan", choices=PLANS, help="run this plan")
+    parser.add_argument("--measure", action="append", default=[], metavar="TEXT",
+                        help="of checks with several measurements, those with this text in their names; repeatable")
     parser.add_argument("--cpu", action="store_true", help="rehearse on the CPU: the same code, tiny sizes")
     parser.add_argument("--out", type=Path, metavar="DIR",
                         help="save there; default: benchmarks/results_gpu/DATE-DEVICE, a rehearsal's in "
@@ -57,13 +59,14 @@ def results_directory(gpus: list[Any]) -> Path:
     return ROOT / "benchmarks" / "results_gpu" / f"{datetime.now(UTC):%Y-%m-%d}-{device}"
 
 
-def run(parts: list[Part], names: tuple[str, ...], results: Results, seconds: float) -> bool:
+def run(parts: list[Part], names: tuple[str, ...], results: Results, seconds: float, only: tuple[str, ...] = ()
+        ) -> bool:
     """Run the parts, print and save their rows; returns whether nothing is wrong."""
     end, right = time.monotonic() + seconds, True
     for check in (check for part in parts for check in part.checks):
         print(f"\n{check.part}: {check.name}, which catches {check.catches}", flush=True)
         before = time.monotonic()
-        for row in rows_of(check, names, results.log, end - before):
+        for row in rows_of(check, names, results.log, end - before, only):
             now = time.monotonic()
             print(line(row, now - before), flush=True)
             results.add(check, row, now - before)
@@ -111,7 +114,8 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
             signal.signal(number, partial(ended, results))
     seconds = asked.seconds or (plan.seconds if plan and gpus else math.inf)
-    right = run(parts, tuple(gpu.name for gpu in gpus), results, seconds - (time.monotonic() - began))
+    right = run(parts, tuple(gpu.name for gpu in gpus), results, seconds - (time.monotonic() - began),
+                tuple(asked.measure))
     if plan:
         print(f"\n{results.table()}")
     print(f"\n{'nothing' if right else 'something'} is wrong; {results.directory} has rows.jsonl, table.md and log.txt")

@@ -79,20 +79,20 @@ def whole_run(place: Place) -> Iterator[Row]:
     (place.directory / "prompts.jsonl").write_text("".join(
         json.dumps({"prompt": opening}) + "\n" for opening in make_openings(4 * scale.rows, SEED)))
     file = place.directory / "ppo.yaml"
-    file.write_text(yaml.safe_dump(_configuration(place.directory, scale, model.path)))
+    file.write_text(yaml.safe_dump(configuration(place.directory, scale, model.path)))
     yield Row("a model of random weights", f"{time.perf_counter() - began:.1f} s", "made and written")
     began = time.perf_counter()
     ended = yield from _command("a run", file, run, {VARIABLE: f"update_consumed:exit:{KILLED}"})
     seconds = time.perf_counter() - began
     yield judged("a run whose driver is ended", f"exit code {ended}", ended == EXIT_CODE,
                  f"after update {KILLED}; {seconds:.1f} s")
-    yield from _phases(_steps(run), shape_of(model, "model"), gpu_of(place.gpus[0]) if place.gpu else None)
+    yield from _phases(whole_steps(run), shape_of(model, "model"), gpu_of(place.gpus[0]) if place.gpu else None)
     if AGAIN * seconds > place.left_s:
         yield not_run("the same, resumed", f"the first took {seconds:.0f} s, and {place.left_s:.0f} s were left")
         return
     finished = yield from _command("resumed", file, run, {}, "--resume")
     yield judged("the same, resumed", f"exit code {finished}", finished == 0)
-    steps = _steps(run)
+    steps = whole_steps(run)
     yield judged("its updates", ", ".join(str(row["step"]) for row in steps),
                  [row["step"] for row in steps] == list(range(1, STEPS + 1)), "each once")
     gap = max(row["rollout/logprob_gap"] for row in steps)
@@ -103,7 +103,7 @@ def whole_run(place: Place) -> Iterator[Row]:
 def _command(name: str, file: Path, run: Path, environment: dict[str, str], *more: str) -> Generator[Row, None, int]:
     """Rows of the steps of `rlhf-ray ppo` as they are made; returns its exit code."""
     command = [sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more]
-    shown = len(_steps(run))
+    shown = len(whole_steps(run))
     began = time.time()
     end = time.monotonic() + RUN_S
     process = subprocess.Popen(command, env={**os.environ, **environment})
@@ -113,7 +113,7 @@ def _command(name: str, file: Path, run: Path, environment: dict[str, str], *mor
         while code is None and time.monotonic() < end:
             time.sleep(0.2)
             code = process.poll()
-            for row in _steps(run)[shown:]:
+            for row in whole_steps(run)[shown:]:
                 if first:
                     start = row["time"] - row["time/step"] - began
                     yield Row(f"{name}: start", f"{start:.1f} s", "until the first step begins")
@@ -130,7 +130,7 @@ def _command(name: str, file: Path, run: Path, environment: dict[str, str], *mor
         process.wait(LEAVING_S)
 
 
-def _steps(run: Path) -> list[dict[str, Any]]:
+def whole_steps(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics of all whole steps so far."""
     file = run / "metrics.jsonl"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
@@ -165,7 +165,7 @@ def _phases(steps: list[dict[str, Any]], shape: ModelShape, device: Hardware | N
               f"checkpoints, calls; generation paused {middle('weights/pause_seconds'):.2f} s for a publication")
 
 
-def _configuration(directory: Path, scale: Scale, model: str) -> dict[str, Any]:
+def configuration(directory: Path, scale: Scale, model: str) -> dict[str, Any]:
     """All roles on one GPU, which generators and learners use in turns; on the CPU in a rehearsal."""
     def role(gpus: float, **more: Any) -> dict[str, Any]:
         return {"cpus": 0.3, **({"gpus": gpus} if scale.gpu else {}), **more}

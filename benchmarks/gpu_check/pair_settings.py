@@ -40,6 +40,8 @@ class Scale:
     """Tokens of each response."""
     tolerance: float
     """Largest mean difference of generator's and learner's log-probabilities under the same weights."""
+    episode: int
+    """Tokens of an episode of several turns at most."""
     publications: int = 3
 
     @property
@@ -92,11 +94,11 @@ class PairSetting:
 
 
 ON_GPU = Scale(
-    gpu=True, dtype="bfloat16", vocabulary=128_256, rows=256, response=256, tolerance=0.05,
+    gpu=True, dtype="bfloat16", vocabulary=128_256, rows=256, response=256, tolerance=0.05, episode=2048,
     architecture=ArchitectureConfig(hidden_size=1024, layers=28, heads=16, kv_heads=8, intermediate_size=4096,
-                                    max_positions=512))
+                                    max_positions=2048))
 """Half a billion weights, a quarter of them the embedding of Llama 3's vocabulary. The tolerance is bfloat16's: two
 kernels that round in another order."""
 ON_CPU = Scale(
-    gpu=False, dtype="float32", vocabulary=1280, rows=8, response=24, tolerance=1e-4,
-    architecture=ArchitectureConfig(hidden_size=128, layers=2, heads=2, intermediate_size=384, max_positions=96))
+    gpu=False, dtype="float32", vocabulary=1280, rows=8, response=24, tolerance=1e-4, episode=640,
+    architecture=ArchitectureConfig(hidden_size=128, layers=2, heads=2, intermediate_size=384, max_positions=640))

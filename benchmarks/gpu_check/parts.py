@@ -104,6 +104,11 @@ PARTS = {part.name: part for part in (
         nccl=(120, "broadcasts between GPUs that hang, or arrive with other weights"),
         whole_run=(150, "a run of all roles on one GPU that does not work, or does not continue where it ended", 60),
     ),
+    _part(
+        "episodes", "Runs with episodes of several turns.", (*WHEELS, "ray", "vllm"),
+        continued=(180, "environments and agents with which a run on a GPU does not work, or whose episodes begin "
+                        "again after a kill -9 in the middle of a step", 60),
+    ),
 )}
 
 

@@ -53,6 +53,8 @@ class Place:
     """When the process is ended, by `time.monotonic`."""
     ahead: tuple[str, ...] | None = None
     """Measurements that an earlier process of this check did not come to; None in the first one."""
+    only: tuple[str, ...] = ()
+    """Of several measurements, those whose name has one of these texts in it; all if empty."""
 
     @property
     def gpu(self) -> bool:
@@ -87,7 +89,8 @@ def in_turn(place: Place, measurements: Sequence[Measurement], clean: Callable[[
         clean: frees what a measurement leaves behind; raises an error if that is not possible, and another process
             continues.
     """
-    ahead = [one for one in measurements if place.ahead is None or one.name in place.ahead]
+    asked = [one for one in measurements if not place.only or any(text in one.name for text in place.only)]
+    ahead = [one for one in asked if place.ahead is None or one.name in place.ahead]
     yield Agenda(tuple(one.name for one in ahead))
     for one in ahead:
         if one.seconds > place.left_s:
@@ -120,14 +123,18 @@ class Progress:
     """Whether `end` is that of the whole command, so that it says nothing about the check."""
     ahead: tuple[str, ...] | None = None
     """Measurements behind it; None before a process has named them."""
+    only: tuple[str, ...] = ()
+    """As of `Place`."""
 
 
-def rows_of(check: Check, gpus: tuple[str, ...], log: Path, left_s: float) -> Iterator[Row]:
+def rows_of(check: Check, gpus: tuple[str, ...], log: Path, left_s: float, only: tuple[str, ...] = ()
+            ) -> Iterator[Row]:
     """Run a check, its output appended to `log`. Errors are rows.
 
     Args:
         left_s: seconds left to the whole command. A check that is expected to take longer is not begun, unless it is
             one of several measurements; one that does is ended.
+        only: as of `Place`.
     """
     needed = check.seconds if check.least_s is None else check.least_s
     if needed > left_s:
@@ -135,7 +142,8 @@ def rows_of(check: Check, gpus: tuple[str, ...], log: Path, left_s: float) -> It
                                   "(--seconds)")
         return
     patience = LEAST_S + PATIENCE * check.seconds
-    progress = Progress(check, time.monotonic() + min(left_s, patience), check.name, left_s < patience)
+    progress = Progress(check, time.monotonic() + min(left_s, patience), check.name, left_s < patience,
+                        only=only)
     while not (yield from _one_process(progress, gpus, log)) and progress.ahead:
         if progress.end - time.monotonic() < BEGINNING_S:
             yield from (not_run(name, "no time was left") for name in progress.ahead)
@@ -147,7 +155,7 @@ def _one_process(progress: Progress, gpus: tuple[str, ...], log: Path) -> Genera
     context = multiprocessing.get_context("spawn")  # a fork would not have a CUDA context of its own
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="rlhf-ray-gpu-check-", ignore_cleanup_errors=True) as directory:
-        place = Place(gpus, Path(directory), log.parent, progress.end, progress.ahead)
+        place = Place(gpus, Path(directory), log.parent, progress.end, progress.ahead, progress.only)
         process = context.Process(target=_child, args=(progress.check, place, log, sender))
         process.start()
         sender.close()

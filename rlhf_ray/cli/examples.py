@@ -65,7 +65,8 @@ def set_aside(directory: Path) -> Path | None:
 
 def example(
     ctx: typer.Context,
-    name: Annotated[Literal["arithmetic", "tools"], typer.Argument(help="The example.")],
+    name: Annotated[Literal["arithmetic", "tools", "frozen_lake", "reasoning_gym"],
+                    typer.Argument(help="The example.")],
     estimator: Annotated[Literal["grpo", "rloo"], typer.Option("--estimator", help="Advantage estimator.")] = "grpo",
     directory: Annotated[
         Path | None, typer.Option("--dir", parser=local_path, metavar="PATH",
@@ -74,7 +75,8 @@ def example(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of data, models and sampling.")] = 0,
 ) -> None:
     """Run an example: arithmetic teaches sums by rewarding correct answers, tools teaches calls of tools over several
-    turns. Finished stages are not repeated.
+    turns, frozen_lake and reasoning_gym teach tasks of gymnasium and reasoning-gym, which have to be installed
+    (pip install 'rlhf-ray[gymnasium]', 'rlhf-ray[reasoning-gym]'). Finished stages are not repeated.
 
     Takes a few minutes on two cores. Change fields of its last stage with --section.key=value.
     """

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         NewModelConfig,
     )
     from rlhf_ray.config.rewards import (
+        CodeReward,
         EnvironmentReward,
         ExactMatchReward,
         FunctionReward,
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
         PoolConfig,
         RunConfig,
     )
+    from rlhf_ray.config.sandbox import SandboxConfig
     from rlhf_ray.config.stages import (
         CriticConfig,
         PPOConfig,
@@ -118,9 +120,10 @@ SECTIONS = {
     "learner": ("LoRAConfig", "OptimizerConfig", "PolicyConfig", "RewardLearnerConfig", "SFTLearnerConfig"),
     "losses": ("CISPOLoss", "ClipLoss", "ImportanceConfig"),
     "model": ("ArchitectureConfig", "ModelConfig", "NewModelConfig"),
-    "rewards": ("EnvironmentReward", "ExactMatchReward", "FunctionReward", "HTTPReward", "JSONSchemaReward",
-                "ModelReward", "NumberReward", "ProcessReward", "RegexReward", "VaderReward"),
+    "rewards": ("CodeReward", "EnvironmentReward", "ExactMatchReward", "FunctionReward", "HTTPReward",
+                "JSONSchemaReward", "ModelReward", "NumberReward", "ProcessReward", "RegexReward", "VaderReward"),
     "run": ("ClusterConfig", "PlacementConfig", "PoolConfig", "RunConfig"),
+    "sandbox": ("SandboxConfig",),
     "stages": ("CriticConfig", "PPOConfig", "PreferencesStageConfig", "ProcessRewardConfig", "ReferenceConfig",
                "RewardModelConfig", "RewardModelTrainingConfig", "RewardScorerConfig", "SFTConfig",
                "SamplePairsConfig", "SupervisedTrainingConfig"),
@@ -131,19 +134,19 @@ SECTIONS = {
 HOMES = {name: module for module, names in SECTIONS.items() for name in names}
 
 __all__ = ["AlgorithmConfig", "ArchitectureConfig", "BufferConfig", "CISPOLoss", "CheckpointConfig", "ClipLoss",
-           "ClusterConfig", "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig", "DemonstrationsSource",
-           "DrGRPOEstimator", "DynamicSamplingConfig", "EarlyStopConfig", "EnvironmentConfig", "EnvironmentReward",
-           "EpisodeRunnerConfig", "EpisodeTimeouts", "EvaluationConfig", "ExactMatchReward", "FailurePolicy",
-           "FunctionReward", "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "GenerationConfig", "HTTPReward",
-           "ImportanceConfig", "JSONSchemaReward", "KLConfig", "LoRAConfig", "LoggingConfig", "ModelConfig",
-           "ModelReward", "NewModelConfig", "NumberReward", "OptimizerConfig", "PPOConfig", "PlacementConfig",
-           "PolicyConfig", "PoolConfig", "PreferencesConfig", "PreferencesSource", "PreferencesStageConfig",
-           "ProcessReward", "ProcessRewardConfig", "ProcessRowsConfig", "ProcessRowsSource", "PromptsConfig",
-           "PromptsSource", "PtxConfig", "RLOOEstimator", "ReferenceConfig", "RegexReward",
+           "ClusterConfig", "CodeReward", "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig",
+           "DemonstrationsSource", "DrGRPOEstimator", "DynamicSamplingConfig", "EarlyStopConfig", "EnvironmentConfig",
+           "EnvironmentReward", "EpisodeRunnerConfig", "EpisodeTimeouts", "EvaluationConfig", "ExactMatchReward",
+           "FailurePolicy", "FunctionReward", "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "GenerationConfig",
+           "HTTPReward", "ImportanceConfig", "JSONSchemaReward", "KLConfig", "LoRAConfig", "LoggingConfig",
+           "ModelConfig", "ModelReward", "NewModelConfig", "NumberReward", "OptimizerConfig", "PPOConfig",
+           "PlacementConfig", "PolicyConfig", "PoolConfig", "PreferencesConfig", "PreferencesSource",
+           "PreferencesStageConfig", "ProcessReward", "ProcessRewardConfig", "ProcessRowsConfig", "ProcessRowsSource",
+           "PromptsConfig", "PromptsSource", "PtxConfig", "RLOOEstimator", "ReferenceConfig", "RegexReward",
            "ReinforceBaselineEstimator", "ReinforceEstimator", "ReinforcePPEstimator", "RewardLearnerConfig",
            "RewardModelConfig", "RewardModelTrainingConfig", "RewardScorerConfig", "RunConfig", "SFTConfig",
-           "SFTLearnerConfig", "SamplePairsConfig", "SamplingConfig", "StepsConfig", "SupervisedTrainingConfig",
-           "TextsSource", "VaderReward", "WeightsConfig"]
+           "SFTLearnerConfig", "SamplePairsConfig", "SandboxConfig", "SamplingConfig", "StepsConfig",
+           "SupervisedTrainingConfig", "TextsSource", "VaderReward", "WeightsConfig"]
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rlhf_ray.config.bundle_assignment import BundleSlot, worker_bundles
 from rlhf_ray.config.conditional_fields import check_effects
+from rlhf_ray.config.data import NumberedRows
 from rlhf_ray.config.derived import (
     buffer_capacity_mb,
     concurrency_of,
@@ -137,7 +138,11 @@ def check_no_training(config: EvaluateConfig) -> None:
 
 
 def check_all_prompts(config: PreferencesStageConfig) -> None:
-    """Pairs are sampled for all prompts."""
+    """Pairs are sampled for all prompts, which have texts."""
+    for field, part in config.prompts.named_parts():
+        if part.numbers:
+            raise ValueError(f"{field}.count={part.numbers.count} gives rows without texts, and this stage has no "
+                             "environments that could begin with them; set a path")
     if config.prompts.held_out:
         raise ValueError(f"prompts.held_out={config.prompts.held_out:g} holds out prompts for an evaluation, but "
                          "this stage has none; set it to 0, and use data.held_out of `reward-model` to hold out "
@@ -299,9 +304,35 @@ def check_held_out(config: PPOConfig) -> None:
     if share and (evaluation is None or evaluation.has_data):
         fix = ("add one, e.g. evaluation.every=10" if evaluation is None else
                f"it uses evaluation.mix={evaluation.mix}; leave that empty" if evaluation.mix else
+               f"it uses evaluation.numbered.count={evaluation.numbered.count}; leave that empty" if evaluation.numbered
+               else
                f"it uses evaluation.prompts={evaluation.prompts!r}; leave that empty")
         raise ValueError(f"prompts.held_out={share:g} holds out prompts for an "
                          f"evaluation that does not use them: {fix}, or set prompts.held_out=0")
+
+
+def check_numbered_rows(config: PPOConfig) -> None:
+    """Rows without texts are for environments, and an evaluation has others than training."""
+    held_out = derive(config).evaluation_prompts
+    sections = [config.prompts, *([held_out] if held_out else [])]
+    for field, part in (named for section in sections for named in section.named_parts()):
+        if part.numbers and not config.environments:
+            raise ValueError(f"{field}.count={part.numbers.count} gives rows without texts, which only an environment "
+                             "can begin with; add one (environments: {NAME: ...}), or set a path")
+    if isinstance(config, EvaluateConfig):
+        return
+    for field, part in held_out.named_parts() if held_out else ():
+        for trained, other in config.prompts.named_parts():
+            if part.numbers and other.numbers and _overlap(part.numbers, other.numbers):
+                raise ValueError(f"{field}.first={part.numbers.first} gives {part.location}, of which {trained} has "
+                                 f"some for training ({other.location}); leave first out, or set it to "
+                                 f"{other.numbers.indices.stop}")
+
+
+def _overlap(one: NumberedRows, other: NumberedRows) -> bool:
+    """Whether rows of both are the same."""
+    common = range(max(one.indices.start, other.indices.start), min(one.indices.stop, other.indices.stop))
+    return len(common) > 0 and one.columns == other.columns
 
 
 def check_ratio(config: PPOConfig) -> None:
@@ -519,7 +550,8 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     EvaluateConfig: (check_no_training,),
     PPOConfig: (
         check_backbone, check_target_kl, check_environments, check_reward_components, check_critic_start,
-        check_dynamic_sampling, check_groups, check_decoupled_rewards, check_held_out, check_ratio,
+        check_dynamic_sampling, check_groups, check_decoupled_rewards, check_held_out, check_numbered_rows,
+        check_ratio,
         check_overlong_buffer, check_sampling, check_prefill, check_best_metric, check_mini_batches, check_chunks,
         check_buffer, check_micro_batches, check_transport, check_phases, check_schedules,
     ),

@@ -84,7 +84,12 @@ def _rounds_logits(config: StageConfig, _: Any) -> bool:
 def _beyond_files(_: Any, section: Any) -> bool:
     """Whether a section's rows come from elsewhere than files, which have no splits."""
     parts = section.parts() if isinstance(section, DataSection) else [section]
-    return not all(is_file_of_rows(part.path or "") for part in parts)
+    return not all(is_file_of_rows(part.path or "") or getattr(part, "numbered", None) for part in parts)
+
+
+def _has_texts(_: Any, section: Any) -> bool:
+    """Whether a section has rows that are read, and not numbered."""
+    return section.numbered is None
 
 
 _NO_METRICS = "this stage makes no updates and writes no metrics"
@@ -109,6 +114,13 @@ _EVERY_STAGE = (
     ConditionalFields(
         tuple(f"{section}.{name}" for section in ("data", "prompts", "ptx", "*.mix.*")
               for name in ("split", "subset", "revision")), _beyond_files, "the rows come from files"),
+    ConditionalFields(
+        tuple(f"prompts.{name}" for name in ("limit", "column", "system", "as_chat")), _has_texts,
+        "prompts.numbered has {section.numbered.count} rows without texts", "set prompts.path"),
+    ConditionalFields(
+        tuple(f"*.mix.*.{name}" for name in ("limit", "column")),
+        lambda _, source: getattr(source, "numbered", None) is None,
+        "the data set has numbered rows without texts", "set its path"),
     ConditionalFields(
         ("learner.zero_stage", "policy.zero_stage", "critic.zero_stage"),
         lambda _, learner: learner.zero_stage != 2 or learner.workers > 1 or learner.offload_optimizer,
@@ -238,6 +250,9 @@ _PPO = (
         lambda _, evaluation: evaluation.has_data,
         "evaluation.prompts and mix are empty, so the rows are those of prompts.held_out", "set evaluation.prompts"),
     ConditionalFields(
+        ("evaluation.limit", "evaluation.column"), _has_texts,
+        "evaluation.numbered has {section.numbered.count} rows without texts", "set evaluation.prompts"),
+    ConditionalFields(
         ("evaluation.split", "evaluation.subset", "evaluation.revision"),
         lambda config, _: _beyond_files(config, derive(config).evaluation_prompts), "the rows come from files"),
     ConditionalFields(("evaluation.mix.*.weight",), _never, "every prompt of each data set is evaluated once"),
@@ -267,6 +282,9 @@ _PPO = (
         "at most concurrency={section.concurrency} episodes are open, so no more processes than these start",
         "raise concurrency", warns=True),
     ConditionalFields(
+        ("environments.*.python.programs",), lambda _, python: not python.keep_state,
+        "keep_state=true gives each episode an interpreter of its own", "set keep_state to false", warns=True),
+    ConditionalFields(
         ("environments.*.on_failure.retries",),
         lambda _, policy: "retry" in (policy.timeout, policy.environment, policy.agent),
         "on_failure begins no episode again (timeout={section.timeout}, environment={section.environment}, "
@@ -277,6 +295,14 @@ _PPO = (
         lambda _, limits, name=name: getattr(limits, name) <= limits.episode,  # type: ignore[misc]
         "the episode ends before, after timeout_s.episode={section.episode:g} s", "raise that", warns=True)
       for name in ("reset", "step")),
+    *(ConditionalFields(
+        (f"environments.*.{source}.{name}",),
+        lambda config, section, source=source, name=name, limit=limit: all(  # type: ignore[misc]
+            getattr(each, source) is not section or getattr(section, name) < getattr(each.timeout_s, limit)
+            for each in config.environments.values()),
+        f"the environment's timeout_s.{limit} ends it before", "lower it, or raise that", warns=True)
+      for source, name, limit in (("mcp", "timeout_s", "step"), ("nemo_gym", "timeout_s", "step"),
+                                  ("openenv", "connect_s", "reset"))),
     ConditionalFields(
         ("early_stop.patience",),
         lambda _, stop: stop.kl_above is not None or stop.reward_below_start is not None,

@@ -21,6 +21,37 @@ def is_file_of_rows(path: str) -> bool:
     return Path(path).suffix.lower() in FILE_SUFFIXES
 
 
+class NumberedRows(Section):
+    """Rows without texts, for environments that make their own tasks: `numbered: 1000`, or with settings
+    `numbered: {count: 1000}`. Row i has the columns {"prompt": "", "index": first + i}."""
+
+    count: int = Field(ge=1)
+    """How many rows there are."""
+    first: int | None = Field(None, ge=0)
+    """Index of the first row; if empty 0, and for an evaluation the one after the last that training has."""
+    columns: dict[str, Any] = Field(default_factory=dict)
+    """Further columns, the same in every row: {environment: NAME}, where there are several environments."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, given: Any) -> Any:
+        short = type(given) is int or (isinstance(given, str) and given.isdecimal())  # as the command line has it
+        return {"count": given} if short else given
+
+    @model_validator(mode="after")
+    def _own_columns(self) -> Self:
+        if taken := {"prompt", "index"} & self.columns.keys():
+            raise ValueError(f"columns has {', '.join(sorted(taken))}, which the numbered rows have already; give it "
+                             "another name")
+        return self
+
+    @property
+    def indices(self) -> range:
+        """The indices of the rows."""
+        first = self.first or 0
+        return range(first, first + self.count)
+
+
 class MixedSource(Section):
     """One data set of a mix. Empty fields are taken from the section."""
 
@@ -66,6 +97,11 @@ class DataSection(Section):
         return getattr(self, "mix", ())
 
     @property
+    def numbers(self) -> NumberedRows | None:
+        """The numbered rows, in place of `path`."""
+        return None
+
+    @property
     def weights(self) -> list[float]:
         """The weight of each of `parts`."""
         return [source.weight for source in self.sources] or [1.0]
@@ -82,7 +118,9 @@ class DataSection(Section):
 
     @property
     def location(self) -> str:
-        """The path of a section that is not a mix."""
+        """Where the rows of a section that is not a mix come from: its path, or "numbered rows 0 to 999"."""
+        if self.numbers is not None:
+            return f"numbered rows {self.numbers.indices[0]} to {self.numbers.indices[-1]}"
         return self.path or ""
 
     @property
@@ -96,13 +134,18 @@ class DataSection(Section):
         return [self._of(source) for source in self.sources] or [self]
 
     def named_parts(self) -> list[tuple[str, Self]]:
-        """`parts`, each with the field that names its data set: "prompts.path", or "prompts.mix.0.path"."""
-        return [(f"{self.SECTION}.mix.{i}.path" if self.sources else f"{self.SECTION}.{self.PATH}", part)
-                for i, part in enumerate(self.parts())]
+        """`parts`, each with the field that names its data set: "prompts.path", or "prompts.mix.0.numbered"."""
+        parts = self.parts()
+        of_one = [self.PATH if part.numbers is None else "numbered" for part in parts]
+        of_mix = [f"mix.{i}.{'path' if part.numbers is None else 'numbered'}" for i, part in enumerate(parts)]
+        return [(f"{self.SECTION}.{field}", part)
+                for field, part in zip(of_mix if self.sources else of_one, parts, strict=True)]
 
     def _of(self, source: MixedSource) -> Self:
         given = {name: value for name in type(source).model_fields if (value := getattr(source, name)) is not None}
         given.pop("weight")
+        if "numbered" in given:  # which has a count of its own
+            given["limit"] = None
         return self.model_copy(update={**given, "mix": []})
 
     @model_validator(mode="before")
@@ -113,8 +156,11 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _path_or_mix(self) -> Self:
-        if (self.path is None) != bool(self.sources):
-            raise ValueError("set path, or mix with several data sets" + (", not both" if self.path else ""))
+        given = [name for name in ("path", "numbered", "mix") if getattr(self, name, None)]
+        if len(given) > 1 and "numbered" in given:
+            raise ValueError(f"{' and '.join(given)} are set; keep one")
+        if len(given) != 1:
+            raise ValueError("set path, or mix with several data sets" + (", not both" if given else ""))
         return self
 
 
@@ -130,8 +176,18 @@ class ChatSection(DataSection):
 class PromptsSource(MixedSource):
     """Prompts of a mix."""
 
+    path: DataPath | None = None  # type: ignore[assignment]  # of this source it may be missing
+    """File, pattern, saved directory or Hub data set name."""
+    numbered: NumberedRows | None = None
+    """Rows without texts, in place of `path`."""
     column: str | None = None
     """Column that holds the prompt."""
+
+    @model_validator(mode="after")
+    def _path_or_numbered(self) -> Self:
+        if (self.path is None) == (self.numbered is None):
+            raise ValueError("path and numbered are set; keep one" if self.path else "set path, or numbered")
+        return self
 
 
 class PromptsConfig(ChatSection):
@@ -140,6 +196,8 @@ class PromptsConfig(ChatSection):
     SECTION = "prompts"
     COLUMNS = ("column",)
 
+    numbered: NumberedRows | None = None
+    """Rows without texts, in place of `path`, for environments that give the first message themselves."""
     mix: list[PromptsSource] = Field(default_factory=list)
     """Several data sets in place of `path`, visited in turns that follow their weights."""
     column: str = "prompt"
@@ -151,6 +209,11 @@ class PromptsConfig(ChatSection):
     held_out: float = Field(0.0, ge=0, lt=1)
     """Share of prompts held out of training, for an evaluation without `evaluation.prompts`; equal prompts stay
     together."""
+
+    @property
+    def numbers(self) -> NumberedRows | None:
+        """The numbered rows, in place of `path`."""
+        return self.numbered
 
 
 class EvaluationPrompts(PromptsConfig):

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 
 from rlhf_ray.config.algorithm import OldLogprobs
-from rlhf_ray.config.data import EvaluationPrompts, PromptsConfig
+from rlhf_ray.config.data import EvaluationPrompts, NumberedRows, PromptsConfig
 from rlhf_ray.config.estimators import GDPOEstimator
 from rlhf_ray.config.generation import (
     BUCKET_BETWEEN_GPUS_MB,
@@ -26,6 +26,7 @@ from rlhf_ray.config.rewards import (
 )
 from rlhf_ray.config.run import ClusterConfig, PlacementConfig
 from rlhf_ray.config.scorer_names import scorer_rewards
+from rlhf_ray.config.section import settled
 from rlhf_ray.config.settled import is_set
 from rlhf_ray.config.stages import (
     CriticConfig,
@@ -351,10 +352,21 @@ def _evaluation_prompts(config: PPOConfig) -> PromptsConfig | None:
     if config.evaluation is None or not config.evaluation.has_data:
         return None
     return EvaluationPrompts(**dict(config.prompts) | {
-        "path": config.evaluation.prompts, "mix": config.evaluation.mix, "subset": config.evaluation.subset,
+        "path": config.evaluation.prompts, "numbered": _after_training(config, config.evaluation.numbered),
+        "mix": [settled(each, numbered=_after_training(config, each.numbered)) for each in config.evaluation.mix],
+        "subset": config.evaluation.subset,
         "revision": config.evaluation.revision, "split": config.evaluation.split,
-        "column": config.evaluation.column, "limit": config.evaluation.limit, "held_out": 0.0,
+        "column": config.evaluation.column, "held_out": 0.0,
+        "limit": config.evaluation.limit if config.evaluation.numbered is None else None,
     })
+
+
+def _after_training(config: PPOConfig, rows: NumberedRows | None) -> NumberedRows | None:
+    """Numbered rows of an evaluation: unless they say otherwise, their indices follow those of all training rows."""
+    if rows is None or rows.first is not None:
+        return rows
+    return settled(rows, first=max((part.numbers.indices.stop for part in config.prompts.parts() if part.numbers),
+                                   default=0))
 
 
 def _solved_at(config: PPOConfig) -> dict[str, float]:

@@ -4,7 +4,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhf_ray.config.environment_sources import SOURCES, CommandSource
+from rlhf_ray.config.environment_sources import (
+    SOURCES,
+    CommandSource,
+    GymnasiumSource,
+    McpSource,
+    NemoGymSource,
+    OpenEnvSource,
+    PythonSource,
+    ReasoningGymSource,
+)
 from rlhf_ray.config.paths import UserPath
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.config.section import Section
@@ -68,6 +77,18 @@ class EnvironmentConfig(Section):
     tools, too."""
     command: CommandSource | None = None
     """A program that is an agent: started for each episode, it asks the policy by OpenAI's or Anthropic's API."""
+    python: PythonSource | None = None
+    """A tool that runs programs in a sandbox."""
+    gymnasium: GymnasiumSource | None = None
+    """An environment of gymnasium, as text."""
+    reasoning_gym: ReasoningGymSource | None = None
+    """A family of tasks of reasoning-gym."""
+    mcp: McpSource | None = None
+    """A server of the Model Context Protocol: its tools are the policy's."""
+    openenv: OpenEnvSource | None = None
+    """A server of OpenEnv."""
+    nemo_gym: NemoGymSource | None = None
+    """A resources server of NeMo-Gym."""
     max_turns: int = Field(16, ge=1)
     """Turns of an episode at most, which are the requests of an agent."""
     max_tokens: int = Field(16384, ge=2)
@@ -94,6 +115,13 @@ class EnvironmentConfig(Section):
         given = [name for name in SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"it has {' and '.join(given) or 'no source'}; give exactly one of {', '.join(SOURCES)}")
+        return self
+
+    @model_validator(mode="after")
+    def _turns_for_tries(self) -> Self:
+        if self.reasoning_gym is not None and self.reasoning_gym.tries > self.max_turns:
+            raise ValueError(f"reasoning_gym.tries={self.reasoning_gym.tries} needs as many turns, and max_turns="
+                             f"{self.max_turns}; raise it, or lower tries")
         return self
 
     @property

@@ -11,6 +11,7 @@ from rlhf_ray.config.given_objects import FunctionPath
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.paths import UserPath, expand_path
+from rlhf_ray.config.sandbox import SandboxConfig
 from rlhf_ray.config.section import Section
 
 Aggregate = Literal["min", "prod", "mean", "last"]
@@ -166,6 +167,29 @@ class JSONSchemaReward(VerifiableReward):
         return expand_path(accepts) if isinstance(accepts, str) else accepts
 
 
+class CodeReward(VerifiableReward):
+    """Whether the program in the response passes the row's tests, in a sandbox."""
+
+    type: Literal["code"]
+    """The response's program must pass the row's tests."""
+    tests: str = "tests"
+    """Column of the prompts with the tests: a program that asserts, a list of such, or an object with `inputs` and
+    `outputs`."""
+    program: Literal["last_block", "response"] = "last_block"
+    """Where the program is: the last block ```python of the response after its reasoning, or all of the response."""
+    score: Literal["all", "share"] = "all"
+    """`right` if all tests pass, as in pass@k (Chen et al. 2021) and in verl's `prime_code` by default; or between
+    `wrong` and `right` by the share of tests that pass, which also runs those after a failure."""
+    timeout_s: float = Field(6.0, gt=0)
+    """Wall clock time of a test; a program that takes longer fails it. The default is LiveCodeBench's."""
+    total_s: float = Field(60.0, gt=0)
+    """Time of all tests of a response together; those that do not get their turn have failed."""
+    processes: int = Field(2, ge=1)
+    """Tests that run at a time in each reward scorer."""
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig)
+    """What holds programs back, and what they may use."""
+
+
 class VaderReward(Section):
     """Sentiment of the response alone by a lexicon and rules (VADER, Hutto and Gilbert 2014), from -1 to 1."""
 
@@ -244,7 +268,7 @@ def _with_type(given: Any) -> Any:
 
 RewardConfig = Annotated[
     ModelReward | ProcessReward | HTTPReward | FunctionReward | ExactMatchReward | NumberReward | RegexReward
-    | JSONSchemaReward | VaderReward | EnvironmentReward,
+    | JSONSchemaReward | CodeReward | VaderReward | EnvironmentReward,
     Field(discriminator="type"), BeforeValidator(_with_type),
 ]
 

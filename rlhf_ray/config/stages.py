@@ -382,6 +382,14 @@ TRAINING = ("policy", "critic", "ptx", "algorithm", "coordinator", "buffer", "we
 """Sections of a PPO run that an evaluation alone does not use."""
 
 
+def _from_first(numbered: Any) -> Any:
+    """Numbered rows of `prompts` as an evaluation's own, which would otherwise follow after them."""
+    given = {"count": numbered} if type(numbered) is int else as_set(numbered)
+    if given is None:  # reported with the other problems
+        return numbered
+    return given if given.get("first") is not None else {**given, "first": 0}
+
+
 class EvaluateConfig(PPOConfig):
     """`rlhf-ray evaluate`: a model on its held-out prompts, in environments or by rewards alone, without training. Of a
     file for training, what concerns training is left out; a reference is started only if `reference.path` names
@@ -400,18 +408,20 @@ class EvaluateConfig(PPOConfig):
         evaluation = as_set((given.get("evaluation") or {}) if isinstance(given, dict) else None)
         if prompts is None or evaluation is None or prompts.get("held_out"):
             return given
-        if evaluation.get("prompts") is not None or evaluation.get("mix"):
+        if any(evaluation.get(name) is not None for name in ("prompts", "numbered")) or evaluation.get("mix"):
             return given
         names = ("subset", "revision", "split", "column")
         taken: dict[str, Any] = {name: prompts[name] for name in names if name in prompts}
         if prompts.get("path") is not None:
             taken["prompts"] = prompts["path"]
+        if prompts.get("numbered") is not None:
+            return {**given, "evaluation": {**evaluation, "numbered": _from_first(prompts["numbered"])}}
         if isinstance(mix := prompts.get("mix"), list):
             parts = [as_set(part) for part in mix]
             if None in parts:  # reported with the other problems
                 return given
-            taken["mix"] = [{name: value for name, value in (part or {}).items() if name != "weight"}
-                            for part in parts]
+            taken["mix"] = [{name: _from_first(value) if name == "numbered" else value
+                             for name, value in (part or {}).items() if name != "weight"} for part in parts]
         limits = (prompts.get("limit"), evaluation.get("limit", EvaluationConfig.model_fields["limit"].default))
         if known := [limit for limit in limits if isinstance(limit, int)]:
             taken["limit"] = min(known)

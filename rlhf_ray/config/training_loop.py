@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rlhf_ray.config.data import PromptsSource
+from rlhf_ray.config.data import NumberedRows, PromptsSource
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.given_objects import DataPath
 from rlhf_ray.config.paths import UserPath
@@ -114,7 +114,9 @@ class EvaluationConfig(Section):
 
     prompts: DataPath | None = None
     """jsonl, parquet or csv file, a pattern such as data/*.jsonl, a directory saved by `datasets`, or a Hub data set
-    name; the rows of `prompts.held_out` if this and `mix` are empty."""
+    name; the rows of `prompts.held_out` if this, `numbered` and `mix` are empty."""
+    numbered: NumberedRows | None = None
+    """Rows without texts, in place of `prompts`, for environments that give the first message themselves."""
     mix: list[PromptsSource] = Field(default_factory=list)
     """Several data sets in place of `prompts`; every row of each is used once."""
     subset: str | None = None
@@ -143,12 +145,13 @@ class EvaluationConfig(Section):
     @property
     def has_data(self) -> bool:
         """Whether it names data of its own; otherwise its prompts are held out of training."""
-        return self.prompts is not None or bool(self.mix)
+        return self.prompts is not None or self.numbered is not None or bool(self.mix)
 
     @model_validator(mode="after")
-    def _prompts_or_mix(self) -> Self:
-        if self.prompts is not None and self.mix:
-            raise ValueError(f"prompts={self.prompts!r} and mix are both set; keep one")
+    def _one_source(self) -> Self:
+        given = [name for name in ("prompts", "numbered", "mix") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are set; keep one")
         return self
 
 

@@ -157,8 +157,10 @@ def _blocks(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, reports: 
         for block in stream_prompts(part, tokenizer, report, checks=checks):
             if config.held_out:
                 chats = block.messages or [None] * len(block)
-                digests.extend(group_digest(identity(text, messages, part.system))
-                               for text, messages in zip(block.texts, chats, strict=True))
+                names = ([str(row["index"]) for row in block.metadata] if part.numbers else
+                         [identity(text, messages, part.system)
+                          for text, messages in zip(block.texts, chats, strict=True)])
+                digests.extend(map(group_digest, names))
             yield block
 
 

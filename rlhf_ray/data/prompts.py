@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+NO_PROMPT = [{"role": "user", "content": ""}]
+"""The prompt of a numbered row."""
 RowCheck = Callable[[Mapping[str, Any], str], None]
 """(a row's columns other than the prompt, its place); raises DataError if it cannot be used."""
 
@@ -64,8 +66,17 @@ def stream_prompts(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase, re
 
 
 def prompt_format(config: PromptsConfig, tokenizer: PreTrainedTokenizerBase) -> PromptFormat:
-    """How the prompt column of one data set is read."""
-    return PromptFormat(tokenizer, config.column, system=config.system, as_chat=config.as_chat)
+    """How the prompt column of one data set is read. That of numbered rows is a message without text: the environment
+    gives the first one."""
+    numbered = config.numbers is not None
+    return PromptFormat(tokenizer, "prompt" if numbered else config.column, system=None if numbered else config.system,
+                        as_chat=config.as_chat or numbered, may_be_empty=numbered)
+
+
+def prompt_of(text: str, messages: list[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
+    """The prompt as a column of the row that environments are given: its messages, or its text; "" of a numbered
+    row."""
+    return "" if messages == NO_PROMPT else messages or text
 
 
 def sample_seed(run_seed: int, key: SampleKey) -> int:

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlhf_ray.config.data import DataSection
+from rlhf_ray.config.data import DataSection, NumberedRows
 from rlhf_ray.data.load_report import RowErrors
 from rlhf_ray.data.rows import Rows, brief
 from rlhf_ray.errors import DataError, first_line
@@ -44,8 +44,19 @@ def read_rows(path: str, split: str = "train", limit: int | None = None, subset:
 
 def section_rows(config: DataSection, row_errors: RowErrors) -> Iterator[Rows]:
     """The rows of a section that is not a mix; see `stream_rows`."""
+    if config.numbers is not None:
+        yield from _numbered_rows(config.location, config.numbers, config.limit)
+        return
     for rows in stream_rows(config.location, row_errors, config.split, config.limit, config.subset, config.revision):
         yield replace(rows, fields=config.column_fields)
+
+
+def _numbered_rows(source: str, numbers: NumberedRows, limit: int | None) -> Iterator[Rows]:
+    indices = numbers.indices[:limit]
+    for start in range(0, len(indices), BLOCK):
+        block = indices[start : start + BLOCK]
+        yield Rows(source, [{"prompt": "", "index": index, **numbers.columns} for index in block],
+                   list(range(start + 1, start + 1 + len(block))))
 
 
 def usable_blocks(
@@ -121,6 +132,11 @@ def _pattern(path: Path) -> str:
 def is_local(path: str) -> bool:
     """Whether a path names files or a directory of this machine, not a Hub data set."""
     return Path(path).is_dir() or local_files(path) is not None
+
+
+def has_local_rows(config: DataSection) -> bool:
+    """Whether the rows of a section that is not a mix are on this machine, or numbered."""
+    return config.numbers is not None or is_local(config.location)
 
 
 def _may_be_on_hub(path: str) -> bool:

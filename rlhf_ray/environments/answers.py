@@ -35,7 +35,13 @@ def plain_start(answer: Any) -> dict[str, Any]:
         messages = plain_messages(messages, "reset")
         if not messages:
             raise ValueError("reset returned no messages; give at least one, or None for the prompt of the row")
-    return {"messages": messages, "tools": _plain_tools(given.get("tools", []))}
+    observation = given.get("observation", "")
+    if not isinstance(observation, str):
+        raise TypeError(f"reset returned the observation {brief(observation)}, which must be text")
+    if observation and messages is not None:
+        raise ValueError("reset returned messages and an observation, which is text after the prompt of the row; give "
+                         "one of them")
+    return {"messages": messages, "tools": plain_tools(given.get("tools", []), "reset"), "observation": observation}
 
 
 def plain_step(answer: Any) -> dict[str, Any]:
@@ -74,7 +80,8 @@ def plain_result(answer: Any) -> dict[str, Any]:
     else:
         given = {"reward": answer}
     reward = given.get("reward")
-    return {"reward": None if reward is None else plain_reward(reward, who), "info": _numbers(given.get("info", {}), who),
+    return {"reward": None if reward is None else plain_reward(reward, who),
+            "info": _numbers(given.get("info", {}), who),
             "truncated": _flag(given.get("truncated", False), "truncated", who)}
 
 
@@ -170,15 +177,20 @@ def _fields_of(answer: Any, kind: type, who: str, order: tuple[str, ...]) -> Map
     return answer
 
 
-def _plain_tools(tools: Any) -> list[dict[str, Any]]:
+def plain_tools(tools: Any, who: str) -> list[dict[str, Any]]:
+    """JSON schemas of tools.
+
+    Raises:
+        TypeError, ValueError: they are something else; shows the value.
+    """
     if not isinstance(tools, list | tuple):
-        raise TypeError(f"reset returned the tools {brief(tools)}, which must be a list of JSON schemas")
+        raise TypeError(f"{who} returned the tools {brief(tools)}, which must be a list of JSON schemas")
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise TypeError(f"tool {place} of reset is {brief(tool)}, which must be a JSON schema with function.name "
+            raise TypeError(f"tool {place} of {who} is {brief(tool)}, which must be a JSON schema with function.name "
                             "(transformers.utils.get_json_schema)")
-        _shallow_json(tool, f"tool {place} of reset")
+        _shallow_json(tool, f"tool {place} of {who}")
     return list(tools)
 
 

@@ -73,6 +73,7 @@ class HostProcess:
         self.lost: HostLost | None = None
         """Set once it takes no more calls."""
         self._who, self._field, self._setup, self._spawn, self._on_lost = who, field, setup, spawn, on_lost
+        self._source = setup["source"][0]
         self._process = UserProcess(who, printed)
         self._pid = 0
         self._under_way: dict[int, tuple[Call, asyncio.Future[Answer]]] = {}
@@ -83,7 +84,6 @@ class HostProcess:
 
     async def _start(self) -> Answer:
         loaded = False
-        source = self._setup["source"][0]
         try:
             await self._process.start("rlhf_ray.environments.host", EnvironmentFailed)
             if self.lost is not None:
@@ -92,22 +92,22 @@ class HostProcess:
                 self._process.send(self._setup)
                 facts: Answer = json.loads(await self._process.receive(FRAME_BYTES))
             if "error" in facts:
-                advice = "Correct it"
-                if source == "path":
+                advice = "Correct the field, or start the program that it names"
+                if self._source == "path":
                     advice = "Correct the path (module:name or file.py:name), or fix the code"
-                raise EnvironmentFailed(with_lines(
-                    f"{self._field}.{source}: {self._who} cannot be used: {facts['error']}", "", advice))
+                raise EnvironmentFailed(with_lines(f"{self._field}.{self._source}: {self._who} cannot be used: "
+                                                   f"{facts['error']}", "", advice))
             self._pid = facts.pop("pid")
             self._spawn(self._read())
             loaded = True
             return facts
         except TimeoutError:
-            raise EnvironmentFailed(f"{self._field}.{source}: {self._who} was not imported within {IMPORT_S:g} s; its "
-                                    "process was killed. Make the import faster") from None
+            raise EnvironmentFailed(f"{self._field}.{self._source}: {self._who} was not imported within {IMPORT_S:g} "
+                                    "s; its process was killed. Make the import faster") from None
         except (asyncio.IncompleteReadError, ConnectionError, *NO_ANSWER) as error:
             ending = self.lost.ending if self.lost else await self._ending(error)
-            raise EnvironmentFailed(f"{self._field}.{source}: {self._who} {ending} when it was imported. Fix the code, or "
-                                    f"raise {self._field}.memory_mib={self._setup['memory_mib']}") from None
+            raise EnvironmentFailed(f"{self._field}.{self._source}: {self._who} {ending} when it was imported. Fix the "
+                                    f"code, or raise {self._field}.memory_mib={self._setup['memory_mib']}") from None
         finally:
             if not loaded:
                 self.give_up(HostLost("died", "was not started"))

@@ -122,8 +122,8 @@ class OpenEnvironment:
         self.start = Start(messages=start["messages"], tools=start["tools"])
         """How the episode begins."""
         self.observation: str = start["observation"]
-        """The text that `reset` of a class with tools returned: it is read after the row's prompt, in the same
-        message; "" for none."""
+        """The text that `reset` of a class with tools returned, or `Start.observation`: it is read after the row's
+        prompt, in the same message; "" for none."""
         self._session = session
         self._close = close
         self._closing: asyncio.Task[None] | None = None
@@ -153,7 +153,7 @@ class OpenEnvironment:
         return Step(**answer)
 
     async def reward(self) -> float:
-        """`get_reward()` of a class with tools, 0.0 for the other shapes. Raises as `step`."""
+        """`get_reward()` of a class that has it, 0.0 for others. Raises as `step`."""
         return float(await self._checked(self._session.reward()))
 
     async def close(self) -> None:

@@ -5,8 +5,12 @@ An environment is recognised by its shape; there is no base class.
 
 - Tools: a plain function with type hints and a docstring, a list of such functions, or a class with
   `reset(**row)` whose other public methods are the tools, and optionally `get_reward() -> float`.
+  A class whose tools are known only when it runs has `tool_schemas() -> list` (a class method: their JSON schemas) and
+  `call_tool(name, arguments) -> (content, failed)` in place of the methods; what `call_tool` raises is a failure of the
+  environment, and not the tool's.
 - An environment in messages: a class with `reset(row, seed) -> Start` and `step(reply) -> Step`, and optionally
-  `close()`; each may be a coroutine function.
+  `close()` and `get_reward() -> float`, which is asked once at the end and added to the last turn's reward; each may
+  be a coroutine function.
 - An agent, which has its own loop and asks the policy over HTTP: a function `agent(row, session) -> float | Result`,
   which may be a coroutine function.
 
@@ -22,6 +26,10 @@ from typing import Any
 
 Message = dict[str, Any]
 """{"role": ..., "content": ...}, as chat templates take it."""
+
+
+class EnvironmentBroken(Exception):
+    """What a tool raises if not the call has failed but the environment: the policy does not read it."""
 
 
 @dataclass
@@ -57,6 +65,8 @@ class Start:
     """What the policy reads first; None for the prompt of the row."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """JSON schemas of the tools that the policy may call (`transformers.utils.get_json_schema`)."""
+    observation: str = ""
+    """Text that the policy reads after the prompt of the row, in the same message; not with `messages`."""
 
 
 @dataclass

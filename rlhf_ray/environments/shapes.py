@@ -17,9 +17,10 @@ from rlhf_ray.environments.answers import (
     plain_snapshot,
     plain_start,
     plain_step,
+    plain_tools,
     tool_content,
 )
-from rlhf_ray.environments.protocol import AgentSession, Reply, ToolCall
+from rlhf_ray.environments.protocol import AgentSession, EnvironmentBroken, Reply, ToolCall
 from rlhf_ray.user_code.loading import brief, definition, error_text
 
 Shape = Literal["tools", "class", "environment", "agent"]
@@ -56,6 +57,8 @@ class Target:
     """Columns of the row that `reset` of a class with tools, or the program of an agent, requires."""
     restorable: bool = False
     """It has `snapshot` and `restore`."""
+    answers_calls: bool = False
+    """A class with tools has `call_tool`, which answers the calls of all its tools."""
 
     def facts(self) -> dict[str, Any]:
         """What the process that started this one needs to know."""
@@ -111,6 +114,11 @@ def _class(brought: type, schemas: Schemas | None) -> Target:
             raise TypeError(f"{name}.step is called with one argument, the reply, but {wrong}")
         return Target("environment", brought, [], replayable, place, restorable=_restorable(brought, also_one=True))
     restorable = _restorable(brought, also_one=False)
+    own_schemas = getattr(brought, "tool_schemas", None)
+    if callable(own_schemas) and callable(getattr(brought, "call_tool", None)):
+        if schemas is None:
+            schemas = plain_tools(own_schemas(), "tool_schemas")
+        return Target("class", brought, schemas, replayable, place, restorable=restorable, answers_calls=True)
     no_tools = (*NOT_TOOLS, *(KEEPING if restorable else ()))
     names = dict.fromkeys(each for base in reversed(brought.__mro__[:-1]) for each in vars(base))
     tools = [each for each in names if not each.startswith("_") and each not in no_tools
@@ -196,7 +204,7 @@ class Episode:
         self._tools: dict[str, Any] = {}
 
     def start(self, row: dict[str, Any], seed: int) -> dict[str, Any]:
-        """The fields of `Start`, with those of a class with tools: "observation", the text that its reset returned.
+        """The fields of `Start`; "observation" is the text that the reset of a class with tools returned.
 
         Raises whatever the user's code raises, and TypeError or ValueError for an answer that is none.
         """
@@ -206,7 +214,7 @@ class Episode:
             return {"messages": None, "tools": target.schemas, "observation": ""}
         self._make()
         if target.shape == "environment":
-            return {**plain_start(self._run(self._instance.reset, row=row, seed=seed)), "observation": ""}
+            return plain_start(self._run(self._instance.reset, row=row, seed=seed))
         observation = self._run(self._instance.reset, **self._columns(row, seed))
         if not isinstance(observation, str | None):
             raise TypeError(f"reset returned {brief(observation)}; of a class with tools it must return text or None")
@@ -214,7 +222,11 @@ class Episode:
 
     def _make(self) -> None:
         self._instance = self._target.made()
-        self._tools = {name: getattr(self._instance, name) for name in map(_name, self._target.schemas)}
+        names = map(_name, self._target.schemas)
+        if self._target.answers_calls:
+            self._tools = dict.fromkeys(names)
+        else:
+            self._tools = {name: getattr(self._instance, name) for name in names}
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Begin where another instance gave this snapshot. Raises whatever the user's code raises."""
@@ -250,6 +262,8 @@ class Episode:
         """What the policy reads, and whether it is an error."""
         if call.name not in self._tools:
             return f"Error: there is no tool {call.name!r}; the tools are {', '.join(self._tools)}", True
+        if self._target.answers_calls:
+            return self._answered(call)
         schema = next(each for each in self._target.schemas if _name(each) == call.name)
         if problem := arguments_problem(schema["function"].get("parameters", {}), call.arguments):
             return f"Error: {call.name}: {problem}", True
@@ -257,7 +271,7 @@ class Episode:
         try:
             result = self._run(self._tools[call.name], **call.arguments)
         except BaseException as error:  # also SystemExit: the policy reads it
-            if exhausted(error):
+            if exhausted(error) or isinstance(error, EnvironmentBroken):
                 raise
             return f"Error: {error_text(error)}", True
         finally:
@@ -268,10 +282,19 @@ class Episode:
         """The fields of `Result`: what an agent returns. Raises as `start`."""
         return plain_result(self._run(self._target.made, row, session))
 
+    def _answered(self, call: ToolCall) -> tuple[str, bool]:
+        """`_call` of a class whose `call_tool` answers all calls, and raises where the environment has failed."""
+        self._began_tool(call.name)
+        try:
+            content, failed = self._run(self._instance.call_tool, call.name, call.arguments)
+        finally:
+            self._began_tool("")
+        return tool_content(content, call.name), bool(failed)
+
     def reward(self) -> float:
-        """`get_reward()` of a class with tools that has it; otherwise 0. Raises as `start`."""
+        """`get_reward()` of a class that has it; otherwise 0. Raises as `start`."""
         method = getattr(self._instance, "get_reward", None)
-        if self._target.shape != "class" or method is None:
+        if method is None:
             return 0.0
         return plain_reward(self._run(method), "get_reward")
 

@@ -24,6 +24,10 @@ MOST_CONNECTIONS = 4096
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 START_S = 30.0
+ANSWER_S = 10.0
+TRIES = 3
+"""A gateway that does not answer so often, within `ANSWER_S` each, is out of reach."""
+BETWEEN_TRIES_S = 0.5
 STOP_S = 5.0
 """Maximum wait for answers that are being written when the gateway stops."""
 
@@ -55,6 +59,7 @@ class Gateway:
         """The server's own loop."""
         self._ended: asyncio.Future[BaseException | None] | None = None
         self._origin = ""
+        self._address = ("", 0)
 
     async def start(self) -> None:
         """Listen on a free port.
@@ -67,6 +72,7 @@ class Gateway:
         listener = _listen(self._host)
         port = listener.getsockname()[1]
         host = _reachable(self._host, listener.family)
+        self._address = (host, port)
         self._origin = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         started = self._loop.create_future()
         self._ended = self._loop.create_future()
@@ -120,6 +126,35 @@ class Gateway:
         temperature, seed, ... the run replaced, "fields_ignored": those with a field without effect."""
         return {name: self._session(address).counts[name]
                 for name in ("requests", "sampling_overridden", "fields_ignored")}
+
+    async def out_of_reach(self) -> str:
+        """Why agents cannot reach it any more; "" if they can. Its thread may have ended or hang, or its socket may
+        be closed, without any other sign of it here."""
+        why = ""
+        for _ in range(TRIES):
+            if self._ended is not None and self._ended.done():
+                return f"its thread has ended: {self._ended.result()!r}"
+            why = await self._silence()
+            if not why:
+                break
+            await asyncio.sleep(BETWEEN_TRIES_S)
+        return why
+
+    async def _silence(self) -> str:
+        """Why a request is not answered; "" if it is."""
+        writer = None
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                reader, writer = await asyncio.open_connection(*self._address)
+                writer.write(b"GET / HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\n\r\n")
+                return "" if await reader.readline() else "it closes connections"
+        except TimeoutError:
+            return f"it did not answer within {ANSWER_S:g} s"
+        except OSError as error:
+            return f"it cannot be reached: {error}"
+        finally:
+            if writer is not None:
+                writer.close()
 
     async def stop(self) -> None:
         """Close all sessions, and the server."""

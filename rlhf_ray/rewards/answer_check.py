@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlhf_ray.config.rewards import HTTPReward, NumberReward, RegexReward, RewardConfig, VerifiableReward
+from rlhf_ray.config.rewards import CodeReward, HTTPReward, NumberReward, RegexReward, RewardConfig, VerifiableReward
 from rlhf_ray.data.rows import brief
 from rlhf_ray.errors import DataError
+from rlhf_ray.rewards.code_tests import tests_of
 from rlhf_ray.rewards.rule_sources import rule_source
 
 
@@ -18,7 +19,7 @@ class AnswerCheck:
         """`section`: names the reward in messages."""
         self._section, self._reward, self.columns = section, reward, _columns(reward)
         self._usable: Callable[[Any], bool] = lambda _: True
-        if self.columns and isinstance(reward, VerifiableReward):
+        if self.columns and isinstance(reward, VerifiableReward) and not isinstance(reward, CodeReward):
             self._usable = rule_source(name, reward).usable
 
     def row(self, row: Mapping[str, Any], place: str) -> None:
@@ -31,6 +32,8 @@ class AnswerCheck:
             where = f"{self._section}.{key}={column!r}: {place}"
             if column not in row:
                 raise DataError(f"{where} has no such column; other columns: {', '.join(sorted(row)) or 'none'}")
+            if isinstance(self._reward, CodeReward):
+                _require_tests(row[column], where)
             if not self._usable(row[column]):
                 raise DataError(f"{where} is {brief(row[column])}, which a reward of type {self._reward.type} cannot "
                                 f"compare with a response; name the column with the answer, or fix the row{self._hint}")
@@ -43,10 +46,19 @@ class AnswerCheck:
                 "function for others" + ("" if self._reward.after else ", and `after` for the text before the number"))
 
 
+def _require_tests(value: Any, where: str) -> None:
+    try:
+        tests_of(value)
+    except ValueError as error:
+        raise DataError(f"{where} is {brief(value)}: {error}; name the column with the tests, or fix the row") from None
+
+
 def _columns(reward: RewardConfig) -> list[tuple[str, str]]:
     """Fields of a reward that name columns, with the columns."""
     if isinstance(reward, HTTPReward):
         return [("columns", column) for column in reward.columns]
+    if isinstance(reward, CodeReward):
+        return [("tests", reward.tests)]
     column = getattr(reward, "answer", None)
     if column is None or (isinstance(reward, RegexReward) and reward.group is None):
         return []

@@ -10,6 +10,7 @@ import numpy as np
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import (
     LOCAL_MODELS,
+    CodeReward,
     EnvironmentReward,
     FunctionReward,
     HTTPReward,
@@ -21,6 +22,7 @@ from rlhf_ray.config.rewards import (
 )
 from rlhf_ray.models.shard import WHOLE, Shard
 from rlhf_ray.records import RewardScores
+from rlhf_ray.rewards.code_source import CodeSource
 from rlhf_ray.rewards.environment_source import EnvironmentSource
 from rlhf_ray.rewards.function_source import FunctionSource
 from rlhf_ray.rewards.http.source import HTTPSource
@@ -67,6 +69,8 @@ def make_source(
             return ModelSource(name, config, policy, micro_batch_tokens, longest, shard, turn)
         case FunctionReward():
             return FunctionSource(name, config)
+        case CodeReward():
+            return CodeSource(name, config)
         case VerifiableReward():
             return rule_source(name, config)
         case ProcessReward():

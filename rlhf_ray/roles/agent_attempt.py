@@ -7,6 +7,7 @@ after the same tokens. So an agent that does the same again continues where it w
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from rlhf_ray.environments.agent_run import Pace
 from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import AgentSession, Message
 from rlhf_ray.environments.tool_calls import plain_turn
-from rlhf_ray.errors import DataError, EpisodeFailed, ModelError, RLHFError, first_line
+from rlhf_ray.errors import DataError, EpisodeFailed, ModelError, RLHFError, WorkerBroken, first_line
 from rlhf_ray.gateway.chat import ChatReply, ChatRequest, Policy, Refused, SessionAddress
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.agent_conversations import (
@@ -37,6 +38,10 @@ from rlhf_ray.roles.episode_record import EpisodeRecord, RecordMisfit
 from rlhf_ray.roles.episode_tokens import EpisodeTokens
 from rlhf_ray.roles.rollout_rows import sample_request
 
+GRACE_S = 0.2
+"""An equal request that arrives while another one is open waits so long for that one's client to be gone: it may be a
+retry, and the end of a connection passes through two event loops."""
+LOOK_S = 0.01
 MODEL = "policy"
 """What sessions call the policy."""
 UNREADABLE = (ModelError, DataError, ValueError, TypeError)
@@ -53,6 +58,10 @@ class SessionServer(Protocol):
 
     async def close(self, address: SessionAddress) -> None:
         """The session answers no more; when this returns, none of its requests is under way."""
+        ...
+
+    async def out_of_reach(self) -> str:
+        """Why agents cannot reach it any more; "" if they can."""
         ...
 
 
@@ -126,6 +135,7 @@ class AgentAttempt:
 
         Raises:
             RecordMisfit: it has ended, and cannot be rebuilt from its record.
+            WorkerBroken: its agent could not reach the policy.
             RLHFError: a generator's error, or that no generator is available.
         """
         if self._recorded.outcome is not None:
@@ -146,6 +156,8 @@ class AgentAttempt:
             self._stopped.cancel()
             self._activity.enter("close")
             await asyncio.shield(self._close_session())
+        if why := await self._gateway.out_of_reach():  # so the agent failed because of us, or has given up
+            raise WorkerBroken(f"agents cannot reach the policy: the gateway of their runner is out of reach: {why}")
         return self.ended(cause, error, prompt)
 
     async def _run(self, pool: EnvironmentPool, row: dict[str, Any], seed: int) -> tuple[str, str]:
@@ -161,9 +173,10 @@ class AgentAttempt:
 
         self._activity.turn = 0
         self._activity.enter("a process")
-        running = asyncio.ensure_future(pool.run(row, begin, self._pace))
+        running: asyncio.Future[Any] = asyncio.ensure_future(pool.run(row, begin, self._pace))
         try:
-            await asyncio.wait([running, self._stopped], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [running, self._stopped]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._stopped.done():
                 return self._stopped.result()
             answer = running.result()
@@ -212,6 +225,7 @@ class AgentAttempt:
         self._pace.asks()
         refused = False
         try:
+            await self._until_others_left(request)
             turn = self._asked(request)
             task = self._sampling_tasks.get(turn)
             if task is not None:
@@ -230,6 +244,12 @@ class AgentAttempt:
             raise
         finally:
             self._pace.answered(refused=refused)
+
+    async def _until_others_left(self, request: ChatRequest) -> None:
+        """Wait for the client of an equal request to be gone, for `GRACE_S` at most."""
+        end = time.monotonic() + GRACE_S
+        while self._conversations.is_awaited(request) and time.monotonic() < end:
+            await asyncio.sleep(LOOK_S)
 
     def delivered(self, reply: ChatReply) -> None:
         """See `gateway.chat.Policy`."""

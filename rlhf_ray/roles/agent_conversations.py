@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -207,6 +208,10 @@ class Conversations:
                 return turn
         return None
 
+    def is_awaited(self, request: ChatRequest) -> bool:
+        """Whether a client waits for the answer to an equal request."""
+        return any(turn.reply is None and turn.waiting and turn.request == request for turn in self.turns)
+
     def rows(self) -> list[list[AgentTurn]]:
         """The turns that the agent received, by the rows that hold them."""
         kept = sorted((turn for turn in self.turns if turn.reply is not None and not turn.abandoned),
@@ -281,10 +286,8 @@ def _called(call: Mapping[str, Any]) -> tuple[Any, Any]:
     function = call.get("function") or {}
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            pass
     return function.get("name"), arguments
 
 

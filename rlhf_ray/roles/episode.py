@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.chat import TOOLS
+from rlhf_ray.data.prompts import NO_PROMPT
 from rlhf_ray.data.turn_template import TurnTemplate, call_id
 from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Message, Reply, Start, Step
@@ -26,6 +27,9 @@ from rlhf_ray.roles.episode_record import AttemptEnvironment, EpisodeRecord, Rec
 from rlhf_ray.roles.episode_tokens import EpisodeTokens
 from rlhf_ray.roles.rollout_rows import sample_request
 
+NOTHING_TO_READ = ("the policy has nothing to read: the row is one of `numbered`, without a text, and reset gave no "
+                   "messages; return some, or set a path of prompts")
+"""Why an episode cannot begin."""
 SampleTurn = Callable[[SampleRequest], Awaitable[Completion]]
 """Has a turn sampled by a generator."""
 
@@ -192,6 +196,8 @@ class Attempt:
                 self._activity.enter("reset")
                 start = await environment.start()
                 begins = observed(prompt, start["observation"])
+                if start["messages"] is None and begins == NO_PROMPT:
+                    raise EpisodeFailed("error_environment", NOTHING_TO_READ)
                 cause, error = await self._turn_by_turn(environment, Start(start["messages"], start["tools"]), begins)
                 if self._turns:
                     self._activity.enter("its reward")

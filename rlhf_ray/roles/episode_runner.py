@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, NoReturn, Protocol, cast
 
 from rlhf_ray.config.derived import Derived
 from rlhf_ray.config.environments import EnvironmentConfig
@@ -23,10 +23,10 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.answers import stop_tokens
 from rlhf_ray.data.chat import template_options
-from rlhf_ray.data.prompts import sample_seed
+from rlhf_ray.data.prompts import prompt_of, sample_seed
 from rlhf_ray.data.turn_template import TurnTemplate
 from rlhf_ray.environments.pool import EnvironmentPool
-from rlhf_ray.errors import DataError, ReplayDiverged
+from rlhf_ray.errors import DataError, ReplayDiverged, WorkerBroken
 from rlhf_ray.gateway.server import Gateway
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.loading import load_tokenizer
@@ -48,6 +48,8 @@ POLICY_OF_CAUSE = {"error_parse": "parse", "error_timeout": "timeout", "error_en
                    "error_agent": "agent",
                    **dict.fromkeys(OVERFLOWS, "overflow")}
 """Field of `on_failure` by cause."""
+WATCH_S = 10.0
+"""How often a runner asks its own gateway, while episodes are open."""
 MOST_DIVERGED = 5
 """An episode is begun again so many times because its environment was lost with a neighbour and cannot be replayed;
 then it has failed."""
@@ -157,18 +159,23 @@ class EpisodeRunner:
 
         Raises:
             DataError: a row does not say which environment, or its prompt cannot be read.
+            WorkerBroken: agents cannot reach the policy any more.
             RLHFError: a generator's own error, or that none is available.
         """
         places = {row: i for i, row in enumerate(prompts.rows.tolist())}
         record_of = partial(EpisodeRecord, self._journal_of(journal), journal)
-        tasks = [asyncio.ensure_future(self._episode(
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._episode(
             prompts, places[key.row], key, run_seed, sampling, held_out, record_of)) for key in keys]
+        all_played: asyncio.Future[list[Any]] = asyncio.gather(*tasks)
+        watch: asyncio.Future[Any] = asyncio.ensure_future(self._gateway_lost())
         try:
-            played = await asyncio.gather(*tasks)
+            both: list[asyncio.Future[Any]] = [all_played, watch]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            played = all_played.result() if all_played.done() else watch.result()
         finally:  # when one raises an error, the others end before it is raised
-            for task in tasks:
+            for task in (*tasks, watch):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(all_played, watch, return_exceptions=True)
         rows = [row for segments, _ in played for row in segments]
         samples = [number for number, (segments, _) in enumerate(played) for _ in segments]
         masks = (sampling or self._sampling).same_distribution(self._sampling)
@@ -176,6 +183,13 @@ class EpisodeRunner:
         if not held_out:
             episodes = self._without_lonely(keys, episodes)
         return rollout_of(rows, keys, samples, masks, episodes)
+
+    async def _gateway_lost(self) -> NoReturn:
+        """Raise WorkerBroken when agents cannot reach the policy any more: they would wait until their deadlines."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._agents and (why := await self._gateway.out_of_reach()):
+                raise WorkerBroken(f"{self._name}: the gateway for agents is out of reach: {why}")
 
     def _without_lonely(self, keys: list[SampleKey], episodes: list[Episode]) -> list[Episode]:
         """The episodes; those of prompts of which too few have a reward to be compared are to be quarantined."""
@@ -250,7 +264,7 @@ class EpisodeRunner:
         messages = None if prompts.messages is None else prompts.messages[place]
         options = template_options(metadata, f"row {key.row}")
         prompt = messages or [{"role": "user", "content": prompts.texts[place]}]
-        row = {"prompt": messages or prompts.texts[place], **metadata}
+        row = {"prompt": prompt_of(prompts.texts[place], messages), **metadata}
         chosen = sampling or self._sampling
         texts = self._texts[name]
         if not chosen.same_distribution(self._sampling):
@@ -298,8 +312,8 @@ class EpisodeRunner:
                           attempt.metrics, outcome.events, outcome.error)
         return ended.tokens.segments(seed, FINISHES.get(outcome.cause, "abort")), episode
 
-    def _outcome(self, config: EnvironmentConfig, attempt: Attempt | AgentAttempt, ended: Ended, events: Mapping[str, int],
-                 held_out: bool, may_retry: bool) -> RecordedOutcome | None:
+    def _outcome(self, config: EnvironmentConfig, attempt: Attempt | AgentAttempt, ended: Ended,
+                 events: Mapping[str, int], held_out: bool, may_retry: bool) -> RecordedOutcome | None:
         """How an episode has ended; None if it begins again.
 
         Args:

@@ -8,14 +8,15 @@ import ipaddress
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.stages import PPOConfig
-from rlhf_ray.data.prompts import prompt_format
-from rlhf_ray.data.row_readers import is_local
+from rlhf_ray.data.prompts import prompt_format, prompt_of
+from rlhf_ray.data.row_readers import has_local_rows
 from rlhf_ray.data.turn_template import TurnTemplate
 from rlhf_ray.environments.pool import EnvironmentFacts, EnvironmentPool
 from rlhf_ray.errors import ConfigError, DataError, EpisodeFailed, ModelError
@@ -23,6 +24,7 @@ from rlhf_ray.internals.asyncio import run_coroutine
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.models.stop_tokens import named_stop_tokens
 from rlhf_ray.roles.engines.vllm_tool_calls import tool_call_parser
+from rlhf_ray.roles.episode import NOTHING_TO_READ
 from rlhf_ray.stages.reward_trial import first_rows
 
 if TYPE_CHECKING:
@@ -65,8 +67,8 @@ def check_environments(config: PPOConfig) -> None:
     if agents and not _is_loopback(host):
         logging.getLogger(__name__).warning(
             f"episode_runner.gateway_host={host!r} lets in whoever reaches that address and has the URL and the key of "
-            f"an episode of {', '.join(f'environments.{name}' for name in agents)}, which are sent in the clear: it can "
-            "ask the policy. Use a network that only the agents reach")
+            f"an episode of {', '.join(f'environments.{name}' for name in agents)}, which are sent in the clear: they "
+            "may ask the policy. Use a network that only the agents reach")
 
 
 def _is_loopback(host: str) -> bool:
@@ -79,8 +81,9 @@ def _is_loopback(host: str) -> bool:
 def in_words(name: str, facts: EnvironmentFacts) -> str:
     """A loaded environment: "environments.tools is a class with tools (lookup, submit): env.py:4: class Shop"."""
     kept = ", with snapshots" if facts.restorable else "" if facts.replayable else ", not replayable"
+    place = f": {facts.place}" if facts.place else ""
     tools = ", ".join(str(tool.get("function", tool).get("name")) for tool in facts.tools)
-    return f"environments.{name} is {SHAPES[facts.shape]}{f' ({tools})' if tools else ''}{kept}: {facts.place}"
+    return f"environments.{name} is {SHAPES[facts.shape]}{f' ({tools})' if tools else ''}{kept}{place}"
 
 
 async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) -> EnvironmentFacts:
@@ -94,7 +97,11 @@ async def _begun(name: str, config: PPOConfig, row: Mapping[str, Any] | None) ->
         elif row is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(TRIAL_S):
-                    await (await pool.open(dict(row), config.run.seed)).close()
+                    environment = await pool.open(dict(row), config.run.seed)
+                    facts = replace(facts, tools=facts.tools or environment.start.tools)
+                    await environment.close()
+                    if not (row["prompt"] or environment.start.messages or environment.observation):
+                        raise EpisodeFailed("error_environment", NOTHING_TO_READ)
         return facts
     except EpisodeFailed as error:
         if error.cause == "error_timeout":
@@ -124,7 +131,7 @@ def _first_rows(
     column = config.episode_runner.column
     names = list(config.environments)
     for part in section.parts():
-        if not is_local(part.location):
+        if not has_local_rows(part):
             continue
         with suppress(ModelError, DataError):
             form = prompt_format(part, tokenizer)
@@ -133,7 +140,7 @@ def _first_rows(
                 prompt = form.read(rows, i)
                 row = rows.others(i, part.column)
                 name = names[0] if len(names) == 1 else row.get(column)
-                found.append((str(name), {"prompt": prompt.messages or prompt.text, **row}))
+                found.append((str(name), {"prompt": prompt_of(prompt.text, prompt.messages), **row}))
         if unknown := [name for name, _ in found if name not in names]:
             raise DataError(f"{part.location}: column {column!r} (episode_runner.column) is {unknown[0]!r} in one of "
                             f"the first rows, and names one of the environments {', '.join(names)}; correct the rows")

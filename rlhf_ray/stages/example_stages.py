@@ -1,15 +1,29 @@
-"""The two stages that examples have in common: imitation, then reinforcement learning."""
+"""What examples have in common: a tokenizer made for their demonstrations, the two stages imitation and reinforcement
+learning, and their verdict."""
 
+import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
+from rlhf_ray.data.row_readers import read_rows
+from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
+from rlhf_ray.data.tool_template import TOOL_TAGS, TURN_END, TURN_START, give_tool_template
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.files.writing import write_atomically
+from rlhf_ray.observability.run_directory import read_json
+from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, sft
 from rlhf_ray.stages.bundled_recipes import Recipe, refuse_other_start, run_once, timed
 from rlhf_ray.stages.preflight import check_engine
+
+VOCABULARY, RARE, READ = 1024, 100, 2_000
+"""At most so many tokens; how often two tokens must be neighbours in how many demonstrations to become one: parts of
+tasks that differ are not."""
 
 
 def run_stages(
@@ -29,6 +43,8 @@ def run_stages(
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
+    if not (recipe.folder() / f"{estimator}.yaml").is_file():
+        raise ConfigError(f"the example {name} has no --estimator {estimator}; leave it out, which means grpo")
     began = time.perf_counter()
     config: Any = recipe.config("ppo", directory, seed, overrides, file=estimator)
     check_engine(config.cluster, config.generator)
@@ -40,3 +56,52 @@ def run_stages(
         seconds[estimator] = run_once(estimator, lambda: ppo.run(config, True), Path(config.run.dir))
     seconds["in all, with Ray's start"] = max(time.perf_counter() - began, sum(seconds.values()))
     return Path(config.run.dir), seconds
+
+
+def make_chat_tokenizer(directory: Path, demonstrations: Path, words: Sequence[str]) -> None:
+    """Train a tokenizer with a chat template for demonstrations, and save it to `directory`.
+
+    Args:
+        demonstrations: {"messages", "tools"} a line, of which `tools` may be missing.
+        words: get a token each, wherever they stand.
+    """
+    from transformers import AddedToken
+
+    train_tokenizer([], SMALLEST_VOCABULARY, directory)
+    texts = list(_texts(demonstrations, directory, words))
+    train_tokenizer(texts, VOCABULARY, directory, across_words=True, min_frequency=RARE)
+    tokenizer = give_tool_template(directory)
+    tokenizer.add_tokens([AddedToken(word, single_word=True, normalized=False) for word in words])
+    tokenizer.save_pretrained(directory)
+
+
+def _texts(demonstrations: Path, tokenizer: Path, words: Sequence[str]) -> Iterator[str]:
+    """What stands between the template's tokens and the words in the first demonstrations."""
+    template = give_tool_template(tokenizer)
+    alone = [rf"(?<!\w){re.escape(word)}(?!\w)" for word in sorted(words, key=len, reverse=True)]
+    tags = re.compile("|".join([*map(re.escape, (TURN_START, TURN_END, *TOOL_TAGS)), *alone]))
+    for row in read_rows(str(demonstrations), "train", READ).records:
+        yield from tags.split(str(template.apply_chat_template(
+            row["messages"], tools=row.get("tools"), tokenize=False)))
+
+
+def write_verdict(directory: Path, run_dir: Path, seconds: dict[str, float], solved: str, shown: Sequence[str],
+                  kept: Mapping[str, str]) -> dict[str, Any]:
+    """Print the held-out results before and after: a table, three texts and a sentence; and write summary.json.
+
+    Args:
+        solved: what success is, in words.
+        shown: metrics of the table.
+        kept: key of the summary -> metric after.
+    """
+    evaluation = read_json(run_dir / "evaluation.json")
+    before, after = evaluation["before"], evaluation["after"]
+    print_before_after(changes(*({name: side[name] for name in shown if name in side} for side in (before, after))))
+    print_texts(evaluation["texts"][:3])
+    print(f"verdict: {before['solved']:.1%} of {solved} before, {after['solved']:.1%} after")
+    print("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
+    print(f"model: {run_dir / 'model'}\nreport: {run_dir / 'report.html'}")
+    summary = {"success_before": before["solved"], "success_after": after["solved"],
+               **{key: after[metric] for key, metric in kept.items()}, "seconds": seconds}
+    write_atomically(directory / "summary.json", json.dumps(summary, indent=1).encode())
+    return summary

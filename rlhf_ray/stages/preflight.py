@@ -26,7 +26,7 @@ from rlhf_ray.config.settled import is_set, value_at, with_derived
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.coordinator.recovery import Geometry, check_geometry
 from rlhf_ray.data.inspection import inspect
-from rlhf_ray.data.row_readers import check_data_set_on_hub, is_local, local_files
+from rlhf_ray.data.row_readers import check_data_set_on_hub, has_local_rows, local_files
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
 from rlhf_ray.models.config_json import context_of, file_from_hub, local_configuration, pretrained_config
@@ -60,6 +60,8 @@ def check_data(config: DataSection) -> None:
         DataError: naming the field and the path.
     """
     for field, part in config.named_parts():
+        if part.numbers is not None:
+            continue
         check_data_file(part.location, field, part.revision)
         for key in ("subset", "revision"):
             if (value := getattr(part, key)) is not None and Path(part.location).is_dir():
@@ -81,7 +83,7 @@ def check_first_rows(
     """
     tokenizer = load_tokenizer(model)
     for part in config.parts():
-        if is_local(part.location):
+        if has_local_rows(part):
             limit = min(part.limit or FIRST_ROWS, FIRST_ROWS)
             first = part.model_copy(update={"limit": limit})
             found = inspect(first, tokenizer, 0, steps, model)

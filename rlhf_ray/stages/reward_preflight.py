@@ -12,7 +12,7 @@ from rlhf_ray.config.rewards import LOCAL_MODELS, FunctionReward, ModelReward, R
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.answers import TurnEnds
 from rlhf_ray.data.load_report import RowErrors
-from rlhf_ray.data.row_readers import is_local, read_rows
+from rlhf_ray.data.row_readers import has_local_rows, section_rows
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.data.tokenizer import tokenizer_digest
 from rlhf_ray.errors import ConfigError, ModelError
@@ -137,14 +137,14 @@ def check_prompt_answers(sections: Iterable[PromptsConfig | None], section: str,
 
     check = AnswerCheck(section, name, reward)
     for field, part in (named for prompts in sections if prompts for named in prompts.named_parts()):
-        if not check.columns or not is_local(part.location):
+        if not check.columns or not has_local_rows(part):
             continue
-        rows = read_rows(part.location, part.split, min(part.limit or FIRST_ROWS, FIRST_ROWS), part.subset,
-                         part.revision)
+        first = part.model_copy(update={"limit": min(part.limit or FIRST_ROWS, FIRST_ROWS)})
 
         def read(rows: Rows, i: int, column: str = part.column, field: str = field) -> None:
             check.row(rows.others(i, column), f"{rows.place(i)} ({field})")
 
         row_errors = RowErrors()
-        row_errors.values(rows, read)
+        for rows in section_rows(first, row_errors):
+            row_errors.values(rows, read)
         row_errors.check()

@@ -21,7 +21,7 @@ from rlhf_ray.data.chat import PromptText
 from rlhf_ray.data.encoding import encode_prompts
 from rlhf_ray.data.load_report import RowErrors
 from rlhf_ray.data.prompts import prompt_format
-from rlhf_ray.data.row_readers import is_local, section_rows
+from rlhf_ray.data.row_readers import has_local_rows, section_rows
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import ConfigError, DataError, ModelError, RewardError, SampleError
 from rlhf_ray.models.loading import load_tokenizer
@@ -63,7 +63,7 @@ def trials_of(sections: Iterable[PromptsConfig | None], model: ModelConfig) -> l
         columns: set[str] = set()
         for field, part in section.named_parts():
             with suppress(DataError, ModelError):
-                if is_local(part.location):
+                if has_local_rows(part):
                     rows = first_rows(part)
                     columns.update(*(rows.others(i, part.column) for i in range(len(rows))))
                     form, two = prompt_format(part, tokenizer), range(min(len(rows), len(RESPONSES)))

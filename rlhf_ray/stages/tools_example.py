@@ -5,29 +5,18 @@ by the environment that answers the calls; held-out questions measure it.
 """
 
 import importlib.util
-import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.data.row_readers import read_rows
-from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from rlhf_ray.data.tool_tasks import WORDS, write_tool_tasks
-from rlhf_ray.data.tool_template import TOOL_TAGS, TURN_END, TURN_START, give_tool_template
-from rlhf_ray.errors import ConfigError
-from rlhf_ray.files.writing import write_atomically
-from rlhf_ray.observability.run_directory import read_json
-from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages.bundled_recipes import Recipe
-from rlhf_ray.stages.example_stages import run_stages
+from rlhf_ray.stages.example_stages import make_chat_tokenizer, run_stages, write_verdict
 
 RECIPE = Recipe("examples/tools", home="runs/tools")
 ENVIRONMENT = "lookup_and_calculator.py"
 SHOWN = ("reward", "solved", "failed", "turns", "tool_calls", "tool_failures", "kl", "length")
-VOCABULARY, RARE, READ = 1024, 100, 2_000
-"""At most so many tokens; how often two tokens must be neighbours in how many demonstrations to become one: pairs of
-items are not."""
+KEPT = {"turns_mean": "turns", "tool_calls": "tool_calls", "tool_failures": "tool_failures"}
+"""Key of the summary -> metric."""
 
 
 def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dict[str, Any]:
@@ -43,11 +32,9 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
     Raises:
         RLHFError: the command failed; the message says what to do.
     """
-    if not (RECIPE.folder() / f"{estimator}.yaml").is_file():
-        raise ConfigError(f"the example tools has no --estimator {estimator}; leave it out, which means grpo")
     path = f"--environments.tools.path={environment_file()}:Shop"
     run_dir, seconds = run_stages(RECIPE, "tools", directory, seed, estimator, [path, *overrides], make_data)
-    return write_verdict(directory, run_dir, seconds)
+    return write_verdict(directory, run_dir, seconds, "held-out questions right", SHOWN, KEPT)
 
 
 def environment_file() -> Path:
@@ -73,40 +60,10 @@ def tool_schemas(shop: Any) -> list[dict[str, Any]]:
 
 def make_data(directory: Path, seed: int) -> None:
     """Write demonstrations, prompts and a tokenizer with a chat template, unless they exist."""
-    from transformers import AddedToken
-
     data = directory / "data"
     if (data / "tokenizer" / "chat_template.jinja").is_file():
         return
     print("data: writing questions and demonstrations")
     shop = environment_class()
     files = write_tool_tasks(data, seed, shop, tool_schemas(shop))
-    train_tokenizer([], SMALLEST_VOCABULARY, data / "tokenizer")
-    texts = list(_texts(files.sft, data / "tokenizer"))
-    train_tokenizer(texts, VOCABULARY, data / "tokenizer", across_words=True, min_frequency=RARE)
-    tokenizer = give_tool_template(data / "tokenizer")
-    tokenizer.add_tokens([AddedToken(word, single_word=True, normalized=False) for word in WORDS])
-    tokenizer.save_pretrained(data / "tokenizer")
-
-
-def _texts(demonstrations: Path, tokenizer: Path) -> Iterator[str]:
-    """What stands between the template's tokens in the first demonstrations."""
-    template = give_tool_template(tokenizer)
-    tags = re.compile("|".join([*map(re.escape, (TURN_START, TURN_END, *TOOL_TAGS)), rf"\b(?:{'|'.join(WORDS)})\b"]))
-    for row in read_rows(str(demonstrations), "train", READ).records:
-        yield from tags.split(str(template.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)))
-
-
-def write_verdict(directory: Path, run_dir: Path, seconds: dict[str, float]) -> dict[str, Any]:
-    """Print the held-out results before and after: a table, three texts and a sentence; and write summary.json."""
-    evaluation = read_json(run_dir / "evaluation.json")
-    before, after = evaluation["before"], evaluation["after"]
-    print_before_after(changes(*({name: side[name] for name in SHOWN if name in side} for side in (before, after))))
-    print_texts(evaluation["texts"][:3])
-    print(f"verdict: {before['solved']:.1%} of held-out questions right before, {after['solved']:.1%} after")
-    print("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
-    print(f"model: {run_dir / 'model'}\nreport: {run_dir / 'report.html'}")
-    summary = {"success_before": before["solved"], "success_after": after["solved"], "turns_mean": after["turns"],
-               "tool_calls": after["tool_calls"], "tool_failures": after["tool_failures"], "seconds": seconds}
-    write_atomically(directory / "summary.json", json.dumps(summary, indent=1).encode())
-    return summary
+    make_chat_tokenizer(data / "tokenizer", files.sft, WORDS)

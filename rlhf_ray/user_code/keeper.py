@@ -67,17 +67,17 @@ def _kept(child: int) -> int:
     """Wait until the child has ended or is to end, and kill everything; returns the child's status."""
     ended: dict[int, int] = {}
     while child not in ended and signal.sigwait(TOLD) != signal.SIGTERM:
-        _reap(ended)
+        reap(ended)
     deadline = time.monotonic() + PATIENCE_S
-    while _reap(ended) and time.monotonic() < deadline:
-        for pid in _children():
+    while reap(ended) and time.monotonic() < deadline:
+        for pid in children():
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(LOOK_S)
     return ended.get(child, signal.SIGKILL)
 
 
-def _reap(ended: dict[int, int]) -> bool:
+def reap(ended: dict[int, int]) -> bool:
     """Note the children that have ended, with their statuses. Returns whether others are left: as everything below this
     process becomes its child, none is left then at all."""
     while True:
@@ -90,7 +90,7 @@ def _reap(ended: dict[int, int]) -> bool:
         ended[pid] = status
 
 
-def _children() -> list[int]:
+def children() -> list[int]:
     """The children of this process."""
     found = []
     for each in Path("/proc").glob("[0-9]*/stat"):

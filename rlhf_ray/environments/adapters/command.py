@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -148,7 +149,8 @@ class _Run:
         with suppress(ValueError):
             while line := pipe.readline(REWARD_BYTES):
                 text = line.decode("utf-8", "replace").rstrip("\r\n")
-                print(text, flush=True)
+                sys.stdout.write(f"{text}\n")  # print would write twice, and two threads do
+                sys.stdout.flush()
                 self._last.append(text[:LINE_LENGTH])
                 if counts and text.strip():
                     self._line = text.strip()

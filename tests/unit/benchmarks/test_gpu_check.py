@@ -115,6 +115,11 @@ def test_of_several_measurements_an_error_or_the_end_of_the_process_costs_one(tm
     assert rows[8].verdict == "not run" and "expected to take 900 s" in rows[8].note
 
 
+def test_of_several_measurements_those_named_are_made(tmp_path):
+    rows = list(rows_of(sample("several"), (), tmp_path / "log.txt", 100.0, ("third", "las")))
+    assert [row.what for row in rows] == ["third begins", "third ends", "last begins", "last ends"]
+
+
 def test_a_process_that_cannot_be_cleaned_leaves_the_rest_to_another(tmp_path):
     rows = list(rows_of(sample("uncleaned"), (), tmp_path / "log.txt", 100.0))
     assert [row.what for row in rows] == ["first begins", "first ends", "second begins", "second ends"]
@@ -202,11 +207,11 @@ def test_every_update_of_the_plan_has_settings_that_a_policy_could_have():
 
 
 def test_the_run_of_the_plan_is_one_whose_roles_share_a_gpu(tmp_path):
-    from benchmarks.gpu_check.cluster import _configuration
+    from benchmarks.gpu_check.cluster import configuration
     from rlhf_ray.config.derived import transport_of
     from rlhf_ray.config.stages import PPOConfig
 
-    config = PPOConfig.model_validate(_configuration(tmp_path, ON_GPU, str(tmp_path)))
+    config = PPOConfig.model_validate(configuration(tmp_path, ON_GPU, str(tmp_path)))
     roles = (config.generator, config.policy, config.critic, config.reference)
     assert sum(role.gpus for role in roles) == pytest.approx(1) and transport_of(config) == "ipc"
     assert config.generator.sleep_level == 2 and config.policy.offload_between_phases

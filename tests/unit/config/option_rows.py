@@ -149,12 +149,23 @@ def calls_read(_: Any, environment: Any) -> Any:
 GPU = {"pools.default.gpus": 2, "pools.default.cpus": 16}
 CPUS = {"pools.default.cpus": 16}
 EVALUATION = {"evaluation.prompts": "e.jsonl"}
+MCP, OPENENV, NEMO_GYM = (f"tests/unit/environments/test_{name}.py::" for name in ("mcp", "openenv", "nemo_gym"))
+NUMBERS = {"prompts.path": None, "prompts.numbered.count": 9, "environments.NAME.path": "tools.py:look",
+           "environments.NAME.max_tokens": 768}
 ENVIRONMENT = {"environments.NAME.path": "tools.py:look", "environments.NAME.max_tokens": 768}
+COMMAND = {"environments.NAME.command.run": ["program"], "environments.NAME.max_tokens": 768}
+AGENT_RUNS = "tests/unit/environments/test_agent_runs.py::"
 LOSS_OPTIONS = "tests/unit/roles/test_loss_options.py::"
 ASSEMBLER = "tests/unit/roles/test_assembler.py::"
 PROMPTS = "tests/unit/data/test_prompts.py::"
+NUMBERED = "tests/unit/data/test_numbered_rows.py::"
+GYMNASIUM = "tests/unit/environments/test_gymnasium.py::"
+REASONING_GYM = "tests/unit/environments/test_reasoning_gym.py::"
 READERS = "tests/unit/data/test_row_readers.py::"
 HTTP = "tests/unit/rewards/http/test_source.py::"
+CODE = "tests/unit/rewards/test_code_reward.py::"
+TOOL = "tests/unit/environments/test_python_tool.py::"
+ESCAPES = "tests/unit/user_code/test_sandbox_escapes.py::"
 EPISODES = "tests/unit/roles/test_episode_policies.py::"
 SERVING = "tests/unit/serving/"
 ROWS: list[Row] = [
@@ -277,6 +288,25 @@ ROWS: list[Row] = [
     Shown(("model.architecture.family",),
           "tests/unit/models/test_loading.py::test_a_new_model_of_another_family_is_saved_and_loaded_as_one"),
     # Data
+    Shown(("prompts.numbered.count", "prompts.mix.N.numbered.count"),
+          NUMBERED + "test_there_are_as_many_as_counted_block_by_block"),
+    Shown(("*.numbered.first", "*.numbered.columns", "*.mix.N.numbered.first", "*.mix.N.numbered.columns"),
+          NUMBERED + "test_rows_have_no_text_and_a_number"),
+    Shown(("evaluation.numbered.*", "evaluation.mix.N.numbered.*"),
+          NUMBERED + "test_an_evaluation_has_the_numbers_after_those_of_training"),
+    Refused(("prompts.numbered.count",), 9, "rows without texts", stages=("preferences",),
+            given={"prompts.path": None}),
+    Refused(("prompts.mix.N.limit",), 9, "has numbered rows without texts", stages=("ppo",),
+            given={"prompts.mix.N.path": None, "prompts.mix.N.numbered.count": 9, **ENVIRONMENT}),
+    Refused(("prompts.mix.N.column",), "x", "has numbered rows without texts", stages=("ppo",),
+            given={"prompts.mix.N.path": None, "prompts.mix.N.numbered.count": 9, **ENVIRONMENT}),
+    Refused(("prompts.limit",), 9, "has 9 rows without texts", stages=("ppo",), given=NUMBERS),
+    Refused(("prompts.column", "prompts.system", "prompts.as_chat"), "true", "has 9 rows without texts",
+            stages=("ppo",), given=NUMBERS),
+    Refused(("evaluation.limit",), 9, "has 9 rows without texts", stages=("ppo",),
+            given={**NUMBERS, "evaluation.numbered.count": 9}),
+    Refused(("evaluation.column",), "x", "has 9 rows without texts", stages=("ppo",),
+            given={**NUMBERS, "evaluation.numbered.count": 9}),
     Shown(("*.path", "*.mix.N.path"),
           "tests/unit/stages/test_preflight.py::test_a_missing_file_is_named_with_where_was_looked"),
     Shown(("*.subset", "*.split", "*.revision", "*.mix.N.subset", "*.mix.N.split", "*.mix.N.revision"),
@@ -437,6 +467,72 @@ ROWS: list[Row] = [
     # Environments
     Shown(("environments.NAME.path",),
           "tests/unit/environments/test_shapes.py::test_a_class_with_reset_and_typed_methods_is_a_class_with_tools"),
+    Shown(("environments.NAME.command.run",), AGENT_RUNS + "test_what_a_program_is_given"),
+    Shown(("environments.NAME.command.variables",), AGENT_RUNS + "test_what_a_program_is_given"),
+    Shown(("environments.NAME.command.reward",), AGENT_RUNS + "test_the_reward_of_a_program"),
+    Shown(("environments.NAME.mcp.command",), MCP + "test_each_episode_has_a_server_that_ends_with_it"),
+    Shown(("environments.NAME.mcp.variables",), MCP + "test_variables_are_those_that_are_named"),
+    Shown(("environments.NAME.mcp.url", "environments.NAME.mcp.token_variable"),
+          MCP + "test_a_server_with_a_url_is_shared_and_gets_the_token"),
+    Shown(("environments.NAME.mcp.tools",), MCP + "test_only_named_tools_are_the_policys"),
+    Shown(("environments.NAME.mcp.reset_tool", "environments.NAME.mcp.reward_tool"),
+          MCP + "test_tools_of_the_row_begin_and_judge_an_episode"),
+    Shown(("environments.NAME.mcp.timeout_s",), MCP + "test_a_slow_tool_is_an_answer_and_the_server_goes_on"),
+    Shown(("environments.NAME.mcp.replayable",), MCP + "test_whoever_knows_a_server_may_say_that_it_is_replayable"),
+    Warned(("environments.NAME.mcp.timeout_s",), 60, "timeout_s.step ends it before",
+           given={"environments.NAME.mcp.command": ["server"], "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.openenv.url", "environments.NAME.openenv.action"),
+          OPENENV + "test_a_reply_may_be_the_action_as_json_and_what_is_wrong_is_read"),
+    Shown(("environments.NAME.openenv.token_variable",), OPENENV + "test_the_token_is_sent"),
+    Shown(("environments.NAME.openenv.field",),
+          OPENENV + "test_actions_of_several_fields_are_json_unless_the_field_is_named"),
+    Shown(("environments.NAME.openenv.observation", "environments.NAME.openenv.columns"),
+          OPENENV + "test_only_named_columns_and_fields_are_sent_and_read"),
+    Shown(("environments.NAME.openenv.connect_s",), OPENENV + "test_a_server_whose_sessions_stay_in_use_is_named"),
+    Shown(("environments.NAME.openenv.replayable",), OPENENV + "test_a_server_may_be_said_not_to_be_replayable"),
+    Warned(("environments.NAME.openenv.connect_s",), 60, "timeout_s.reset ends it before",
+           given={"environments.NAME.openenv.url": "http://server", "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.nemo_gym.url", "environments.NAME.nemo_gym.token_variable"),
+          NEMO_GYM + "test_an_episode_is_the_requests_of_nemo_gyms_own_agent"),
+    Shown(("environments.NAME.nemo_gym.timeout_s",), NEMO_GYM + "test_a_slow_tool_is_an_answer"),
+    Shown(("environments.NAME.nemo_gym.replayable",), NEMO_GYM + "test_a_server_may_be_said_to_be_replayable"),
+    Warned(("environments.NAME.nemo_gym.timeout_s",), 60, "timeout_s.step ends it before",
+           given={"environments.NAME.nemo_gym.url": "http://server", "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.gymnasium.id", "environments.NAME.gymnasium.options",
+           "environments.NAME.gymnasium.rendering"),
+          GYMNASIUM + "test_a_slippery_lake_answers_as_the_library_does_with_the_same_seed_and_actions"),
+    Shown(("environments.NAME.gymnasium.actions",),
+          GYMNASIUM + "test_a_lake_is_crossed_by_the_names_of_actions_and_drawn_as_text"),
+    Shown(("environments.NAME.gymnasium.prompt",),
+          GYMNASIUM + "test_the_first_message_is_the_row_s_the_setting_s_or_made_from_the_spaces"),
+    Shown(("environments.NAME.reasoning_gym.task", "environments.NAME.reasoning_gym.settings"),
+          REASONING_GYM + "test_questions_and_scores_are_those_of_the_library"),
+    Shown(("environments.NAME.reasoning_gym.answer",),
+          REASONING_GYM + "test_an_answer_is_read_within_tags_or_is_the_whole_text"),
+    Refused(("environments.NAME.reasoning_gym.answer",), "text", "scores all that is written",
+            given={"environments.NAME.reasoning_gym.task": "chain_sum"}),
+    Shown(("environments.NAME.reasoning_gym.system",),
+          REASONING_GYM + "test_system_prompts_are_the_library_s_by_name"),
+    Shown(("environments.NAME.reasoning_gym.tries",),
+          REASONING_GYM + "test_after_a_wrong_answer_there_are_as_many_tries_as_set_and_the_last_score_counts"),
+    Refused(("environments.NAME.reasoning_gym.tries",), 17, "needs as many turns",
+            given={"environments.NAME.reasoning_gym.task": "chain_sum"}),
+    Shown(("environments.NAME.python.timeout_s",), TOOL + "test_a_program_has_its_time"),
+    Shown(("environments.NAME.python.keep_state",), TOOL + "test_with_keep_state_names_and_files_stay"),
+    Warned(("environments.NAME.python.programs",), 4, "an interpreter of its own",
+           given={"environments.NAME.python.keep_state": True, "environments.NAME.max_tokens": 768}),
+    Shown(("environments.NAME.python.programs",), TOOL + "test_programs_of_several_episodes_run_at_a_time"),
+    Shown(("environments.NAME.python.max_characters",), TOOL + "test_the_middle_of_a_long_text_is_left_out"),
+    Shown(("environments.NAME.python.sandbox.memory_mib", "rewards.NAME.sandbox.memory_mib"),
+          ESCAPES + "test_a_memory_bomb_gets_an_error"),
+    Shown(("environments.NAME.python.sandbox.disk_mib", "rewards.NAME.sandbox.disk_mib"),
+          ESCAPES + "test_a_disk_bomb_is_killed_and_removed"),
+    Shown(("environments.NAME.python.sandbox.output_kib", "rewards.NAME.sandbox.output_kib"),
+          ESCAPES + "test_a_flood_is_cut_and_killed"),
+    Shown(("environments.NAME.python.sandbox.max_processes", "rewards.NAME.sandbox.max_processes"),
+          ESCAPES + "test_a_fork_bomb_is_bounded_and_killed"),
+    Shown(("environments.NAME.python.sandbox.allow_missing", "rewards.NAME.sandbox.allow_missing"),
+          "tests/unit/user_code/test_sandbox.py::test_a_missing_rung_can_be_allowed"),
     Shown(("environments.NAME.max_turns",), EPISODES + "test_an_episode_has_at_most_max_turns"),
     Differs(("environments.NAME.max_turns", "environments.NAME.concurrency"), (2, 4), plan, given=ENVIRONMENT),
     Shown(("environments.NAME.max_tokens",), EPISODES + "test_an_episode_has_at_most_max_tokens_with_what_it_read"),
@@ -456,6 +552,8 @@ ROWS: list[Row] = [
           EPISODES + "test_an_episode_past_a_deadline_is_used_as_configured"),
     Shown(("environments.NAME.on_failure.environment",),
           EPISODES + "test_an_episode_whose_environment_failed_is_used_as_configured"),
+    Shown(("environments.NAME.on_failure.agent",),
+          "tests/unit/roles/test_agent_attempt.py::test_an_episode_whose_agent_failed_is_used_as_configured"),
     Shown(("environments.NAME.on_failure.overflow",),
           EPISODES + "test_an_episode_that_ran_out_of_turns_is_used_as_configured"),
     Shown(("environments.NAME.on_failure.retries",),
@@ -467,6 +565,8 @@ ROWS: list[Row] = [
           EPISODES + "test_a_runner_has_at_most_so_many_open_episodes_of_an_environment"),
     Warned(("environments.NAME.processes",), 3, "gives each episode a process of its own",
            given={**ENVIRONMENT, "environments.NAME.isolated": True}),
+    Warned(("environments.NAME.processes",), 3, "each episode of a command has", given=COMMAND),
+    Warned(("environments.NAME.isolated",), True, "each episode of a command has", given=COMMAND),
     Warned(("environments.NAME.processes",), 9, "no more processes than these start",
            given={**ENVIRONMENT, "environments.NAME.concurrency": 8}),
     Shown(("environments.NAME.isolated",), "tests/unit/environments/test_failures.py::"
@@ -475,7 +575,10 @@ ROWS: list[Row] = [
           "tests/unit/environments/test_failures.py::test_out_of_memory_is_the_failure_of_the_one_that_takes_it"),
     Shown(("episode_runner.column",),
           EPISODES + "test_a_column_names_the_environment_where_there_are_several"),
+    Shown(("episode_runner.gateway_host",),
+          "tests/unit/stages/test_environment_preflight.py::test_a_gateway_that_others_reach_is_a_warning"),
     Warned(("episode_runner.workers",), 2, "there are no environments"),
+    Warned(("episode_runner.gateway_host",), "0.0.0.0", "there are no environments"),
     Warned(("episode_runner.column",), "world", "there is one environment", given=ENVIRONMENT),
     # Preferences
     Shown(("pairs.judge",), "tests/unit/roles/test_texts.py::test_neighbours_form_pairs_and_the_better_is_chosen"),
@@ -522,6 +625,11 @@ ROWS: list[Row] = [
     Shown(("rewards.NAME.group",), "tests/unit/rewards/test_regex_and_json_schema.py::test_a_group_must_be_the_answer"),
     Shown(("rewards.NAME.accepts",),
           "tests/unit/rewards/test_regex_and_json_schema.py::test_responses_must_be_json_that_the_schema_accepts"),
+    Shown(("rewards.NAME.tests",), CODE + "test_another_column_has_the_tests"),
+    Shown(("rewards.NAME.program",), CODE + "test_a_response_without_a_program_is_wrong_and_counted"),
+    Shown(("rewards.NAME.score",), CODE + "test_by_default_all_tests_must_pass"),
+    Shown(("rewards.NAME.timeout_s", "rewards.NAME.total_s"), CODE + "test_a_test_has_its_time_and_all_have_theirs"),
+    Shown(("rewards.NAME.processes",), CODE + "test_responses_are_run_side_by_side_while_others_are_served"),
     Shown(("reward.on_failure",),
           "tests/unit/coordinator/test_quarantine.py::test_without_a_quarantine_the_error_ends_the_run"),
     Shown(("reward.quarantine_limit",),

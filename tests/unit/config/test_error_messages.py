@@ -51,7 +51,7 @@ def problems(cls, path, overrides=()):
         ("--polcy", "--polcy: there is no section polcy; did you mean policy?"),
         ("--run.steps", "--run.steps has no value"),
         ("--prompts.mix=[{path: x}]", "prompts: set path, or mix with several data sets, not both"),
-        ("--prompts.mix=[{weight: 2}]", "prompts.mix.0.path: is required"),
+        ("--prompts.mix=[{weight: 2}]", "prompts.mix.0: set path, or numbered"),
         ("--prompts.mix=[{path: x, wieght: 2}]", "prompts.mix.0.wieght: unknown key; did you mean weight?"),
         ("--prompts.mix=[{path: x, weight: 0}]", "prompts.mix.0.weight=0: must be greater than 0"),
     ],

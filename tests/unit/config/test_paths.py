@@ -21,6 +21,7 @@ NO_PATHS = {
     "prompt", "response", "messages", "column", "chosen", "rejected", "margin", "steps", "labels", "pool", "targets",
     "best_metric", "stop", "placeholder", "good", "bad", "separator", "label", "urls", "columns", "token_variable",
     "allow_hosts", "answer", "after", "pattern", "group", "host", "derived", "tool_format",
+    "tests",
 }
 """Fields with text that names no file. One that is new belongs here, or has the type `UserPath`."""
 

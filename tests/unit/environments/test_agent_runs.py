@@ -179,8 +179,8 @@ def test_an_agent_whose_process_dies_is_run_again_once_in_a_process_of_its_own(p
         assert (await runs.run(f"once({str(tmp_path / 'once')!r})"))["reward"] == 7
         assert runs.begun == 2
         other = Runs(runs.pool)
-        with pytest.raises(EpisodeFailed, match="was killed by SIGKILL, also when that was repeated in a process of its "
-                                                "own. Fix the agent") as failure:
+        with pytest.raises(EpisodeFailed, match="was killed by SIGKILL, also when that was repeated in a process of "
+                                                "its own. Fix the agent") as failure:
             await other.run("os.kill(os.getpid(), 9)")
         assert failure.value.cause == "error_agent" and other.begun == 2
 
@@ -270,7 +270,8 @@ def test_what_a_program_is_given(programs, tmp_path):
     script = """
         echo "$OPENAI_BASE_URL $OPENAI_API_KEY $ANTHROPIC_BASE_URL $ANTHROPIC_API_KEY $RLHF_RAY_MODEL $RLHF_RAY_SEED"
         echo "$@"; cat "$RLHF_RAY_ROW"; echo; pwd; ls | wc -l; echo "$MINE"; echo 1 > reward.txt"""
-    _, lines = programs(script, arguments=["{question}", "{price}-{seed}", "{{x}}", '{"a": {"b": 1}}'], variables={"MINE": "yes"})
+    given = ["{question}", "{price}-{seed}", "{{x}}", '{"a": {"b": 1}}']
+    _, lines = programs(script, arguments=given, variables={"MINE": "yes"})
     urls, arguments, row, place, files, mine = [line.removeprefix("environments.mine: ") for line in lines]
     assert urls == "http://h/1/v1 key http://h/1 key policy 5" and arguments == """6 * 7 3-5 {x} {"a": {"b": 1}}"""
     assert row == '{"question": "6 * 7", "price": 3}' and (files.strip(), mine) == ("0", "yes")
@@ -286,7 +287,7 @@ def test_a_missing_column_and_a_missing_program_are_named(programs):
         from rlhf_ray.environments.pool import EnvironmentPool
 
         pool = EnvironmentPool("mine", EnvironmentConfig(command=["no-such-program"]))
-        with pytest.raises(EnvironmentFailed, match=r"^environments\.mine\.command: .*there is no program 'no-such-pro"):
+        with pytest.raises(EnvironmentFailed, match=r"^environments\.mine\.command: .*there is no program 'no-such"):
             await pool.start()
         await pool.stop()
 

@@ -67,7 +67,7 @@ def test_another_step_is_refused_with_its_value(answer, said):
     (Start([{"role": "assistant", "tool_calls": [{}]}]), [{"role": "assistant", "tool_calls": [{}]}]),
 ])
 def test_a_start_may_be_a_start_or_a_dict(answer, messages):
-    assert plain_start(answer) == {"messages": messages, "tools": []}
+    assert plain_start(answer) == {"messages": messages, "tools": [], "observation": ""}
 
 
 @pytest.mark.parametrize("answer, said", [

@@ -331,3 +331,55 @@ def test_arguments_are_checked_by_their_schema(schema, right, wrong):
     parameters = {"properties": {"x": schema}}
     assert not any(arguments_problem(parameters, {"x": value}) for value in right)
     assert all(arguments_problem(parameters, {"x": value}) for value in wrong)
+
+
+class Answers:
+    """A class with tools that are known when it runs."""
+
+    def reset(self, a):
+        self.a = a
+
+    @classmethod
+    def tool_schemas(cls):
+        return [{"type": "function", "function": {"name": "close", "parameters": {"type": "object"}}}]
+
+    async def call_tool(self, name, arguments):
+        if "broken" in arguments:
+            raise ConnectionError("no server")
+        return f"{self.a} {name} {arguments}", "fails" in arguments
+
+
+def test_a_class_may_say_its_tools_and_answer_their_calls():
+    """Arguments are its own affair, and what it raises is no answer: the environment has failed."""
+    episode, start = begin(Answers, {"a": 1})
+    assert start["tools"] == Answers.tool_schemas()
+    step = episode.step(Reply("", tool_calls=[ToolCall("close", {"x": 2}, "1"), ToolCall("close", {"fails": 0}, "2"),
+                                              ToolCall("look", {}, "3")]))
+    assert [message["content"] for message in step["messages"]] == [
+        "1 close {'x': 2}", "1 close {'fails': 0}", "Error: there is no tool 'look'; the tools are close"]
+    assert step["tool_errors"] == 2
+    with pytest.raises(ConnectionError):
+        episode.step(Reply("", tool_calls=[ToolCall("close", {"broken": 1}, "4")]))
+
+
+def test_an_environment_may_give_its_reward_at_the_end():
+    class Judged(Board):
+        def get_reward(self):
+            return 0.5
+
+    assert begin(Judged, {"a": 1})[0].reward() == 0.5 and begin(Board, {"a": 1})[0].reward() == 0.0
+
+
+def test_a_start_may_have_text_after_the_prompt():
+    class After:
+        def reset(self, row, seed):
+            return {"observation": row["a"], "messages": row.get("messages")}
+
+        def step(self, reply):
+            return {"done": True}
+
+    assert begin(After, {"a": "go"})[1] == {"messages": None, "tools": [], "observation": "go"}
+    with pytest.raises(ValueError, match="messages and an observation"):
+        begin(After, {"a": "go", "messages": [{"role": "user", "content": "x"}]})
+    with pytest.raises(TypeError, match="the observation int 3, which must be text"):
+        begin(After, {"a": 3})

@@ -1,6 +1,7 @@
 """What docs/rewards.md shows is what runs: its YAML is read as configurations, its Python called as rewards."""
 
 import asyncio
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.rewards import FunctionReward
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.rewards.sources import make_source
+from rlhf_ray.user_code import sandbox_kernel as kernel
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")
 YAML, PYTHON = (re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -28,7 +30,8 @@ def test_every_configuration_is_one(block):
 
 def test_every_type_is_shown():
     shown = {reward.type for block in YAML for reward in configuration(block).rewards.values()}
-    assert shown == {"model", "process", "http", "function", "exact_match", "number", "regex", "json_schema"}
+    assert shown == {"model", "process", "http", "function", "exact_match", "number", "regex", "json_schema",
+                     "code"}
 
 
 def told(name, section, requests):
@@ -75,3 +78,20 @@ def test_the_rules_judge_as_they_say(ask):
     assert rewards.keys() == RULES.keys()
     for name, (response, metadata, score) in RULES.items():
         assert told(name, rewards[name], [ask(response, metadata=metadata)]) == [score]
+
+
+PROGRAMS = ["def add(a, b): return a + b", "def add(a, b): return a + b", "print(sum(map(int, input().split())))",
+            "def add(a, b): return a + b"]
+
+
+@pytest.mark.skipif(kernel.landlock_abi() < kernel.LEAST_ABI or bool(kernel.seccomp_problem()),
+                    reason="Landlock or seccomp is missing here")
+def test_the_rows_with_tests_are_scored_as_they_say(ask):
+    blocks = re.findall(r"^```json\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    rows = [json.loads(line) for block in blocks for line in block.splitlines() if '"tests"' in line]
+    assert len(rows) == len(PROGRAMS)
+    section = next(c.rewards["right"] for block in YAML if "right" in (c := configuration(block)).rewards)
+    for program, score in ((None, 1.0), ("def add(a, b): return 0", 0.0)):
+        texts = [f"So:\n```python\n{program or right}\n```" for right in PROGRAMS]
+        requests = [ask(text, i, metadata=row) for i, (text, row) in enumerate(zip(texts, rows, strict=True))]
+        assert told("right", section, requests) == [score] * 4

@@ -122,6 +122,7 @@ class Agents:
         self.agent = agent
         self.policies = []
         self.closed = 0
+        self.why_out_of_reach = ""
         self.restarts = 0
         """So many runs lose their process when they end."""
 
@@ -131,6 +132,9 @@ class Agents:
 
     async def close(self, address):
         self.closed += 1
+
+    async def out_of_reach(self):
+        return self.why_out_of_reach
 
     async def run(self, row, begin, pace):
         while True:

@@ -5,11 +5,12 @@ import asyncio
 import pytest
 
 from rlhf_ray.config.generation import SamplingConfig
-from rlhf_ray.errors import WorkerError
+from rlhf_ray.data.prompts import sample_seed
+from rlhf_ray.errors import WorkerBroken, WorkerError
 from rlhf_ray.gateway.chat import Refused
+from rlhf_ray.roles import episode_runner
 from rlhf_ray.roles.episode import turn_seed
 from rlhf_ray.roles.episode_journal import digest
-from rlhf_ray.data.prompts import sample_seed
 from tests.unit.roles.agent_plays import (
     CALL,
     KEY,
@@ -186,7 +187,7 @@ def test_one_request_sent_twice_at_a_time_is_two_turns():
         assert one.turn != other.turn
 
     generators = Generators(lambda context, seed: str(seed))
-    rollout, found = episode(agent, generators)
+    rollout, _ = episode(agent, generators)
     assert len({request.seed for request in generators.requests}) == 2 and len(rollout) == 2
 
 
@@ -210,6 +211,24 @@ def test_a_request_whose_client_has_left_is_answered_with_the_same_turn_when_it_
     rollout, found = episode(agent, generators)
     assert len(generators.requests) == 3 and found.events == {}
     assert sorted(rows_of(rollout)) == ["go?[a.]", "on?[a.]", "on?[a.]"]
+
+
+def test_a_retry_may_arrive_before_the_end_of_the_connection_that_it_replaces():
+    async def agent(client, row, session):
+        gate = generators.gates["go?"] = asyncio.get_running_loop().create_future()
+        left = asyncio.ensure_future(client.ask(("user", "go")))
+        while not generators.requests:
+            await asyncio.sleep(0)
+        again = asyncio.ensure_future(client.ask(("user", "go")))
+        await asyncio.sleep(0.03)
+        left.cancel()
+        await asyncio.sleep(0.03)
+        gate.set_result(None)
+        await again
+
+    generators = Generators(turns("a"))
+    rollout, found = episode(agent, generators)
+    assert len(generators.requests) == 1 and rows_of(rollout) == ["go?[a.]"] and found.events == {}
 
 
 def test_a_turn_whose_answer_nobody_received_is_no_part_of_the_sample():
@@ -394,6 +413,24 @@ def test_an_error_of_the_generators_ends_the_call_and_is_not_the_agent_s():
 
     with pytest.raises(WorkerError, match="lost"):
         episode(agent, Generators(lambda context, seed: WorkerError("lost")))
+
+
+async def gives_up(client, row, session):
+    await client.ask(("user", "go"))
+    return 0.0
+
+
+async def waits(client, row, session):
+    await asyncio.sleep(600)
+
+
+@pytest.mark.parametrize("agent", [gives_up, waits])
+def test_an_agent_that_cannot_reach_the_policy_has_no_reward_and_its_runner_is_replaced(agent, monkeypatch):
+    monkeypatch.setattr(episode_runner, "WATCH_S", 0.01)
+    agents = Agents(agent)
+    agents.why_out_of_reach = "it is closed"
+    with pytest.raises(WorkerBroken, match="out of reach: it is closed"):
+        asyncio.run(play(runner_of(agents, Generators(turns("a")))))
 
 
 def test_messages_that_the_template_refuses_are_refused():

@@ -33,21 +33,21 @@ def agent_of(actions, order):
             kept.append([*messages, said(await client.ask(*messages))])
 
         await ask([("user", "go")])
-        for name, *given in actions:
-            messages = kept[given[0] % len(kept)] if name not in ("begin", "parallel") else []
+        for name, *values in actions:
+            messages = kept[values[0] % len(kept)] if name not in ("begin", "parallel") else []
             if name == "append":
-                await ask([*messages, ("user", given[1])])
+                await ask([*messages, ("user", values[1])])
             elif name == "back":  # ask otherwise where a user spoke
                 users = [i for i, message in enumerate(messages) if isinstance(message, tuple)]
-                await ask([*messages[:users[given[1] % len(users)]], ("user", given[2])])
+                await ask([*messages[:users[values[1] % len(users)]], ("user", values[2])])
             elif name == "edit":
-                at = given[1] % len(messages)
+                at = values[1] % len(messages)
                 role = "user" if isinstance(messages[at], tuple) else "assistant"
-                await ask([*messages[:at], (role, given[2]), *messages[at + 1:], ("user", "so")])
+                await ask([*messages[:at], (role, values[2]), *messages[at + 1:], ("user", "so")])
             elif name == "again":
                 await ask(messages[:-1])
             else:
-                texts = given[0] if name == "parallel" else [given[0]]
+                texts = values[0] if name == "parallel" else [values[0]]
                 asked = [asyncio.ensure_future(client.ask(("user", text))) for text in order(texts)]
                 await asyncio.gather(*asked)
         return 1.0

@@ -12,6 +12,7 @@ import pytest
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.data.prompts import NO_PROMPT
 from rlhf_ray.environments.protocol import Start, Step
 from rlhf_ray.environments.tool_calls import ToolCallParser
 from rlhf_ray.errors import DataError, EpisodeFailed, ModelError, ReplayDiverged
@@ -125,11 +126,11 @@ def runner_of(worlds, writer, fields, **options):
     return runner
 
 
-def play(worlds, writer, rows=({},), held_out=False, fields=None, **options):
+def play(worlds, writer, rows=({},), held_out=False, fields=None, messages=None, **options):
     """One episode for each row; returns the rollout."""
     prompts = Prompts(
         offsets=np.arange(len(rows) + 1), tokens=np.zeros(len(rows), np.int32), texts=["go"] * len(rows),
-        metadata=[dict(row) for row in rows], rows=np.arange(len(rows)))
+        metadata=[dict(row) for row in rows], rows=np.arange(len(rows)), messages=messages)
     runner = runner_of(worlds, writer, fields or {}, **options)
     keys = [SampleKey(0, row, 0) for row in range(len(rows))]
     return asyncio.run(runner.play(prompts, keys, 0, held_out=held_out))
@@ -254,6 +255,29 @@ def test_a_row_that_names_none_of_several_environments_is_an_error_with_its_valu
     with pytest.raises(DataError, match=r"row 0: column 'environment' is 'three'.*one, two"):
         play(worlds, Writer(CALL), [{"environment": "three"}])
     assert episode(World(DONE), CALL).environment == "world", "one environment needs no column"
+
+
+def test_a_numbered_row_has_an_empty_prompt_and_the_environment_gives_what_is_read():
+    world = World(DONE)
+    world.start = Start([{"role": "user", "content": "Guess."}], [])
+    rows = []
+    world.open = lambda row, seed, played=None, opened=world.open: (rows.append(row), opened(row, seed))[1]
+    [found] = play({"world": world}, Writer("7"), [{"index": 3}], messages=[NO_PROMPT]).episodes
+    assert rows == [{"prompt": "", "index": 3}]
+    assert (found.cause, found.messages) == ("completed", world.start.messages)
+
+
+def test_a_numbered_row_is_enough_where_reset_of_a_class_with_tools_returned_text():
+    world = World(DONE)
+    world.observation = "Buy tea."
+    [found] = play({"world": world}, Writer(CALL), [{"index": 3}], messages=[NO_PROMPT]).episodes
+    assert (found.cause, found.messages) == ("completed", [{"role": "user", "content": "Buy tea."}])
+
+
+def test_a_numbered_row_without_a_message_of_the_environment_is_its_failure():
+    [found] = play({"world": World(DONE)}, Writer(CALL), [{"index": 3}], messages=[NO_PROMPT],
+                   fields={"on_failure": {"environment": "mask"}}).episodes
+    assert found.cause == "error_environment" and "the policy has nothing to read" in found.error
 
 
 class Refuses(Template):

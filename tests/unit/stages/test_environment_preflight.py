@@ -34,6 +34,10 @@ class Once(Shop):
     replayable = False
 
 
+def asks(row, session):
+    return 1
+
+
 class Kept(Once):
     def snapshot(self): return self.price
     def restore(self, price): self.price = price
@@ -75,6 +79,38 @@ def test_a_row_with_which_it_cannot_begin_is_refused(root):
         check_environments(wrong)
 
 
+GUESS = """
+class Guess:
+    def reset(self, row, seed):
+        assert row == {"prompt": "", "index": 0}, row
+        return {"messages": [{"role": "user", "content": "Guess."}]}
+
+    def step(self, reply):
+        return {"done": True}
+"""
+
+
+def test_a_numbered_row_is_accepted_where_the_environment_gives_the_first_message(root):
+    (root / "guess.py").write_text(GUESS)
+    numbered = {"prompts": {"numbered": 3, "max_tokens": 64}}
+    check_environments(PPOConfig(model={"path": str(root / "qwen2.5")}, **numbered,
+                                 environments={"one": {"path": f"{root}/guess.py:Guess"}}))
+    with pytest.raises(ConfigError, match=r"environments\.one fails with a row of the data.*has nothing to read"):
+        check_environments(PPOConfig(model={"path": str(root / "qwen2.5")}, **numbered,
+                                     environments={"one": {"path": f"{root}/env.py:add"}}))
+
+
+def test_a_library_that_is_not_installed_is_named_with_its_extra(root, monkeypatch):
+    for name in ("gymnasium", "reasoning_gym"):
+        (root / "blocked" / name).mkdir(parents=True, exist_ok=True)
+        (root / "blocked" / name / "__init__.py").write_text(f"raise ModuleNotFoundError('No module named {name}')")
+    monkeypatch.setenv("PYTHONPATH", str(root / "blocked"), prepend=":")
+    for source, extra in (({"gymnasium": {"id": "FrozenLake-v1"}}, "gymnasium"),
+                          ({"reasoning_gym": {"task": "chain_sum"}}, "reasoning-gym")):
+        with pytest.raises(EnvironmentFailed, match=rf"environments\.one.* pip install 'rlhf-ray\[{extra}\]'"):
+            check_environments(config(root, {"one": source}))
+
+
 def test_a_row_that_names_no_environment_is_refused(root):
     environments = {"two": {"path": f"{root}/env.py:add"}, "three": {"path": f"{root}/env.py:Shop"}}
     with pytest.raises(DataError, match=r"'environment' \(episode_runner\.column\) is 'one'.* two, three"):
@@ -111,3 +147,25 @@ def test_a_loaded_environment_is_described_with_its_shape_its_tools_and_how_it_i
 
     words = in_words("shop", asyncio.run(facts()))
     assert words.startswith(f"environments.shop is a class with tools (look){kept}: ") and f"class {name}" in words
+
+
+def test_an_agent_is_described_and_its_program_s_columns_are_looked_for(root, caplog):
+    from rlhf_ray.environments.hosts import EnvironmentFacts
+
+    check_environments(config(root, {"one": {"path": f"{root}/env.py:asks"}}))
+    check_environments(config(root, {"one": {"command": ["echo", "{price}", "{prompt}", "{seed}"]}}))
+    with pytest.raises(ConfigError, match=r"environments\.one\.command: its arguments name the column 'cost', which"):
+        check_environments(config(root, {"one": {"command": ["echo", "{price}", "{cost}"]}}))
+    assert not caplog.records
+    facts = EnvironmentFacts("agent", [], True, "env.py:3: def asks(row, session):", [])
+    assert in_words("one", facts) == "environments.one is an agent: env.py:3: def asks(row, session):"
+
+
+@pytest.mark.parametrize("host, name, warned", [
+    ("0.0.0.0", "asks", True), ("10.0.0.7", "asks", True), ("127.0.0.1", "asks", False), ("::1", "asks", False),
+    ("0.0.0.0", "add", False)])
+def test_a_gateway_that_others_reach_is_a_warning(root, caplog, host, name, warned):
+    check_environments(config(root, {"one": {"path": f"{root}/env.py:{name}"}},
+                              episode_runner={"gateway_host": host}))
+    found = [f"episode_runner.gateway_host='{host}' lets in" in each.message for each in caplog.records]
+    assert found == [True] * warned

@@ -12,6 +12,7 @@ from rlhf_ray.data.tool_tasks import WORDS
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.stages import tools_example
+from rlhf_ray.stages.example_stages import write_verdict
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,8 @@ def test_the_verdict_is_the_held_out_episodes_before_and_after(tmp_path, capsys)
     before = {"reward": 0.2, "solved": 0.19, "turns": 4.5, "tool_calls": 3.5, "tool_failures": 0.3}
     after = {"reward": 0.95, "solved": 0.94, "turns": 5.0, "tool_calls": 4.0, "tool_failures": 0.1}
     (tmp_path / "evaluation.json").write_text(json.dumps({"before": before, "after": after, "texts": []}))
-    tools_example.write_verdict(tmp_path, tmp_path, {"SFT": 60.0})
+    write_verdict(tmp_path, tmp_path, {"SFT": 60.0}, "held-out questions right", tools_example.SHOWN,
+                  tools_example.KEPT)
     assert json.loads((tmp_path / "summary.json").read_text()) == {
         "success_before": 0.19, "success_after": 0.94, "turns_mean": 5.0, "tool_calls": 4.0, "tool_failures": 0.1,
         "seconds": {"SFT": 60.0}}

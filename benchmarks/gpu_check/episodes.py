@@ -1,0 +1,155 @@
+"""A run with episodes of several turns on one GPU, half of them in an environment and half by an agent, ended in the
+middle of a step and continued."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.gpu_check.cluster import AGAIN, configuration, whole_steps
+from benchmarks.gpu_check.pair import make_models
+from benchmarks.gpu_check.pair_settings import ON_CPU, ON_GPU, Scale
+from benchmarks.gpu_check.rows import Row, judged, not_run
+from benchmarks.gpu_check.runner import LEAVING_S, Place
+from rlhf_ray.data.tool_template import give_tool_template
+
+STEPS, ENDED_AFTER = 4, 2
+TURNS, ENDS = 6, 4
+"""Turns of an episode. In the longest turn, random weights would write so many of the tokens that end one: the
+tokenizer's own they rarely write."""
+GROUP = 8
+RUN_S = 400.0
+WORLD = '''"""The same world twice: as an environment, and as an agent with a loop of its own."""
+
+import json
+import urllib.request
+
+TURNS = {turns}
+ANSWER = "the answer to this turn is a row of words of about the same length each time. " * 2
+
+
+class World:
+    def reset(self, row, seed):
+        self.turn = 0
+        return {{"messages": [{{"role": "user", "content": row["prompt"]}}]}}
+
+    def step(self, reply):
+        self.turn += 1
+        return {{"messages": [{{"role": "user", "content": ANSWER}}], "done": self.turn >= TURNS,
+                "reward": min(1.0, len(reply.text) / 100)}}
+
+
+def agent(row, session):
+    messages, reward = [{{"role": "user", "content": row["prompt"]}}], 0.0
+    for _ in range(TURNS):
+        body = json.dumps({{"model": session.model, "messages": messages}}).encode()
+        request = urllib.request.Request(
+            session.base_url + "/chat/completions", body,
+            {{"Content-Type": "application/json", "Authorization": "Bearer " + session.api_key}})
+        with urllib.request.urlopen(request) as answer:
+            message = json.load(answer)["choices"][0]["message"]
+        reward += min(1.0, len(message["content"] or "") / 100)
+        messages += [message, {{"role": "user", "content": ANSWER}}]
+    return reward
+'''
+
+
+def continued(place: Place) -> Iterator[Row]:
+    """GRPO by `rlhf-ray ppo`, whose driver is killed in the middle of the third step; then `--resume`."""
+    scale, run = ON_GPU if place.gpu else ON_CPU, place.directory / "run"
+    model = make_models(place.directory, scale, "policy")["policy"]
+    give_tool_template(model.path)
+    (place.directory / "world.py").write_text(WORLD.format(turns=TURNS))
+    prompts = [{"prompt": f"task {i}", "environment": ("world", "agent")[i % 2]} for i in range(STEPS * scale.rows)]
+    (place.directory / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    file = place.directory / "grpo.yaml"
+    file.write_text(yaml.safe_dump(_configuration(place.directory, scale, model.path)))
+    began = time.perf_counter()
+    shown: list[dict[str, Any]] = []
+    code = yield from _played(file, run, shown, kill=True)
+    seconds = time.perf_counter() - began
+    yield judged("a run that is killed in the middle of a step", f"exit code {code}", code == -signal.SIGKILL,
+                 f"{len(shown)} steps in {seconds:.1f} s")
+    journals = sum(each.stat().st_size for each in (run / "episodes").glob("*/*.journal"))
+    yield Row("its journals", f"{journals / 1e6:.2f} MB")
+    if AGAIN * seconds > place.left_s:
+        yield not_run("the same, resumed", f"the first took {seconds:.0f} s, and {place.left_s:.0f} s were left")
+        return
+    code = yield from _played(file, run, shown, "--resume")
+    yield judged("the same, resumed", f"exit code {code}", code == 0)
+    if code:
+        return
+    steps = whole_steps(run)
+    yield judged("its updates", ", ".join(str(row["step"]) for row in steps),
+                 [row["step"] for row in steps] == list(range(1, STEPS + 1)), "each once")
+    went_on = sum(row.get("episodes/continued", 0.0) for row in steps[ENDED_AFTER:]) * scale.rows
+    yield judged("episodes that continued after their last turn", f"{went_on:.0f}", went_on > 0,
+                 f"of {scale.rows} that were open or done")
+    gap = max(row["rollout/logprob_gap"] for row in steps)
+    yield judged("log-probabilities of generator and policy in episodes", f"{gap:.2g} nats apart",
+                 gap <= scale.tolerance, f"the largest mean of an update; at most {scale.tolerance:g}")
+
+
+def _played(file: Path, run: Path, shown: list[dict[str, Any]], *more: str, kill: bool = False) -> Any:
+    """Rows of the steps of the run as they are made; returns its exit code.
+
+    Args:
+        kill: kill it when step `ENDED_AFTER` is done and half of what its generation took has passed again.
+    """
+    process = subprocess.Popen([sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more],
+                               env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+    end = time.monotonic() + RUN_S
+    try:
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.1)
+            new = whole_steps(run)[len(shown):]
+            yield from _step_rows(new)
+            shown += new
+            if kill and len(shown) == ENDED_AFTER:
+                time.sleep(0.5 * shown[-1]["time/episodes"])
+                process.kill()
+        if process.poll() is None:
+            raise TimeoutError(f"rlhf-ray ppo was not done within {RUN_S:g} s")
+        return process.returncode
+    finally:
+        process.terminate()
+        process.wait(LEAVING_S)
+
+
+def _step_rows(steps: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    for row in steps:
+        generation = row["time/episodes"]
+        samples = row["throughput/samples_per_second"] * row["time/step"]
+        turns = samples * row["episodes/turns"]
+        tokens = samples * row["response/length"]
+        yield Row(f"episodes: step {row['step']}", f"{row['time/step']:.2f} s",
+                  f"generation {generation:.2f}, update {row['time/policy_update']:.2f}, publication "
+                  f"{row.get('time/publish', 0.0):.2f}; {row['episodes/turns']:.2f} turns an episode, "
+                  f"{turns / generation:,.0f} turns/s, {tokens / generation:,.0f} sampled tokens/s")
+
+
+def _configuration(directory: Path, scale: Scale, model: str) -> dict[str, Any]:
+    """As the whole run's, without a critic and rewards beside the environments'."""
+    values = configuration(directory, scale, model)
+    del values["critic"], values["rewards"]
+    bounds = {"max_turns": TURNS, "max_tokens": scale.episode, "concurrency": scale.rows,
+              "on_failure": {"overflow": "train"}}
+    longest = scale.response // 2
+    sampling = {"max_tokens": longest, "stop_token_ids": list(range(0, scale.vocabulary, longest // ENDS))}
+    return {
+        **values,
+        "run": {**values["run"], "steps": STEPS},
+        "algorithm": {"estimator": "grpo", "epochs": 1, "mini_batches": 1},
+        "environments": {name: {"path": f"{directory}/world.py:{what}", **bounds}
+                         for name, what in (("world", "World"), ("agent", "agent"))},
+        "generator": {**values["generator"], "sampling": sampling},
+        "coordinator": {"prompts_per_step": scale.rows // GROUP, "samples_per_prompt": GROUP},
+        "checkpoint": {"every": 1},
+    }

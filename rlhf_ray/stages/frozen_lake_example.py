@@ -1,0 +1,89 @@
+"""`rlhf-ray example frozen_lake`: a model learns to cross the lake of gymnasium's FrozenLake, which it reads as text.
+
+A small model imitates careless walks (SFT): many of their steps are random, and most end in a hole. Then only reaching
+the goal is rewarded, by the environment itself.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from rlhf_ray.config.environment_sources import GymnasiumSource
+from rlhf_ray.environments.adapters.gymnasium import make
+from rlhf_ray.environments.protocol import Message, Reply
+from rlhf_ray.errors import ConfigError
+from rlhf_ray.files.writing import json_lines
+from rlhf_ray.stages.bundled_recipes import Recipe
+from rlhf_ray.stages.example_stages import make_chat_tokenizer, run_stages, write_verdict
+
+RECIPE = Recipe("examples/adapters/frozen_lake", home="runs/frozen_lake")
+SHOWN = ("reward", "solved", "failed", "turns", "invalid_action", "kl", "length")
+MOVES = ("left", "down", "right", "up")
+WALKS = 3_000
+CARELESS = 0.5
+"""Probability that a step of a walk is random."""
+TOWARDS_GOAL = {0: ("down", "right"), 1: ("right",), 2: ("down",), 3: ("left",), 4: ("down",), 6: ("down",),
+                8: ("right",), 9: ("down", "right"), 10: ("down",), 13: ("right",), 14: ("right",)}
+"""The steps of shortest ways, by place: row * 4 + column of the drawing."""
+
+
+def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dict[str, Any]:
+    """Data, SFT, and reinforcement learning by `estimator` (a file of the recipe); finished stages are kept.
+
+    Args:
+        overrides: `--section.key=value` changes of the reinforcement learning.
+
+    Returns:
+        The contents of summary.json: success before and after, the mean turns after it, and seconds.
+
+    Raises:
+        RLHFError: the command failed; the message says what to do.
+    """
+    run_dir, seconds = run_stages(RECIPE, "frozen_lake", directory, seed, estimator, overrides, make_data)
+    return write_verdict(directory, run_dir, seconds, "the walks reach the goal", SHOWN, {"turns_mean": "turns"})
+
+
+def lake() -> type:
+    """The environment of the recipe, as the policy meets it.
+
+    Raises:
+        ConfigError: gymnasium is not installed.
+    """
+    source = RECIPE.config("ppo", Path(RECIPE.home), 0, file="grpo").environments["lake"].gymnasium
+    assert isinstance(source, GymnasiumSource)
+    try:
+        return make(source.model_dump(mode="json"))
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
+
+
+def make_data(directory: Path, seed: int) -> None:
+    """Write demonstrations and a tokenizer with a chat template, unless they exist."""
+    data = directory / "data"
+    if (data / "tokenizer" / "chat_template.jinja").is_file():
+        return
+    print("data: walking on the ice")
+    environment = lake()
+    rng = random.Random(f"walks/{seed}")
+    data.mkdir(parents=True, exist_ok=True)
+    (data / "sft.jsonl").write_bytes(json_lines({"messages": walk(environment(), rng)} for _ in range(WALKS)))
+    make_chat_tokenizer(data / "tokenizer", data / "sft.jsonl", MOVES)
+
+
+def walk(episode: Any, rng: random.Random, most: int = 12) -> list[Message]:
+    """A careless walk of at most so many steps, as a conversation that ends with the last step."""
+    messages = list(episode.reset(row={"prompt": ""}, seed=0).messages)
+    while True:
+        moves = TOWARDS_GOAL[place(messages[-1]["content"])]
+        move = rng.choice(MOVES if rng.random() < CARELESS else moves)
+        messages.append({"role": "assistant", "content": move})
+        step = episode.step(Reply(move, move))
+        if step.done or step.truncated or len(messages) >= 2 * most:
+            episode.close()
+            return messages
+        messages += step.messages
+
+
+def place(drawn: str) -> int:
+    """Where the walker is in a drawing of the lake."""
+    return "".join(drawn.splitlines()[-4:]).index("[")
