@@ -21,7 +21,9 @@ from chaos.witness.journals import JOURNALS, read_environments
 from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.errors import WorkerBroken
 from rlhf_ray.records import Prompts, SampleKey
+from rlhf_ray.roles.episode_journal import JournalPlace
 from tests.unit.chaos.witness.test_episodes import Policy
 
 ROWS = {"asker": (2, 8), "client": (1, 5), "program": (11,)}
@@ -166,14 +168,23 @@ def test_an_episode_has_the_same_tokens_although_its_agent_fails(files, injectio
 @pytest.mark.parametrize("failure", gateway_failures.FAILURES)
 def test_episodes_have_the_same_tokens_although_their_gateway_fails(files, injections, tmp_path, expected, name,
                                                                     failure, capfd):
+    """Where the gateway is of no use any more, its runner says so, and another one goes on."""
     undisturbed = expected(name)
+    place = JournalPlace(str(tmp_path / "episodes"), 0, 0)
+    (tmp_path / "episodes").mkdir()
 
     async def order():
         await until(lambda: any(line["event"] == "received" for line in read_environments(tmp_path / "journals")))
         gateway_failures.order_gateway_failure(injections.path, 4, failure, os.getpid())
 
-    rollout = play(files, name, order)
+    if failure == gateway_failures.CONNECTIONS:
+        rollout = play(files, name, order, journal=place)
+    else:
+        with pytest.raises(WorkerBroken, match="out of reach"):
+            play(files, name, order, journal=place)
+        rollout = play(files, name, journal=place._replace(look=True))
     assert content(rollout) == undisturbed
+    assert {episode.cause for episode in rollout.episodes} == {"completed"}
     lines = read_environments(tmp_path / "journals")
     assert witness(files, rollout, lines, name) == []
     assert [(line["event"], line["fault"]) for line in injections.read()][:1] == [("confirmed", 4)]

@@ -11,7 +11,7 @@ import pytest
 
 from chaos import environments
 from chaos.episode_runs import EpisodeFiles
-from chaos.witness.journals import JOURNALS, read_environments
+from chaos.witness.journals import read_environments
 from rlhf_ray.roles.episode_journal import JournalPlace
 from tests.unit.chaos.test_agents import content, expected, files, injections, left_over, play, witness
 
