@@ -141,13 +141,14 @@ class AgentPlayed(Played):
             return {"refused": self.name}
         if failure in GOES_ON:
             return {"mark": [where.row, where.seed, where.turn + 1], "session": self.name}
-        return super()._unrecovered(failure, where)
+        return {**super()._unrecovered(failure, where), "failed": self.name}
 
     def _shows_recovery(self, given: dict[str, Any]) -> bool:
         if "gateway_of" in given:  # see `chaos.gateway_failures`
             return self.mark.turn > 0 and self.begun > given["time"] and (
                 environments._runner() == given["gateway_of"] or not Path(f"/proc/{given['gateway_of']}").exists())
-        return super()._shows_recovery(given) and given.get("session") in (None, self.name)
+        mine = given.get("session") in (None, self.name) and given.get("failed") != self.name
+        return mine and super()._shows_recovery(given)
 
     def _fail(self, failure: str) -> None:
         mine = {CONNECTIONS: self._connections, LARGE: self._large, HALF_OPEN: self._half_open,

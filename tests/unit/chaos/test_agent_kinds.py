@@ -18,6 +18,7 @@ from chaos.kinds import KINDS
 from chaos.kinds import agents as kinds_of_agents
 from chaos.outcomes import outcomes, to_inject_again
 from chaos.witness.journals import ENVIRONMENT
+from chaos.witness.markers import Mark
 
 MINE = {kind.name: kind for kind in kinds_of_agents.KINDS}
 
@@ -141,8 +142,8 @@ def test_the_gateway_of_the_runner_fails_while_an_agent_of_it_pauses(driver, ran
 class Recovering(agents.AgentPlayed):
     """A place in an attempt at an episode of this process's runner."""
 
-    def __init__(self, turn, begun, session="mine"):
-        self.mark = SimpleNamespace(turn=turn)
+    def __init__(self, turn, begun=0.0, session="mine"):
+        self.mark = Mark(3, "abcdef", turn, "0" * 6)
         self.begun, self.name = begun, session
 
 
@@ -154,3 +155,12 @@ def test_a_gateway_is_there_again_when_a_later_session_of_it_is_answered(monkeyp
     failed = {"mine": 77, "gone": 2**22 + 5, "another": os.getpid()}[runner]
     given = {"gateway_of": failed, "time": 10.0}
     assert Recovering(turn, begun)._shows_recovery(given) is shows
+
+
+@pytest.mark.parametrize("failure, turn, session, shows", [
+    (agents.KILL_SERVER, 2, "mine", False), (agents.KILL_SERVER, 2, "next", True), (agents.KILL_SERVER, 1, "next", False),
+    (environments.KILL, 2, "mine", False), (environments.KILL, 2, "next", True),
+    (agents.LARGE, 2, "mine", False), (agents.LARGE, 3, "mine", True), (agents.LARGE, 3, "next", False)])
+def test_an_agent_has_recovered_in_its_next_attempt_or_in_its_next_turn_if_it_goes_on(failure, turn, session, shows):
+    given = Recovering(1)._unrecovered(failure, Mark(3, "abcdef", 2, "0" * 6))
+    assert Recovering(turn, session=session)._shows_recovery(given) is shows
