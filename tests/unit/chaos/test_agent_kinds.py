@@ -158,7 +158,8 @@ def test_a_gateway_is_there_again_when_a_later_session_of_it_is_answered(monkeyp
 
 
 @pytest.mark.parametrize("failure, turn, session, shows", [
-    (agents.KILL_SERVER, 2, "mine", False), (agents.KILL_SERVER, 2, "next", True), (agents.KILL_SERVER, 1, "next", False),
+    (agents.KILL_SERVER, 2, "mine", False), (agents.KILL_SERVER, 2, "next", True),
+    (agents.KILL_SERVER, 1, "next", False),
     (environments.KILL, 2, "mine", False), (environments.KILL, 2, "next", True),
     (agents.LARGE, 2, "mine", False), (agents.LARGE, 3, "mine", True), (agents.LARGE, 3, "next", False)])
 def test_an_agent_has_recovered_in_its_next_attempt_or_in_its_next_turn_if_it_goes_on(failure, turn, session, shows):
