@@ -16,7 +16,7 @@ import yaml
 
 from chaos import reward_function
 from chaos.contradictions import contradictions, testimony_of
-from chaos.episode_runs import EpisodeFiles, brief_sections, episode_sections, make_episode_files
+from chaos.episode_runs import EpisodeFiles, agent_sections, brief_sections, episode_sections, make_episode_files
 from chaos.invariants import Books, violations
 from chaos.kinds import KINDS
 from chaos.kinds.disturbances import upload_directory
@@ -84,15 +84,17 @@ RUNS = {
     "runner_nodes": RunSettings(sections=runner_node_sections(RANKS["episode_runner"]), episodes=episode_sections),
     "episodes_overlapped": RunSettings(max_staleness=1, episodes=brief_sections),
     "episodes": RunSettings(episodes=episode_sections),
+    "agents": RunSettings(episodes=agent_sections),
     "async_engine": RunSettings(sections={"generator": {"engine": "async"}}),
     "uploaded": RunSettings(uploads=True),
     "overlapped": RunSettings(max_staleness=1),
     "synchronous": RunSettings(),
 }
 """The runs of a round, short ones first: on a node for each generator, with the learners on a node of their own,
-without a spare node, with a node for each episode runner, with episodes at `max_staleness` 1 and 0, with vLLM's engine
-in processes of its own, copied to `run.upload`, at `max_staleness` 1 (checked by its ledger, not bit for bit), and one
-with the faults of most kinds. A kind says in which of them it is, and how often (`Kind.runs`)."""
+without a spare node, with a node for each episode runner, with episodes at `max_staleness` 1 and 0, with episodes of
+agents, with vLLM's engine in processes of its own, copied to `run.upload`, at `max_staleness` 1 (checked by its ledger,
+not bit for bit), and one with the faults of most kinds. A kind says in which of them it is, and how often
+(`Kind.runs`)."""
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,13 @@ from chaos.witness.markers import Mark, first_mark
 
 VARIABLE = "RLHF_RAY_CHAOS_INJECTION_LOG"
 """As `injection_log.INJECTION_LOG`, which is imported only to write it: a user's environment imports little."""
-KILL, KILL_TWICE, HANG, HOLD, FLOOD, FORK, LEAK, STALL, PAUSE, KILL_IN_RESET = (
-    "kill", "kill_twice", "hang", "hold", "flood", "fork", "leak", "stall", "pause", "kill_in_reset")
+KILL, KILL_TWICE, HANG, HOLD, FLOOD, FORK, LEAK, STALL, PAUSE, STOP = (
+    "kill", "kill_twice", "hang", "hold", "flood", "fork", "leak", "stall", "pause", "stop")
 """Orders: the process kills itself in a step, again while that step's episode is replayed; blocks, deaf to signals;
 blocks in C code that holds the interpreter's lock; writes more than anybody reads; leaves child processes behind and
-exits; allocates more and more; lets the episode's deadline pass; waits until it may go on; kills itself in a reset."""
+exits; allocates more and more; lets the episode's deadline pass; waits until it may go on; stops itself by SIGSTOP."""
+KILL_IN_RESET, HANG_IN_RESET = IN_RESET = ("kill_in_reset", "hang_in_reset")
+"""Orders for a reset."""
 PAUSE_S = 6.0
 """Longest pause, in which a generator is lost."""
 LEAK_BYTES = 16 * 2**20
@@ -71,7 +73,7 @@ class Played:
     def begin(self) -> None:
         """The environment is reset: obey, and write it down."""
         self._obey(None)
-        self.journal.add("reset", environment=self.environment, mark=list(self.mark))
+        self._note("reset", mark=list(self.mark))
         self._recovered()
 
     def write(self, text: str) -> None:
@@ -84,7 +86,24 @@ class Played:
 
     def answered(self, done: bool, role: str) -> None:
         """Write down how the turn is answered."""
-        self.journal.add("answered", environment=self.environment, mark=list(self.mark), done=done, role=role)
+        self._note("answered", mark=list(self.mark), done=done, role=role)
+
+    def _note(self, event: str, **fields: Any) -> None:
+        """Write a line of the journal."""
+        self.journal.add(event, environment=self.environment, **fields)
+
+    def _fits(self, failure: str, after: Mark | None) -> bool:
+        """Whether a failure may come here. `after`: as in `_obey`."""
+        if failure in IN_RESET or after is None:
+            return failure in IN_RESET and after is None
+        return after.turn >= 2 or failure == STALL  # something must have been played before
+
+    def _unrecovered(self, failure: str, where: Mark) -> dict[str, Any]:
+        """What shows that a failure at this place is over: the beginning of a place to which an episode comes."""
+        return {"mark": list(where)}
+
+    def _fail(self, failure: str) -> None:
+        FAILURES[failure]()
 
     def _obey(self, after: Mark | None) -> None:
         """Fail, if that is ordered. `after`: the place after this turn; None in a reset."""
@@ -102,13 +121,7 @@ class Played:
         if not order or order["environment"] not in ("", self.environment) or order["runner"] not in (0, _runner()):
             return
         failure = order["failure"]
-        if failure == KILL_IN_RESET:
-            if after is not None:
-                return
-        elif after is None or (after.turn < 2 and failure != STALL):
-            return  # something must have been played before
-        taken = _take(order_file(injections))
-        if taken is None:
+        if not self._fits(failure, after) or _take(order_file(injections)) is None:
             return
         where = after or self.mark
         _log(injections, "confirmed", fault=order["fault"], seconds=0.0,
@@ -116,13 +129,13 @@ class Played:
         if failure == KILL_TWICE:
             _write(_again_file(injections), {"fault": order["fault"], "before": [list(each) for each in self.path]})
         if failure not in (STALL, PAUSE):
-            _write(_unrecovered_file(injections), {"fault": order["fault"], "mark": list(where)})
+            _write(_unrecovered_file(injections), {"fault": order["fault"], **self._unrecovered(failure, where)})
         if failure == STALL:
-            self.journal.add("stalled", environment=self.environment, mark=list(self.mark))
+            self._note("stalled", mark=list(self.mark))
         if failure == PAUSE:
             _pause(paused_file(injections, order["fault"]))
         else:
-            FAILURES[failure]()
+            self._fail(failure)
 
     def _recovered(self) -> None:
         """Log it, if this is where an environment failed, and will not fail again."""
@@ -131,8 +144,12 @@ class Played:
             return
         given = json.loads(_read(file) or "{}")
         with _logging:
-            if given.get("mark") == list(self.mark) and _take(file) is not None:
+            if self._shows_recovery(given) and _take(file) is not None:
                 _log(Path(place), "recovered", fault=given["fault"])
+
+    def _shows_recovery(self, given: dict[str, Any]) -> bool:
+        """Whether a failure is over. `given`: what `_unrecovered` returned."""
+        return "mark" in given and list(self.mark)[: len(given["mark"])] == given["mark"]
 
 
 class Talk:
@@ -237,6 +254,10 @@ def _hold() -> None:
     ctypes.PyDLL(None).sleep(int(LONG_S))
 
 
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _leak() -> None:
     """Allocate until there is no memory left, and keep it."""
     while True:
@@ -248,8 +269,8 @@ def _stall() -> None:
 
 
 FAILURES: dict[str, Callable[[], None]] = {
-    KILL: _kill, KILL_TWICE: _kill, KILL_IN_RESET: _kill, HANG: _hang, HOLD: _hold, FLOOD: flood, FORK: fork,
-    LEAK: _leak, STALL: _stall}
+    KILL: _kill, KILL_TWICE: _kill, KILL_IN_RESET: _kill, HANG: _hang, HANG_IN_RESET: _hang, HOLD: _hold, FLOOD: flood,
+    FORK: fork, LEAK: _leak, STALL: _stall, STOP: _stop}
 
 
 def _pause(paused: Path) -> None:
@@ -264,8 +285,14 @@ def _pause(paused: Path) -> None:
 
 
 def _runner() -> int:
-    """The process that has started this one: its last argument."""
-    return int(sys.argv[-1]) if sys.argv[-1].isdecimal() else 0
+    """The process that has started this one: its last argument, or that of the process that has started this
+    program."""
+    if sys.argv[-1].isdecimal():
+        return int(sys.argv[-1])
+    with suppress(OSError, IndexError):
+        last = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")[-2].decode()
+        return int(last) if last.isdecimal() else 0
+    return 0
 
 
 @cache

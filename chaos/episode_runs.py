@@ -7,12 +7,13 @@ Some of its tokens are whole tool calls, so that what it samples calls tools.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos import environments
+from chaos import agents, environments
 from tests.chat_templates import CORPUS, make_chat_tokenizer
 from tests.models import make_tiny_llama
 
@@ -30,8 +31,13 @@ ROWS, HELD_OUT_ROWS = 20, 8
 TURN_TOKENS = 12
 STEP_S, EPISODE_S, BRIEF_S = 10.0, 240.0, 25.0
 """Deadlines: of a step, of an episode, and of one that may not take long."""
+AGENT_S = 12.0
+"""Deadline of an agent until its first request, and between two."""
 NAMES = ("talk", "counter", "talk", "brief")
 """Environments of the rows, in turns."""
+AGENTS = ("asker", "client", "asker", "program")
+"""Agents of the rows of the runs with agents, in turns."""
+AGENT_ROWS, HELD_OUT_AGENT_ROWS = 12, 4
 SCHEMAS = (
     '{"type": "function", "function": {"name": "put", "description": "Add a number.", "parameters": {"type": "object", '
     '"properties": {"n": {"type": "integer", "description": "The number."}}, "required": ["n"]}, "return": ',
@@ -48,6 +54,8 @@ class EpisodeFiles:
     held_out: Path
     stops: list[int]
     """Tokens that end a turn."""
+    agent_prompts: Path
+    agent_held_out: Path
 
 
 def make_episode_files(root: Path) -> EpisodeFiles:
@@ -59,12 +67,14 @@ def make_episode_files(root: Path) -> EpisodeFiles:
     tokenizer.save_pretrained(model)
     stops = [*range(30, 30 + STOPS), *tokenizer.convert_tokens_to_ids(calls)]
     return EpisodeFiles(model, _write_rows(root / "episode_prompts.jsonl", ROWS, False),
-                        _write_rows(root / "episode_held_out.jsonl", HELD_OUT_ROWS, True), stops)
+                        _write_rows(root / "episode_held_out.jsonl", HELD_OUT_ROWS, True), stops,
+                        _write_rows(root / "agent_prompts.jsonl", AGENT_ROWS, False, AGENTS),
+                        _write_rows(root / "agent_held_out.jsonl", HELD_OUT_AGENT_ROWS, True, AGENTS))
 
 
-def _write_rows(path: Path, rows: int, held_out: bool) -> Path:
+def _write_rows(path: Path, rows: int, held_out: bool, names: Sequence[str] = NAMES) -> Path:
     """A file of prompts, whose columns say how the environments play them."""
-    lines = [{"prompt": f"count {i}", "number": i, "environment": NAMES[i % len(NAMES)], "turns": 2 + i % 3,
+    lines = [{"prompt": f"count {i}", "number": i, "environment": names[i % len(names)], "turns": 2 + i % 3,
               "role": ("user", "tool", "user", "user", "tool")[i % 5], "held_out": held_out} for i in range(rows)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -99,3 +109,21 @@ def brief_sections(files: EpisodeFiles) -> Mapping[str, Any]:
     brief = {**sections["environments"]["brief"], "on_failure": {"environment": "retry", "retries": 6},
              "timeout_s": {"reset": STEP_S, "episode": BRIEF_S}}
     return {**sections, "environments": {**sections["environments"], "brief": brief}}
+
+
+def agent_sections(files: EpisodeFiles) -> Mapping[str, Any]:
+    """The same, whose episodes are played by agents."""
+    sections = episode_sections(files)
+    file = agents.__file__
+    again = {"timeout": "retry", "agent": "retry", "environment": "retry", "retries": 6}
+    each = {"max_turns": 8, "max_tokens": LONGEST, "memory_mib": 2048, "on_failure": again,
+            "timeout_s": {"reset": AGENT_S, "step": AGENT_S, "episode": EPISODE_S}}
+    function = {**each, "processes": 1}
+    return {
+        **sections,
+        "prompts": {"path": str(files.agent_prompts), "max_tokens": 64},
+        "evaluation": {"prompts": str(files.agent_held_out), "limit": HELD_OUT_AGENT_ROWS, "every": 4},
+        "environments": {"asker": {**function, "path": f"{file}:asker"},
+                         "client": {**function, "path": f"{file}:client"},
+                         "program": {**each, "command": [sys.executable, file]}},
+    }

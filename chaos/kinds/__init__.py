@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from chaos.faults import Fault
 from chaos.kind import Kind
 from chaos.kinds import (
+    agents,
     calls,
     checkpoints,
     cluster,
@@ -27,7 +28,7 @@ from chaos.kinds import (
 from chaos.requirements import NETWORK_NAMESPACES
 
 KINDS: Mapping[str, Kind] = {kind.name: kind for family in (
-    workers, repairs, memory, nodes, cluster, failures, functions, weights, episodes, drivers, writers, output,
+    workers, repairs, memory, nodes, cluster, failures, functions, weights, episodes, agents, drivers, writers, output,
     messages, calls, disturbances, checkpoints) for kind in family.KINDS}
 """By name, in the order of the table."""
 

@@ -61,6 +61,14 @@ def went_on(evidence: Evidence, injection: dict[str, Any]) -> bool:
     return given["coordinator"]["max_staleness"] > 0 or counted(evidence, injection, *GONE_ON)
 
 
+def ended_first(evidence: Evidence, injection: dict[str, Any]) -> bool:
+    """Whether the driver ended abruptly before what failed on order had recovered."""
+    start = evidence.start_at(injection["time"])
+    number = injection["fault"]
+    recovered = any(line["fault"] == number for line in evidence.record.injections.read("recovered"))
+    return start is not None and start.abrupt and not recovered
+
+
 async def waiting_episode(driver: DriverUnderTest) -> dict[str, Any]:
     """Wait until an episode waits for a generator in its second turn or a later one."""
     from rlhf_ray.errors import RLHFError
@@ -137,10 +145,7 @@ class EnvironmentFailure(FailureOnOrder):
 
     def went_unnoticed(self, evidence: Evidence, injection: dict[str, Any]) -> bool:
         """A driver that ends abruptly loses what its metrics would say, and the order with it."""
-        start = evidence.start_at(injection["time"])
-        number = injection["fault"]
-        recovered = any(line["fault"] == number for line in evidence.record.injections.read("recovered"))
-        return start is not None and start.abrupt and not recovered
+        return ended_first(evidence, injection)
 
 
 @dataclass(frozen=True, kw_only=True)

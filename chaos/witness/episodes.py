@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from chaos.witness.data_order import DataOrder, Tokens
 from chaos.witness.journals import ANSWERED, STALLED
-from chaos.witness.markers import Mark, marks_in
+from chaos.witness.markers import Mark, legible, marks_in
 
 TURN = "<|im_start|>assistant\n"
 """How the chat template of these runs opens a turn of the policy."""
+RESULT, END = "<|im_start|>user\n<tool_response>", "<|im_end|>\n"
+"""How it opens the answer of a tool, and what stands before that if the turn has not ended with it."""
 USER = "user"
 
 
@@ -37,6 +40,9 @@ class Segment:
     """Before its first turn: the last mark that an earlier segment, or the environment's reset, has led to."""
     ends: tuple[Mark, ...]
     """The place after its last turn, with and without the token that ended it."""
+    turns: tuple[tuple[Mark, frozenset[str]], ...] = ()
+    """Of each turn the place before it, and what the policy wrote, legibly: with and without the token that ended it,
+    where that is not known."""
 
 
 @dataclass
@@ -49,6 +55,8 @@ class Assembled:
     """How many segments are there once more than their sample needs, by the row of the data."""
     partial: Counter[int | None] = field(default_factory=Counter)
     """How many segments are there of samples that lack another one."""
+    turns: list[list[tuple[Mark, frozenset[str]]]] = field(default_factory=list)
+    """Of each whole sample its turns, as `Segment.turns`."""
 
 
 class EpisodeOrder(DataOrder):
@@ -68,10 +76,10 @@ class EpisodeOrder(DataOrder):
         self._answers: dict[Mark, tuple[bool, str]] = {}
         self._stalled: set[tuple[int, str]] = set()
         for line in answers:
-            mark = Mark(*line["mark"])
             if line["event"] == ANSWERED:
-                self._answers[mark] = line["done"], line["role"]
+                self._answers[Mark(*line["mark"])] = line["done"], line["role"]
             elif line["event"] == STALLED:
+                mark = Mark(*line["mark"])
                 self._stalled.add((mark.row, mark.seed))
         self._read: dict[Tokens, Segment | None] = {}
 
@@ -90,6 +98,10 @@ class EpisodeOrder(DataOrder):
     def may_be_late(self) -> set[int]:
         """Rows whose episodes are masked if they are late, or quarantined if nothing had been sampled then."""
         return {row for row, columns in enumerate(self._rows_of_data) if columns["environment"] in self._masking}
+
+    def rows_in(self, environments: Container[str]) -> set[int]:
+        """Rows of some environments."""
+        return {row for row, columns in enumerate(self._rows_of_data) if columns["environment"] in environments}
 
     def row_of(self, sample: Tokens) -> int | None:
         """The row that a segment belongs to; None if it is none."""
@@ -133,6 +145,7 @@ class EpisodeOrder(DataOrder):
                 left.subtract(chain)
                 used.update(chain)
                 found.whole[self.row_of(first)] += 1
+                found.turns.append([turn for tokens in chain for turn in self._known(tokens).turns])
         for tokens, times in (+left).items():
             (found.again if tokens in used else found.partial)[self.row_of(tokens)] += times
         return found
@@ -188,9 +201,12 @@ class EpisodeOrder(DataOrder):
                           for turn, (mark, _) in enumerate(marks))
         if not one_episode or not 0 <= first.row < len(self._rows_of_data):
             return None
-        begins = last if self._begins_anew(last) else first
-        ends = tuple(last.after(each[end:].partition(TURN)[2]) for each in (text, self._decoded(tokens[:-1])))
-        return Segment(begins, ends)
+        opened = max((number for number, (mark, _) in enumerate(marks) if self._begins_anew(mark)), default=0)
+        last_turn = [each[end:].partition(TURN)[2] for each in (text, self._decoded(tokens[:-1]))]
+        turns = [(mark, frozenset([legible(_turn_before(text[since : text.rindex(str(following))]))]))
+                 for (mark, since), (following, _) in pairwise(marks[opened:])]
+        turns.append((last, frozenset(map(legible, last_turn))))
+        return Segment(marks[opened][0], tuple(map(last.after, last_turn)), tuple(turns))
 
     def _begins_anew(self, mark: Mark) -> bool:
         """Whether the answer that led there begins a segment."""
@@ -202,6 +218,11 @@ class EpisodeOrder(DataOrder):
     @cached_property
     def _opening(self) -> Tokens:
         return tuple(self._tokenizer(TURN, add_special_tokens=False)["input_ids"])
+
+
+def _turn_before(text: str) -> str:
+    """What the policy wrote, in what stands between two marks of a segment."""
+    return text.partition(TURN)[2].rpartition(RESULT)[0].removesuffix(END)
 
 
 def as_segments(order: DataOrder, samples: Iterable[Tokens]) -> Iterator[Tokens]:

@@ -24,6 +24,9 @@ RESET, ANSWERED, STALLED = "reset", "answered", "stalled"
 """Their events: an episode begins at a place (`mark`); a turn is answered (`mark`: the place after it; `done`: whether
 the episode is; `role` of the answer); the next turn is not answered until a deadline passes. Each names the
 `environment`."""
+RECEIVED, RETURNED = "received", "returned"
+"""Further events, of agents: the policy has answered at a place (`mark`: before the turn; `text`: what it wrote,
+legibly); the agent has returned. All of an agent name their `session`."""
 
 
 class Journal:

@@ -12,6 +12,7 @@ import re
 from typing import NamedTuple
 
 PATTERN = re.compile(r"\[(\d+) ([0-9a-f]{6}) (\d+) ([0-9a-f]{6})\]")
+TAGS = re.compile("</?think>")
 FIRST_DIGEST = "0" * 6
 """Of an episode in which nothing is written yet."""
 
@@ -32,7 +33,7 @@ class Mark(NamedTuple):
 
     def after(self, text: str) -> Mark:
         """The place after one more turn, in which the policy wrote this."""
-        return self._replace(turn=self.turn + 1, digest=_digest(f"{self.digest}/{_legible(text)}"))
+        return self._replace(turn=self.turn + 1, digest=_digest(f"{self.digest}/{legible(text)}"))
 
 
 def first_mark(row: int, seed: int) -> Mark:
@@ -46,9 +47,10 @@ def marks_in(text: str) -> list[tuple[Mark, int]]:
             for found in PATTERN.finditer(text) for row, seed, turn, digest in [found.groups()]]
 
 
-def _legible(text: str) -> str:
-    """Its printable ASCII: the rest depends on how much is decoded together, where a token is a part of a letter."""
-    return "".join(letter for letter in text if " " <= letter <= "~")
+def legible(text: str) -> str:
+    """Its printable ASCII: the rest depends on how much is decoded together, where a token is a part of a letter.
+    Blanks and the tags of reasoning are left out, which an agent does not read: it gets a turn in parts."""
+    return "".join(letter for letter in TAGS.sub("", text) if "!" <= letter <= "~")
 
 
 def _digest(text: str) -> str:

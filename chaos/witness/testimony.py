@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from safetensors.numpy import load_file
 
+from chaos.witness.agents import agent_problems
 from chaos.witness.data_order import DataOrder, Tokens
 from chaos.witness.episodes import Assembled, EpisodeOrder, as_segments
 from chaos.witness.history import History, OptimizerStep, surviving
@@ -104,6 +105,7 @@ def testify(config: Path, directory: Path, journals: Path) -> WitnessReport:
                            for step in update.steps)
     _join_data(plan, learners, refused, _equal(plan, service) if plan.filters else set(), said)
     _join_scores(plan, learners[POLICY], service, said)
+    _join_agents(plan, learners[POLICY], read_environments(journals), said)
     said.problems += _disagreements(plan, learners)
     rollouts = [line for line in lines[f"{POLICY}_0"] if line["event"] == "rollouts"]
     said.problems += version_problems(policy, rollouts, Versions(plan.model, journals / WEIGHTS, plan.temperature),
@@ -223,6 +225,17 @@ def _join_scores(plan: Plan, policy: Sequence[History], service: Sequence[dict[s
             said.lost, said.duplicated = said.lost + unscored.total(), said.duplicated + unscored.total()
             said.problems.append(f"update {number} trained on {unscored.total()} samples that the reward service did "
                                  "not score for it")
+
+
+def _join_agents(plan: Plan, policy: Sequence[History], lines: Sequence[Mapping[str, Any]], said: WitnessReport
+                 ) -> None:
+    """Check that the samples of agents are what agents received."""
+    if not isinstance(plan.order, EpisodeOrder):
+        return
+    every = sorted({number for history in policy for number in history.updates})
+    samples = _samples(plan, policy, 0, every, WitnessReport())
+    said.problems += agent_problems(lines, plan.order.rows_in(
+        {line["environment"] for line in lines if line.get("session") and "environment" in line}), samples.turns)
 
 
 def _disagreements(plan: Plan, learners: Mapping[str, Sequence[History]]) -> Iterator[str]:
