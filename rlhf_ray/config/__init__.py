@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rlhf_ray.config.data import (
         DemonstrationsConfig,
         DemonstrationsSource,
+        NumberedRows,
         PreferencesConfig,
         PreferencesSource,
         ProcessRowsConfig,
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
         PromptsConfig,
         PromptsSource,
         StepsConfig,
+    )
+    from rlhf_ray.config.environment_sources import (
+        CommandSource,
+        GymnasiumSource,
+        McpSource,
+        NemoGymSource,
+        OpenEnvSource,
+        PythonSource,
+        ReasoningGymSource,
     )
     from rlhf_ray.config.environments import (
         EnvironmentConfig,
@@ -111,8 +121,10 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "algorithm": ("AlgorithmConfig", "DynamicSamplingConfig", "KLConfig", "PtxConfig", "TextsSource"),
-    "data": ("DemonstrationsConfig", "DemonstrationsSource", "PreferencesConfig", "PreferencesSource",
+    "data": ("DemonstrationsConfig", "DemonstrationsSource", "NumberedRows", "PreferencesConfig", "PreferencesSource",
              "ProcessRowsConfig", "ProcessRowsSource", "PromptsConfig", "PromptsSource", "StepsConfig"),
+    "environment_sources": ("CommandSource", "GymnasiumSource", "McpSource", "NemoGymSource", "OpenEnvSource",
+                            "PythonSource", "ReasoningGymSource"),
     "environments": ("EnvironmentConfig", "EpisodeRunnerConfig", "EpisodeTimeouts", "FailurePolicy"),
     "estimators": ("DrGRPOEstimator", "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "RLOOEstimator",
                    "ReinforceBaselineEstimator", "ReinforceEstimator", "ReinforcePPEstimator"),
@@ -134,18 +146,19 @@ SECTIONS = {
 HOMES = {name: module for module, names in SECTIONS.items() for name in names}
 
 __all__ = ["AlgorithmConfig", "ArchitectureConfig", "BufferConfig", "CISPOLoss", "CheckpointConfig", "ClipLoss",
-           "ClusterConfig", "CodeReward", "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig",
+           "ClusterConfig", "CodeReward", "CommandSource", "CoordinatorConfig", "CriticConfig", "DemonstrationsConfig",
            "DemonstrationsSource", "DrGRPOEstimator", "DynamicSamplingConfig", "EarlyStopConfig", "EnvironmentConfig",
            "EnvironmentReward", "EpisodeRunnerConfig", "EpisodeTimeouts", "EvaluationConfig", "ExactMatchReward",
            "FailurePolicy", "FunctionReward", "GAEEstimator", "GDPOEstimator", "GRPOEstimator", "GenerationConfig",
-           "HTTPReward", "ImportanceConfig", "JSONSchemaReward", "KLConfig", "LoRAConfig", "LoggingConfig",
-           "ModelConfig", "ModelReward", "NewModelConfig", "NumberReward", "OptimizerConfig", "PPOConfig",
-           "PlacementConfig", "PolicyConfig", "PoolConfig", "PreferencesConfig", "PreferencesSource",
-           "PreferencesStageConfig", "ProcessReward", "ProcessRewardConfig", "ProcessRowsConfig", "ProcessRowsSource",
-           "PromptsConfig", "PromptsSource", "PtxConfig", "RLOOEstimator", "ReferenceConfig", "RegexReward",
-           "ReinforceBaselineEstimator", "ReinforceEstimator", "ReinforcePPEstimator", "RewardLearnerConfig",
-           "RewardModelConfig", "RewardModelTrainingConfig", "RewardScorerConfig", "RunConfig", "SFTConfig",
-           "SFTLearnerConfig", "SamplePairsConfig", "SandboxConfig", "SamplingConfig", "StepsConfig",
+           "GymnasiumSource", "HTTPReward", "ImportanceConfig", "JSONSchemaReward", "KLConfig", "LoRAConfig",
+           "LoggingConfig", "McpSource", "ModelConfig", "ModelReward", "NemoGymSource", "NewModelConfig",
+           "NumberReward", "NumberedRows", "OpenEnvSource", "OptimizerConfig", "PPOConfig", "PlacementConfig",
+           "PolicyConfig", "PoolConfig", "PreferencesConfig", "PreferencesSource", "PreferencesStageConfig",
+           "ProcessReward", "ProcessRewardConfig", "ProcessRowsConfig", "ProcessRowsSource", "PromptsConfig",
+           "PromptsSource", "PtxConfig", "PythonSource", "RLOOEstimator", "ReasoningGymSource", "ReferenceConfig",
+           "RegexReward", "ReinforceBaselineEstimator", "ReinforceEstimator", "ReinforcePPEstimator",
+           "RewardLearnerConfig", "RewardModelConfig", "RewardModelTrainingConfig", "RewardScorerConfig", "RunConfig",
+           "SFTConfig", "SFTLearnerConfig", "SamplePairsConfig", "SamplingConfig", "SandboxConfig", "StepsConfig",
            "SupervisedTrainingConfig", "TextsSource", "VaderReward", "WeightsConfig"]
 
 

@@ -25,7 +25,7 @@ def test_what_is_none_is_refused_with_what_would_be(tmp_path):
     with pytest.raises(ConfigError, match="--environment='Calculator' is no environment; write file.py:name"):
         named_environments("Calculator")
     (tmp_path / "run.yaml").write_text("environments: {a: {pth: 'e.py:A'}}")
-    with pytest.raises(ConfigError, match="`environments` is not valid: a.path: Field required"):
+    with pytest.raises(ConfigError, match="`environments` is not valid: a.pth: Extra inputs are not permitted"):
         named_environments(str(tmp_path / "run.yaml"))
     (tmp_path / "other.yaml").write_text("prompts: {path: p.jsonl}")
     with pytest.raises(ConfigError, match="has no section `environments`"):
