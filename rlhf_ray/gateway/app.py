@@ -13,6 +13,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 from rlhf_ray.gateway import anthropic_messages, openai_chat
@@ -25,6 +26,8 @@ BODY_TIMEOUT_S = 60.0
 """Maximum time until a request's body has arrived."""
 WRITE_BYTES = 2**16
 """Of an answer at a time: the client must read what was written before, but for what its connection buffers."""
+RETRIES = b"x-stainless-retry-count"
+"""Header of the stock clients of OpenAI and Anthropic: how often the request was sent before."""
 MOST_FIELDS = 100
 """Fields without effect that are named in warnings: agents choose the names."""
 ROUTES = "POST /v1/chat/completions (OpenAI), POST /v1/messages (Anthropic), GET /v1/models"
@@ -63,7 +66,8 @@ class Application:
         api: Any = anthropic_messages if anthropic else openai_chat
         try:
             session = self._session(session_id, headers)
-            await self._serve(scope["method"], session, route, anthropic, exchange)
+            is_retry = headers.get(RETRIES, b"0") != b"0"
+            await self._serve(scope["method"], session, route, anthropic, exchange, is_retry)
         except Refused as refused:
             await exchange.refuse(refused, api.error(refused.status, str(refused)))
         except asyncio.CancelledError:
@@ -73,7 +77,8 @@ class Application:
                             f"gateway: a request was answered 500: {type(error).__name__}: {error}")
             await exchange.refuse(Refused(500, ""), api.error(500, "the gateway failed; the run's log says why"))
 
-    async def _serve(self, method: str, session: Session, route: str, anthropic: bool, exchange: _Exchange) -> None:
+    async def _serve(self, method: str, session: Session, route: str, anthropic: bool, exchange: _Exchange,
+                     is_retry: bool) -> None:
         if route == "models" or route.startswith("models/"):
             _require(method, "GET")
             api: Any = anthropic_messages if anthropic else openai_chat
@@ -82,10 +87,10 @@ class Application:
             await exchange.answer(json.dumps(body).encode())
         elif route == "chat/completions":
             _require(method, "POST")
-            await self._turn(session, openai_chat.parse, _openai_answer, exchange)
+            await self._turn(session, openai_chat.parse, _openai_answer, exchange, is_retry)
         elif route == "messages":
             _require(method, "POST")
-            await self._turn(session, anthropic_messages.parse, _anthropic_answer, exchange)
+            await self._turn(session, anthropic_messages.parse, _anthropic_answer, exchange, is_retry)
         else:
             why = f": {NO_ROUTE[route]}" if route in NO_ROUTE else ""
             raise Refused(404, f"there is no route {_shown(route)}{why}; the routes are {ROUTES}")
@@ -108,7 +113,7 @@ class Application:
             raise Refused(410, CLOSED)
         return session
 
-    async def _turn(self, session: Session, parse: Parse, write: Write, exchange: _Exchange) -> None:
+    async def _turn(self, session: Session, parse: Parse, write: Write, exchange: _Exchange, is_retry: bool) -> None:
         """Ask the policy. When the client leaves meanwhile, the policy's `reply` is cancelled: that nobody waits for
         the turn distinguishes a request that is sent again from one that is sent twice at a time."""
         if session.requests >= MOST_OPEN:
@@ -117,7 +122,8 @@ class Application:
         try:
             asked = parse(parse_json(await exchange.body()))
             self._count(session, asked)
-            reply = await exchange.unless_gone(asyncio.wrap_future(session.ask(asked.request)))
+            request = replace(asked.request, is_retry=is_retry)
+            reply = await exchange.unless_gone(asyncio.wrap_future(session.ask(request)))
             if isinstance(reply, Refused):
                 raise reply
             kind = b"text/event-stream" if asked.stream else b"application/json"

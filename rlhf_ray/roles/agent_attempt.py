@@ -247,7 +247,7 @@ class AgentAttempt:
 
     async def _until_others_left(self, request: ChatRequest) -> None:
         """Wait for the client of an equal request to be gone, for `GRACE_S` at most."""
-        end = time.monotonic() + GRACE_S
+        end = time.monotonic() + (0.0 if request.is_retry else GRACE_S)
         while self._conversations.is_awaited(request) and time.monotonic() < end:
             await asyncio.sleep(LOOK_S)
 

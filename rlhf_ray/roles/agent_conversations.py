@@ -202,11 +202,13 @@ class Conversations:
         self._call_ids |= {call.id for call in turn.reply.tool_calls}
 
     def not_received(self, request: ChatRequest) -> AgentTurn | None:
-        """The turn of an equal request whose answer nobody has, and for which nobody waits."""
-        for turn in self.turns:
-            if turn.abandoned and not turn.waiting and turn.request == request:
-                return turn
-        return None
+        """The turn of an equal request whose answer nobody has, and for which nobody waits. That of a retry may have
+        been written, and lost on the way: the newest one that is not continued."""
+        equal = [turn for turn in self.turns if turn.request == request]
+        left = [turn for turn in equal if turn.abandoned and not turn.waiting]
+        if request.is_retry:
+            left += [turn for turn in reversed(equal) if not turn.followed]
+        return next(iter(left), None)
 
     def is_awaited(self, request: ChatRequest) -> bool:
         """Whether a client waits for the answer to an equal request."""

@@ -126,10 +126,12 @@ class TestOpenAI:
         async def script(stand):
             began = time.monotonic()
             answer = await openai_client(stand, max_retries=1).chat.completions.create(model="any", messages=HELLO)
-            return answer.choices[0].message.content, time.monotonic() - began
+            retries = [each.is_retry for each in stand.policy.asked]
+            return answer.choices[0].message.content, time.monotonic() - began, retries
 
-        content, took = played(script, Refused(429, "too many", 0.7), reply("later"))
+        content, took, retries = played(script, Refused(429, "too many", 0.7), reply("later"))
         assert content == "later" and 1 <= took < 3  # Retry-After has whole seconds
+        assert retries == [False, True]
 
     def test_a_wrong_key_is_an_authentication_error(self):
         async def script(stand):

@@ -7,7 +7,7 @@ import pytest
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import WorkerBroken, WorkerError
-from rlhf_ray.gateway.chat import Refused
+from rlhf_ray.gateway.chat import ChatRequest, Refused
 from rlhf_ray.roles import episode_runner
 from rlhf_ray.roles.episode import turn_seed
 from rlhf_ray.roles.episode_journal import digest
@@ -264,7 +264,7 @@ def test_an_agent_that_ends_while_requests_are_open_leaves_nothing_open():
             await lost[0]
         assert refused.value.status == 410 and agents.closed == 1
         with pytest.raises(Refused):
-            await agents.policies[0].reply(lost)
+            await agents.policies[0].reply(ChatRequest([]))
         return rollout
 
     rollout = asyncio.run(live())
@@ -413,6 +413,18 @@ def test_an_error_of_the_generators_ends_the_call_and_is_not_the_agent_s():
 
     with pytest.raises(WorkerError, match="lost"):
         episode(agent, Generators(lambda context, seed: WorkerError("lost")))
+
+
+def test_a_retry_of_an_answer_that_was_lost_on_its_way_gets_the_same_turn():
+    async def agent(client, row, session):
+        lost = await client.ask(("user", "go"))
+        again = await client.ask(("user", "go"), is_retry=True)
+        assert again is lost
+        await client.ask(("user", "go"), said(again), ("user", "on"))
+        assert await client.ask(("user", "go"), is_retry=True) is not lost, "its answer had arrived"
+
+    rollout, found = episode(agent, Generators(turns("a", "b")))
+    assert sorted(rows_of(rollout)) == ["go?[a.]", "go?[a.]on?[b.]"] and found.events == {}
 
 
 async def gives_up(client, row, session):
