@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ STEPS, ENDED_AFTER = 4, 2
 TURNS, ENDS = 6, 4
 """Turns of an episode. In the longest turn, random weights would write so many of the tokens that end one: the
 tokenizer's own they rarely write."""
+VOCABULARY = 8192
+"""On a GPU. vLLM compares each token with all that end a turn, so these have to be few."""
 GROUP = 8
 RUN_S = 400.0
 WORLD = '''"""The same world twice: as an environment, and as an agent with a loop of its own."""
@@ -63,7 +66,7 @@ def agent(row, session):
 
 def continued(place: Place) -> Iterator[Row]:
     """GRPO by `rlhf-ray ppo`, whose driver is killed in the middle of the third step; then `--resume`."""
-    scale, run = ON_GPU if place.gpu else ON_CPU, place.directory / "run"
+    scale, run = replace(ON_GPU, vocabulary=VOCABULARY) if place.gpu else ON_CPU, place.directory / "run"
     model = make_models(place.directory, scale, "policy")["policy"]
     give_tool_template(model.path)
     (place.directory / "world.py").write_text(WORLD.format(turns=TURNS))
