@@ -1,18 +1,12 @@
 """The tools example: rewards of episodes teach what the demonstrations got wrong, and nothing once they say nothing."""
 
 import json
-import sys
-from dataclasses import replace
 
-import numpy as np
 import pytest
-from ray import cloudpickle
 
-from rlhf_ray.records import Prompts, RewardScores, Rollout
-from rlhf_ray.roles.reward_scorer import RewardScorer
 from rlhf_ray.stages import tools_example
-from tests.roles_in_runs import use_class
 from tests.slow.conftest import SEEDS
+from tests.slow.permuted import permute_rewards
 
 pytestmark = pytest.mark.slow
 
@@ -41,17 +35,7 @@ def test_an_agent_with_openais_client_ends_with_the_same_weights(tmp_path):
         assert {name: its[name] for name in same} == {name: mine[name] for name in same}
 
 
-class PermutedScores(RewardScorer):
-    """The environment's rewards, dealt out to the wrong episodes; evaluations read the components, which stay."""
-
-    async def score(self, rollout: Rollout, prompts: Prompts) -> RewardScores:
-        rewards = await super().score(rollout, prompts)
-        scores = np.random.default_rng(rollout.seeds[0]).permutation(rewards.scores)
-        return replace(rewards, scores=scores, token_rewards=None)
-
-
 def test_permuted_rewards_teach_nothing(tmp_path, monkeypatch):
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import the tests
-    use_class(monkeypatch, PermutedScores)
+    permute_rewards(monkeypatch)
     summary = tools_example.run(tmp_path, "grpo", 0, [])
     assert summary["success_after"] < 0.3
