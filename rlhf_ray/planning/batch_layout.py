@@ -77,7 +77,7 @@ def _episodes(config: PPOConfig) -> str:
         f"{name} ({environment.label}): up to {counted(environment.max_turns, 'turn')} of up to "
         f"{min(turn, environment.max_tokens)} tokens, {environment.max_tokens} in all, "
         f"{environment.concurrency} open in each runner, "
-        + ("a process each" if environment.isolated else
+        + ("a process each" if environment.own_process else
            f"which share {counted(environment.processes, 'process', 'es')}")
         for name, environment in config.environments.items())
     runners = config.episode_runner.workers

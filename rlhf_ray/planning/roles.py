@@ -154,7 +154,7 @@ def _small(name: str, placement: PlacementConfig) -> Role:
 def _episode_runner(config: PPOConfig) -> Role:
     """A process that waits for generators and environments, and the processes of its environments, as far as they do
     not grow by what a user's code imports and keeps."""
-    processes = [each.concurrency if each.isolated else min(each.processes, each.concurrency)
+    processes = [each.concurrency if each.own_process else min(each.processes, each.concurrency)
                  for each in config.environments.values()]
     of_environments = float(sum(processes) * ENVIRONMENT + len(processes) * SCHEMAS)
     return Role("episode_runner", config.episode_runner, (), "",

@@ -91,10 +91,13 @@ class TestEpisodes:
         return planned("eight_gpu_7b_tools.yaml", "1x8xH100", *overrides)
 
     @pytest.mark.parametrize(("override", "processes"), [
-        ("--environments.tools.processes=4", 4), ("--environments.tools.isolated=true", 96)])
+        ("--environments.tools.processes=4", 4), ("--environments.tools.isolated=true", 96),
+        ("--environments.tools={path: null, command: [sh, agent.sh]}", 96)])
     def test_a_runner_is_a_process_with_those_of_its_environments(self, override, processes):
-        host = self.plan(override).memory["episode_runner"].host
-        assert host == {"runtime": 350 * 2**20, "environments": (processes * 25 + 220) * 2**20}
+        plan = self.plan(override)
+        assert plan.memory["episode_runner"].host == {
+            "runtime": 350 * 2**20, "environments": (processes * 25 + 220) * 2**20}
+        assert ("a process each" if processes == 96 else "which share 4 processes") in plan.geometry["episodes"]
 
     def test_turns_tokens_and_open_episodes_are_named(self):
         text = self.plan().geometry["episodes"]
