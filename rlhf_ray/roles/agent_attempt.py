@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from rlhf_ray.config.environments import EnvironmentConfig
@@ -65,20 +65,6 @@ class SessionServer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Known:
-    """A turn that was sampled before this run of the agent."""
-
-    completion: Completion
-    asked: dict[str, Any]
-    """As `RecordedTurn.asked`."""
-
-    def answers(self, turn: AgentTurn, most: int) -> bool:
-        """Whether the same would be sampled for a turn of at most so many tokens."""
-        return (self.asked["max_tokens"] == turn.request.max_tokens and len(self.completion.tokens) <= most
-                and tuple(self.asked["stop"]) == turn.request.stop)
-
-
 class AgentAttempt:
     """One attempt at an episode by an agent; it answers the requests of its sessions (`gateway.chat.Policy`)."""
 
@@ -110,8 +96,8 @@ class AgentAttempt:
         """What the policy read first."""
         self.tools: list[dict[str, Any]] = []
         self._conversations = self._none()
-        self._known = {recorded_key(turn): Known(turn.completion, turn.asked) for turn in recorded.turns if turn.asked}
-        """By `AgentTurn.key`."""
+        self._known = {recorded_key(turn): turn for turn in recorded.turns if turn.asked}
+        """The turns that were sampled before this run of the agent, by `AgentTurn.key`."""
         self._of_record = set(self._known)
         self._used: set[str] = set()
         """Of what is known in this run of the agent."""
@@ -196,7 +182,7 @@ class AgentAttempt:
         self._runs += 1
         for turn in self._conversations.turns:
             if turn.completion is not None:
-                self._known[turn.key] = Known(turn.completion, turn.asked())
+                self._known[turn.key] = self._recorded_turn(turn, turn.completion)
         self._conversations = self._none()
         self._used.clear()
         self._answered = 0
@@ -302,8 +288,9 @@ class AgentAttempt:
     async def _sampled(self, turn: AgentTurn, request: SampleRequest) -> None:
         """Have a turn sampled, or take it as it was sampled before, and read it."""
         known = self._known.get(turn.key)
-        if known is not None and known.answers(turn, request.max_tokens):
+        if known is not None and _answers(known, turn, request.max_tokens):
             completion = known.completion
+            assert known.asked is not None
             turn.answered_before = known.asked["answered_before"]
             self._used.add(turn.key)
         else:
@@ -313,11 +300,13 @@ class AgentAttempt:
                 self._fail(error)
                 return
             self._of_record.add(turn.key)
-            await self._record.asked(RecordedTurn(
-                turn.digest, completion, None, interrupted=self.events["interrupted"], asked=turn.asked()))
+            await self._record.asked(self._recorded_turn(turn, completion))
         self._read(turn, completion)
         self._answered += 1
         self._refusal = None
+
+    def _recorded_turn(self, turn: AgentTurn, completion: Completion) -> RecordedTurn:
+        return RecordedTurn(turn.digest, completion, None, interrupted=self.events["interrupted"], asked=turn.asked())
 
     def _done(self, turn: AgentTurn) -> None:
         """A turn is answered, or was given up."""
@@ -446,3 +435,10 @@ class AgentAttempt:
         self._used = set(self._known)
         self._reward, self.metrics = outcome.reward, dict(outcome.metrics)
         return self.ended(outcome.cause, outcome.error, prompt)
+
+
+def _answers(known: RecordedTurn, turn: AgentTurn, most: int) -> bool:
+    """Whether the same would be sampled for a turn of at most so many tokens."""
+    assert known.asked is not None
+    return (known.asked["max_tokens"] == turn.request.max_tokens and len(known.completion.tokens) <= most
+            and tuple(known.asked["stop"]) == turn.request.stop)
