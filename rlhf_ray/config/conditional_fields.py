@@ -276,7 +276,7 @@ _PPO = (
         "isolated=true gives each episode a process of its own", "set isolated to false", warns=True),
     ConditionalFields(
         ("environments.*.processes", "environments.*.isolated"), lambda _, environment: environment.command is None,
-        "each episode of a command has a process of its own in any case", "leave it out", warns=True),
+        "each episode of a command has a process of its own in any case", warns=True),
     ConditionalFields(
         ("environments.*.processes",), lambda _, environment: environment.processes <= environment.concurrency,
         "at most concurrency={section.concurrency} episodes are open, so no more processes than these start",

@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.sandbox import SandboxConfig
 from rlhf_ray.config.section import Section
 
@@ -261,6 +262,6 @@ def _url_problem(url: str, *, secret: bool) -> str:
         return "it contains a user name or password, which would be logged; use token_variable"
     if scheme not in ("http", "https") or not host:
         return f"{url!r} is not of the form http://host:port or https://host"
-    if secret and scheme == "http" and host not in ("localhost", "127.0.0.1", "::1"):
+    if secret and scheme == "http" and not is_loopback(host):
         return f"{url!r} is plain http, so the token could be intercepted; use https, or leave token_variable out"
     return ""

@@ -121,10 +121,9 @@ class EpisodeRunner:
         """Load the tokenizer and the environments, and let agents reach the policy; returns facts about each, by name.
 
         Raises:
-            OSError: the gateway cannot listen at its address.
             ModelError: the tokenizer has no chat template.
-            ConfigError: an environment's `tool_format` is none.
-            EnvironmentFailed: an environment cannot be loaded.
+            ConfigError: an environment's `tool_format` is none, or the gateway cannot listen at its address.
+            EnvironmentFailed: an environment cannot be loaded, or the gateway did not start.
         """
         tokenizer = load_tokenizer(self._model)
         named = named_stop_tokens(tokenizer, self._model)

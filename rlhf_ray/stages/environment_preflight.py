@@ -4,7 +4,6 @@ column that is not there and a template that knows no tools are found in a secon
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rlhf_ray.config.data import PromptsConfig
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.environments import EnvironmentConfig
+from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.data.prompts import prompt_format, prompt_of
 from rlhf_ray.data.row_readers import has_local_rows
@@ -64,18 +64,11 @@ def check_environments(config: PPOConfig) -> None:
         except ConfigError as error:
             raise ConfigError(f"environments.{name}.{error}") from error
     host = config.episode_runner.gateway_host
-    if agents and not _is_loopback(host):
+    if agents and not is_loopback(host):
         logging.getLogger(__name__).warning(
             f"episode_runner.gateway_host={host!r} lets in whoever reaches that address and has the URL and the key of "
             f"an episode of {', '.join(f'environments.{name}' for name in agents)}, which are sent in the clear: they "
             "may ask the policy. Use a network that only the agents reach")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def in_words(name: str, facts: EnvironmentFacts) -> str:
