@@ -3,6 +3,7 @@ those values that a user may set too."""
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from rlhf_ray.config.algorithm import OldLogprobs
 from rlhf_ray.config.data import EvaluationPrompts, NumberedRows, PromptsConfig
@@ -292,8 +293,11 @@ def episodes_deadline_s(config: PPOConfig) -> float:
 
 def episode_kind(config: PPOConfig) -> str:
     """What episodes of two configurations must have in common to be continued with each other's turns, as JSON: all
-    that decides what is sampled and how an environment answers, but no deadline and no number of processes."""
-    aside = {"timeout_s", "concurrency", "processes", "isolated", "memory_mib"}
+    that decides what is sampled and how an environment answers, but no deadline of the run's own, no number of
+    processes, and no secret's name."""
+    aside: Any = {"timeout_s": True, "concurrency": True, "processes": True, "isolated": True, "memory_mib": True,
+                  "python": {"programs"}, "mcp": {"token_variable"}, "openenv": {"token_variable", "connect_s"},
+                  "nemo_gym": {"token_variable"}}
     environments = {name: each.model_dump(mode="json", exclude=aside) for name, each in config.environments.items()}
     return json.dumps([config.run.seed, config.model.path, config.episode_runner.column,
                        config.generator.sampling.model_dump(mode="json"), environments])

@@ -7,6 +7,7 @@ from rlhf_ray.config.derived import (
     buffer_capacity_mb,
     concurrency_of,
     derive,
+    episode_kind,
     episodes_deadline_s,
     model_paths,
     placements_of,
@@ -159,3 +160,37 @@ def test_a_call_to_a_runner_lasts_as_long_as_all_waves_of_its_episodes():
     config = PPOConfig(model={"path": "m"}, prompts={"path": "p"}, environments={"e": environment},
                        coordinator={"concurrency": 12}, cluster={"call_timeout_s": 600})
     assert episodes_deadline_s(config) == 3 * 120 + 600  # 12 episodes, 4 at a time, and two steps' time to close each
+
+
+SOURCES = {"tools": {"path": "shop.py:Shop"}, "program": {"command": {"run": ["sh", "agent.sh"]}}, "code": {"python": {}},
+           "lake": {"gymnasium": {"id": "FrozenLake-v1"}}, "sums": {"reasoning_gym": {"task": "chain_sum"}},
+           "shop": {"mcp": {"command": ["server"]}}, "guess": {"openenv": {"url": "http://localhost:1"}},
+           "gym": {"nemo_gym": {"url": "http://localhost:1"}}}
+
+
+@pytest.mark.parametrize("change", [
+    "run.seed=1", "episode_runner.column=kind", "generator.sampling.temperature=0.5", "environments.tools.max_turns=3",
+    "environments.tools.path=shop.py:Other", "environments.program.command.run=[sh, other.sh]",
+    "environments.program.command.variables={LEVEL: two}", "environments.code.python.timeout_s=1",
+    "environments.code.python.sandbox.memory_mib=256", "environments.lake.gymnasium.options={is_slippery: false}",
+    "environments.sums.reasoning_gym.settings={max_digits: 2}", "environments.shop.mcp.tools=[buy]",
+    "environments.shop.mcp.timeout_s=2", "environments.guess.openenv.url=http://localhost:2",
+    "environments.gym.nemo_gym.url=http://localhost:2",
+])
+def test_episodes_do_not_continue_with_other_settings_of_what_they_read(write, change):
+    assert _kind(write, change) != _kind(write)
+
+
+@pytest.mark.parametrize("change", [
+    "run.steps=7", "episode_runner.gateway_host=0.0.0.0", "episode_runner.workers=2", "environments.tools.processes=1",
+    "environments.tools.timeout_s.episode=99", "environments.program.concurrency=3", "environments.tools.isolated=true",
+    "environments.code.python.programs=4", "environments.guess.openenv.connect_s=1",
+    "environments.guess.openenv.token_variable=TOKEN", "environments.gym.nemo_gym.token_variable=TOKEN",
+])
+def test_episodes_continue_whatever_does_not_change_what_they_read(write, change):
+    assert _kind(write, change) == _kind(write)
+
+
+def _kind(write, *changes):
+    file = write("ppo", environments={name: {**each, "max_tokens": 2048} for name, each in SOURCES.items()})
+    return episode_kind(load(PPOConfig, file, [f"--{change}" for change in changes]))
