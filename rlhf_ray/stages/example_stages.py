@@ -6,13 +6,14 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlhf_ray.cluster.session import ray_session
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from rlhf_ray.data.tool_template import TOOL_TAGS, TURN_END, TURN_START, give_tool_template
+from rlhf_ray.environments.adapters import brought
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.writing import write_atomically
 from rlhf_ray.observability.run_directory import read_json
@@ -56,6 +57,19 @@ def run_stages(
         seconds[estimator] = run_once(estimator, lambda: ppo.run(config, True), Path(config.run.dir))
     seconds["in all, with Ray's start"] = max(time.perf_counter() - began, sum(seconds.values()))
     return Path(config.run.dir), seconds
+
+
+def environment_of(recipe: Recipe, name: str) -> type:
+    """The class of an environment of a recipe's `grpo.yaml`, as the policy meets it.
+
+    Raises:
+        ConfigError: its library is not installed.
+    """
+    environment = recipe.config("ppo", Path(recipe.home), 0, file="grpo").environments[name]
+    try:
+        return cast(type, brought(*environment.source))
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
 
 
 def make_chat_tokenizer(directory: Path, demonstrations: Path, words: Sequence[str]) -> None:

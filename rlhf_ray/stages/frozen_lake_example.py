@@ -8,13 +8,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.config.environment_sources import GymnasiumSource
-from rlhf_ray.environments.adapters.gymnasium import make
 from rlhf_ray.environments.protocol import Message, Reply
-from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.writing import json_lines
 from rlhf_ray.stages.bundled_recipes import Recipe
-from rlhf_ray.stages.example_stages import make_chat_tokenizer, run_stages, write_verdict
+from rlhf_ray.stages.example_stages import environment_of, make_chat_tokenizer, run_stages, write_verdict
 
 RECIPE = Recipe("examples/adapters/frozen_lake", home="runs/frozen_lake")
 SHOWN = ("reward", "solved", "failed", "turns", "invalid_action", "kl", "length")
@@ -43,27 +40,13 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
     return write_verdict(directory, run_dir, seconds, "the walks reach the goal", SHOWN, {"turns_mean": "turns"})
 
 
-def lake() -> type:
-    """The environment of the recipe, as the policy meets it.
-
-    Raises:
-        ConfigError: gymnasium is not installed.
-    """
-    source = RECIPE.config("ppo", Path(RECIPE.home), 0, file="grpo").environments["lake"].gymnasium
-    assert isinstance(source, GymnasiumSource)
-    try:
-        return make(source.model_dump(mode="json"))
-    except ImportError as error:
-        raise ConfigError(str(error)) from None
-
-
 def make_data(directory: Path, seed: int) -> None:
     """Write demonstrations and a tokenizer with a chat template, unless they exist."""
     data = directory / "data"
     if (data / "tokenizer" / "chat_template.jinja").is_file():
         return
     print("data: walking on the ice")
-    environment = lake()
+    environment = environment_of(RECIPE, "lake")
     rng = random.Random(f"walks/{seed}")
     data.mkdir(parents=True, exist_ok=True)
     (data / "sft.jsonl").write_bytes(json_lines({"messages": walk(environment(), rng)} for _ in range(WALKS)))

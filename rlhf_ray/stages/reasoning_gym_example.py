@@ -9,13 +9,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlhf_ray.config.environment_sources import ReasoningGymSource
-from rlhf_ray.environments.adapters.reasoning_gym import make
 from rlhf_ray.environments.protocol import Message
-from rlhf_ray.errors import ConfigError
 from rlhf_ray.files.writing import json_lines
 from rlhf_ray.stages.bundled_recipes import Recipe
-from rlhf_ray.stages.example_stages import make_chat_tokenizer, run_stages, write_verdict
+from rlhf_ray.stages.example_stages import environment_of, make_chat_tokenizer, run_stages, write_verdict
 
 RECIPE = Recipe("examples/adapters/reasoning_gym", home="runs/reasoning_gym")
 SHOWN = ("reward", "solved", "failed", "kl", "length")
@@ -43,27 +40,13 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
     return write_verdict(directory, run_dir, seconds, "held-out questions right", SHOWN, {})
 
 
-def tasks() -> type:
-    """The environment of the recipe, as the policy meets it.
-
-    Raises:
-        ConfigError: reasoning-gym is not installed.
-    """
-    source = RECIPE.config("ppo", Path(RECIPE.home), 0, file="grpo").environments["sums"].reasoning_gym
-    assert isinstance(source, ReasoningGymSource)
-    try:
-        return make(source.model_dump(mode="json"))
-    except ImportError as error:
-        raise ConfigError(str(error)) from None
-
-
 def make_data(directory: Path, seed: int) -> None:
     """Write demonstrations and a tokenizer with a chat template, unless they exist."""
     data = directory / "data"
     if (data / "tokenizer" / "chat_template.jinja").is_file():
         return
     print("data: writing solutions")
-    environment = tasks()
+    environment = environment_of(RECIPE, "sums")
     rng = random.Random(f"solutions/{seed}")
     data.mkdir(parents=True, exist_ok=True)
     (data / "sft.jsonl").write_bytes(json_lines(

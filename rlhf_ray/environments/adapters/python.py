@@ -36,7 +36,7 @@ def make(settings: dict[str, Any]) -> Any:
         Args:
             code: the program; it prints what is to be seen
         """
-        return told(background.run(pool.run(Job(code, timeout_s))), timeout_s, longest)
+        return shown(background.run(pool.run(Job(code, timeout_s))), timeout_s, longest)
 
     class Interpreter:
         def reset(self) -> None:
@@ -48,7 +48,7 @@ def make(settings: dict[str, Any]) -> Any:
             Args:
                 code: the code; it prints what is to be seen
             """
-            return told(background.run(self._sandbox.turn(code, timeout_s)), timeout_s, longest)
+            return shown(background.run(self._sandbox.turn(code, timeout_s)), timeout_s, longest)
 
         def close(self) -> None:
             background.run(self._sandbox.stop())
@@ -59,7 +59,7 @@ def make(settings: dict[str, Any]) -> Any:
     return Interpreter
 
 
-def told(outcome: Outcome, timeout_s: float, longest: int) -> str:
+def shown(outcome: Outcome, timeout_s: float, longest: int) -> str:
     """What the policy reads.
 
     Args:

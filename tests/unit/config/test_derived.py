@@ -162,10 +162,10 @@ def test_a_call_to_a_runner_lasts_as_long_as_all_waves_of_its_episodes():
     assert episodes_deadline_s(config) == 3 * 120 + 600  # 12 episodes, 4 at a time, and two steps' time to close each
 
 
-SOURCES = {"tools": {"path": "shop.py:Shop"}, "program": {"command": {"run": ["sh", "agent.sh"]}}, "code": {"python": {}},
-           "lake": {"gymnasium": {"id": "FrozenLake-v1"}}, "sums": {"reasoning_gym": {"task": "chain_sum"}},
-           "shop": {"mcp": {"command": ["server"]}}, "guess": {"openenv": {"url": "http://localhost:1"}},
-           "gym": {"nemo_gym": {"url": "http://localhost:1"}}}
+SOURCES = {"tools": {"path": "shop.py:Shop"}, "program": {"command": {"run": ["sh", "agent.sh"]}},
+           "code": {"python": {}}, "lake": {"gymnasium": {"id": "FrozenLake-v1"}},
+           "sums": {"reasoning_gym": {"task": "chain_sum"}}, "shop": {"mcp": {"command": ["server"]}},
+           "guess": {"openenv": {"url": "http://localhost:1"}}, "gym": {"nemo_gym": {"url": "http://localhost:1"}}}
 
 
 @pytest.mark.parametrize("change", [

@@ -99,7 +99,7 @@ def test_an_episode_with_state_is_brought_back_by_its_programs():
 
 def told(longest=8000, **fields):
     given = {"status": 0, "killed": "", "verdict": None, "output": "", "errors": "", "seconds": 0.1}
-    return adapter.told(Outcome(**(given | fields)), 5.0, longest)
+    return adapter.shown(Outcome(**(given | fields)), 5.0, longest)
 
 
 def test_the_middle_of_a_long_text_is_left_out():

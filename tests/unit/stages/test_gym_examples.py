@@ -12,6 +12,7 @@ from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.models.loading import load_tokenizer
 from rlhf_ray.stages import frozen_lake_example, reasoning_gym_example
+from rlhf_ray.stages.example_stages import environment_of
 
 EXAMPLES = {"frozen_lake": (frozen_lake_example, "gymnasium", 3_000),
             "reasoning_gym": (reasoning_gym_example, "reasoning_gym", 8_000)}
@@ -66,7 +67,7 @@ def test_a_library_that_is_not_installed_is_named_before_anything_is_made(name, 
 
 def test_careless_walks_reach_the_goal_sometimes():
     pytest.importorskip("gymnasium", reason="needs the extra: pip install 'rlhf-ray[gymnasium]'")
-    lake, rng = frozen_lake_example.lake(), random.Random(1)
+    lake, rng = environment_of(frozen_lake_example.RECIPE, "lake"), random.Random(1)
     walks = [frozen_lake_example.walk(lake(), rng) for _ in range(300)]
     ends = [(frozen_lake_example.place(walk[-2]["content"]), walk[-1]["content"]) for walk in walks]
     assert 0.2 < sum(end == (14, "right") for end in ends) / 300 < 0.5, "the last step from beside the goal"
@@ -76,7 +77,7 @@ def test_careless_walks_reach_the_goal_sometimes():
 def test_shortest_ways_reach_the_goal_in_six_steps(monkeypatch):
     pytest.importorskip("gymnasium", reason="needs the extra: pip install 'rlhf-ray[gymnasium]'")
     monkeypatch.setattr(frozen_lake_example, "CARELESS", 0.0)
-    lake, rng = frozen_lake_example.lake(), random.Random(1)
+    lake, rng = environment_of(frozen_lake_example.RECIPE, "lake"), random.Random(1)
     for _ in range(20):
         walk = frozen_lake_example.walk(lake(), rng)
         assert len(walk) == 12 and frozen_lake_example.place(walk[-2]["content"]) == 14
@@ -97,5 +98,6 @@ def test_demonstrations_have_questions_that_neither_training_nor_evaluation_has(
     grpo = module.RECIPE.config("ppo", home, 0, file="grpo")
     assert grpo.prompts.numbered.count + grpo.evaluation.numbered.count < module.FIRST
     row = json.loads((home / "data/sft.jsonl").read_text().splitlines()[7])["messages"]
-    asked = module.tasks()().reset(row={"prompt": "", "index": module.FIRST + 7}, seed=0).messages
+    episode = environment_of(module.RECIPE, "sums")()
+    asked = episode.reset(row={"prompt": "", "index": module.FIRST + 7}, seed=0).messages
     assert row[:2] == asked and len(row) == 3 and count == module.DEMONSTRATIONS
