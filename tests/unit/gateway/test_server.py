@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import logging
 import os
@@ -70,8 +69,10 @@ def closes_the_listener(stand):
 
 
 def ends_the_thread(stand):
-    thread = next(each for each in threading.enumerate() if each.name == "gateway")
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(RuntimeError))
+    def dies():
+        raise SystemExit("as ordered")  # asyncio lets this end a loop
+
+    stand.gateway._server.servers[0].get_loop().call_soon_threadsafe(dies)
 
 
 def holds_the_thread(stand):
