@@ -27,7 +27,8 @@ def test_types_in_plain_words():
     assert field("ppo", "generator.kv_cache_mb").type == "int or empty"
     assert field("ppo", "policy.optimizer.betas").type == "[float, float]"
     assert field("ppo", "pools.NAME.labels").type == "{text: text}"
-    assert field("ppo", "prompts.mix").type == "list of {path, subset, revision, split, limit, weight, numbered, column}"
+    assert field("ppo", "prompts.mix").type == (
+        "list of {path, subset, revision, split, limit, weight, numbered, column}")
 
 
 def test_defaults_are_those_of_the_place_not_of_the_class():
@@ -63,7 +64,8 @@ def test_every_described_default_can_be_given_back(command, write):
         f"--{f.path}={'null' if f.default == 'empty' else f.default}"
         for f in settable
         if not f.required and f.default != "by type" and f.section not in off
-        and not {"lora", "dynamic_sampling", "numbered"}.intersection(f.path.split(".")) and not f.path.endswith((".path", ".mix"))
+        and not {"lora", "dynamic_sampling", "numbered"}.intersection(f.path.split("."))
+        and not f.path.endswith((".path", ".mix"))
     ]
     path = write(command)
     assert load(STAGES[command], path, overrides) == load(STAGES[command], path, [])

@@ -21,8 +21,8 @@ NO_PATHS = {
     "prompt", "response", "messages", "column", "chosen", "rejected", "margin", "steps", "labels", "pool", "targets",
     "best_metric", "stop", "placeholder", "good", "bad", "separator", "label", "urls", "columns", "token_variable",
     "allow_hosts", "answer", "after", "pattern", "group", "host", "derived", "tool_format",
-    "tests", "run", "variables", "gateway_host", "actions", "id", "command", "reset_tool", "reward_tool", "tools", "url",
-    "field", "observation", "task",
+    "tests", "run", "variables", "gateway_host", "actions", "id", "command", "reset_tool", "reward_tool", "tools",
+    "url", "field", "observation", "task",
 }
 """Fields with text that names no file. One that is new belongs here, or has the type `UserPath`."""
 
