@@ -106,7 +106,7 @@ class McpSource(_Server):
     in `rewards`."""
     timeout_s: float = Field(30.0, gt=0)
     """Longest time for one call, below `timeout_s.step` of the environment: the policy reads that a tool took longer,
-    and the server goes on."""
+    and the server continues."""
     replayable: bool = False
     """The same calls are answered alike, so that an episode can be brought back by repeating them. Only whoever knows
     the server can say so."""
