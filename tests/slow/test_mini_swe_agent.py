@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -28,11 +27,11 @@ from rlhf_ray.roles.episode_runner import EpisodeRunner
 from rlhf_ray.user_code.keeper import SCRATCH
 from tests.models import make_tiny_llama
 from tests.pages import ROOT
+from tests.slow.packages import python_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PACKAGE = "mini-swe-agent==2.4.6"
 EXAMPLE = ROOT / "configs/examples/adapters/mini_swe_agent.yaml"
-INSTALL_S = 600
 WORDS = ("tea", "rice", "it's salt")
 
 
@@ -42,18 +41,7 @@ def programs(tmp_path_factory):
     given = os.environ.get("MINI_SWE_AGENT")
     if given:
         return Path(given) / "bin"
-    place = tmp_path_factory.mktemp("mini") / "venv"
-    python = place / "bin/python"
-    if uv := shutil.which("uv"):
-        commands = [[uv, "venv", "--quiet", "--python", sys.executable, place],
-                    [uv, "pip", "install", "--quiet", "--python", python, PACKAGE]]
-    else:
-        commands = [[sys.executable, "-m", "venv", place], [python, "-m", "pip", "install", "--quiet", PACKAGE]]
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
-        if done.returncode:
-            pytest.skip(f"{PACKAGE} cannot be installed here: {done.stderr[-300:]}")
-    return place / "bin"
+    return python_with(PACKAGE, tmp_path_factory.mktemp("mini") / "venv").parent
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,8 @@ answers, and an episode gets its reward. Skipped where the package or a Python 3
 import asyncio
 import json
 import os
-import shutil
-import socket
-import subprocess
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-import httpx
 import pytest
 
 from rlhf_ray.config.environments import EnvironmentConfig
@@ -18,51 +13,24 @@ from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Reply, ToolCall
 from tests.nemo_gym_wire import ANSWERS, ROW, talk
 from tests.pages import ROOT
+from tests.slow.packages import python_with, serving
 
 pytestmark = pytest.mark.slow
 NEMO_GYM = "nemo-gym==0.4.0"
 SERVER = ROOT / "configs/examples/adapters/nemo_gym_server.py"
-INSTALL_S = 1800
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """An interpreter that has the package, which needs Python 3.12."""
-    place = tmp_path_factory.mktemp("nemo_gym") / "venv"
-    python = place / "bin/python"
-    if uv := shutil.which("uv"):
-        commands = [[uv, "venv", "--quiet", "--python", "3.12", place],
-                    [uv, "pip", "install", "--quiet", "--python", python, NEMO_GYM]]
-    elif newer := shutil.which("python3.12"):
-        commands = [[newer, "-m", "venv", place], [python, "-m", "pip", "install", "--quiet", NEMO_GYM]]
-    else:
-        pytest.skip("NeMo-Gym needs Python 3.12; there is neither python3.12 nor uv")
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
-        if done.returncode:
-            pytest.skip(f"{NEMO_GYM} cannot be installed here: {done.stderr[-300:]}")
-    return python
+    return python_with(NEMO_GYM, tmp_path_factory.mktemp("nemo_gym") / "venv", "3.12")
 
 
 @contextmanager
 def running(python):
     """The URL of a server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([python, SERVER, str(port)])
-    try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with suppress(httpx.HTTPError):
-                httpx.get(f"http://127.0.0.1:{port}/", trust_env=False)
-                break
-            assert process.poll() is None, "the server ended"
-            time.sleep(0.2)
+    with serving([python, SERVER]) as port:
         yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_the_committed_answers_are_those_of_a_real_server(python):

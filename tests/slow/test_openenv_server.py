@@ -4,12 +4,6 @@ sessions are freed. Skipped where the package cannot be installed."""
 import asyncio
 import json
 import os
-import shutil
-import socket
-import subprocess
-import sys
-import time
-from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
@@ -19,50 +13,23 @@ from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Reply, ToolCall
 from tests.openenv_wire import FRAMES, LIST, SENT, talk
 from tests.pages import ROOT
+from tests.slow.packages import python_with, serving
 
 pytestmark = pytest.mark.slow
 OPENENV = "openenv==0.10.0"
 SERVERS = {"guess": [ROOT / "configs/examples/adapters/openenv_server.py"], "shop": [ROOT / "tests/openenv_server.py"]}
 SESSIONS = 2
-INSTALL_S = 900
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """An interpreter that has the package."""
-    place = tmp_path_factory.mktemp("openenv") / "venv"
-    python = place / "bin/python"
-    if uv := shutil.which("uv"):
-        commands = [[uv, "venv", "--quiet", "--python", sys.executable, place],
-                    [uv, "pip", "install", "--quiet", "--python", python, OPENENV]]
-    else:
-        commands = [[sys.executable, "-m", "venv", place], [python, "-m", "pip", "install", "--quiet", OPENENV]]
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S)
-        if done.returncode:
-            pytest.skip(f"{OPENENV} cannot be installed here: {done.stderr[-300:]}")
-    return python
+    return python_with(OPENENV, tmp_path_factory.mktemp("openenv") / "venv")
 
 
-@contextmanager
 def running(python, name):
     """The port of a server with two sessions."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([python, *SERVERS[name], str(port), str(SESSIONS)])
-    try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with suppress(httpx.HTTPError):
-                httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
-                break
-            assert process.poll() is None, "the server ended"
-            time.sleep(0.2)
-        yield port
-    finally:
-        process.kill()
-        process.wait()
+    return serving([python, *SERVERS[name]], str(SESSIONS), path="/health")
 
 
 def refused(port):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from chaos.episode_runs import VOCAB, episode_sections, make_episode_files
+from chaos.injection_log import INJECTION_LOG
 from chaos.witness.episodes import EpisodeOrder
 from chaos.witness.history import History, OptimizerStep, Update
 from chaos.witness.journals import JOURNALS, read_environments
@@ -41,30 +42,35 @@ class Policy:
         return [Completion(np.array(tokens, np.int32), column.astype(np.float32), column.astype(np.int32), reason)]
 
 
+def play_twice(files, prompts, sections, journals):
+    """The rollout of `SAMPLES` samples of each row of a file, whose environments write journals."""
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    texts = [row.pop("prompt") for row in rows]
+    given = Prompts(np.arange(len(rows) + 1), np.zeros(len(rows), np.int32), texts, rows, np.arange(len(rows)))
+    keys = [SampleKey(0, row, sample) for row in range(len(rows)) for sample in range(SAMPLES)]
+
+    async def play():
+        environments = {name: EnvironmentConfig(**fields) for name, fields in sections["environments"].items()}
+        runner = EpisodeRunner(environments, ModelConfig(path=str(files.model)),
+                               SamplingConfig(**sections["generator"]["sampling"]), Policy(files.stops), least_scored=0)
+        await runner.start()
+        try:
+            return await runner.play(given, keys, 5)
+        finally:
+            await runner.stop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(JOURNALS, str(journals))
+        patch.delenv(INJECTION_LOG, raising=False)
+        return asyncio.run(play())
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory):
     """(rollout of two samples of each row, files, directory of the environments' journals)."""
     root = tmp_path_factory.mktemp("episodes")
     files = make_episode_files(root)
-    rows = [json.loads(line) for line in files.prompts.read_text().splitlines()]
-    sections = episode_sections(files)
-    texts = [row.pop("prompt") for row in rows]
-    prompts = Prompts(np.arange(len(rows) + 1), np.zeros(len(rows), np.int32), texts, rows, np.arange(len(rows)))
-    keys = [SampleKey(0, row, sample) for row in range(len(rows)) for sample in range(SAMPLES)]
-
-    async def play():
-        environments = {name: EnvironmentConfig(**given) for name, given in sections["environments"].items()}
-        runner = EpisodeRunner(environments, ModelConfig(path=str(files.model)),
-                               SamplingConfig(**sections["generator"]["sampling"]), Policy(files.stops), least_scored=0)
-        await runner.start()
-        try:
-            return await runner.play(prompts, keys, 5)
-        finally:
-            await runner.stop()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(JOURNALS, str(root / "journals"))
-        rollout = asyncio.run(play())
+    rollout = play_twice(files, files.prompts, episode_sections(files), root / "journals")
     return rollout, files, root / "journals"
 
 
