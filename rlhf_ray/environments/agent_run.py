@@ -12,8 +12,8 @@ from typing import Any
 
 from rlhf_ray.environments.host_process import Answer, Call, HostLost, HostProcess
 from rlhf_ray.environments.hosts import Hosts
+from rlhf_ray.environments.open_episode import OpenEpisode
 from rlhf_ray.environments.protocol import AgentSession
-from rlhf_ray.environments.session import Session
 
 Begin = Callable[[], Awaitable[AgentSession]]
 """Makes a new session for a run that begins."""
@@ -79,7 +79,7 @@ class Pace:
         return True
 
 
-class AgentRun(Session):
+class AgentRun(OpenEpisode):
     """One attempt at an episode by an agent. `close` ends it in any state."""
 
     KIND = "agent"

@@ -13,8 +13,8 @@ from rlhf_ray.config.environments import EnvironmentConfig
 from rlhf_ray.environments.agent_run import AgentRun, Begin, Pace
 from rlhf_ray.environments.host_process import Answer
 from rlhf_ray.environments.hosts import EnvironmentFacts, Hosts
+from rlhf_ray.environments.open_episode import OpenEpisode, Played
 from rlhf_ray.environments.protocol import Reply, Start, Step
-from rlhf_ray.environments.session import Played, Session
 
 
 class EnvironmentPool:
@@ -57,14 +57,14 @@ class EnvironmentPool:
                 differently.
         """
         assert self.facts.shape != "agent", "an agent is run"
-        session = Session(self._hosts, next(self._numbers))
+        episode = OpenEpisode(self._hosts, next(self._numbers))
         try:
-            start = await session.open(row, seed, played)
+            start = await episode.open(row, seed, played)
         except BaseException:
-            self._close(session)
+            self._close(episode)
             raise
         ended = played is not None and bool(played.steps) and _ends(played.steps[-1][1])
-        return OpenEnvironment(session, start, ended, self._close)
+        return OpenEnvironment(episode, start, ended, self._close)
 
     async def run(self, row: dict[str, Any], begin: Begin, pace: Pace) -> Answer:
         """Run an agent to its end; returns the fields of `Result`. When this is cancelled, it returns at once, and an
@@ -105,9 +105,9 @@ class EnvironmentPool:
         """End all processes, within a few seconds in any state. What is open fails."""
         await self._hosts.stop()
 
-    def _close(self, session: Session) -> asyncio.Task[None]:
+    def _close(self, episode: OpenEpisode) -> asyncio.Task[None]:
         """Close an episode in the background."""
-        return self._hosts.spawn(session.close())
+        return self._hosts.spawn(episode.close())
 
 
 def _ends(answer: Answer) -> bool:
@@ -118,13 +118,13 @@ def _ends(answer: Answer) -> bool:
 class OpenEnvironment:
     """An episode's environment, between its start and its close. One that is dropped closes itself."""
 
-    def __init__(self, session: Session, start: Answer, ended: bool, close: Any) -> None:
+    def __init__(self, episode: OpenEpisode, start: Answer, ended: bool, close: Any) -> None:
         self.start = Start(messages=start["messages"], tools=start["tools"])
         """How the episode begins."""
         self.observation: str = start["observation"]
         """The text that `reset` of a class with tools returned, or `Start.observation`: it is read after the row's
         prompt, in the same message; "" for none."""
-        self._session = session
+        self._episode = episode
         self._close = close
         self._closing: asyncio.Task[None] | None = None
         self._done = ended
@@ -133,12 +133,12 @@ class OpenEnvironment:
     @property
     def interrupted(self) -> int:
         """How often it was opened again because its process was lost through no fault of its own."""
-        return self._session.interrupted
+        return self._episode.interrupted
 
     @property
     def snapshot(self) -> Any:
         """Its state after the newest answer, which JSON holds; None if its class has no `snapshot`."""
-        return self._session.snapshot
+        return self._episode.snapshot
 
     async def step(self, reply: Reply) -> Step:
         """How the environment answers a turn.
@@ -148,18 +148,18 @@ class OpenEnvironment:
             ReplayDiverged: it lost its process, and cannot be brought back.
         """
         assert not self._done, "the episode is done; it takes no more steps"
-        answer = await self._checked(self._session.step(reply))
+        answer = await self._checked(self._episode.step(reply))
         self._done = _ends(answer)
         return Step(**answer)
 
     async def reward(self) -> float:
         """`get_reward()` of a class that has it, 0.0 for others. Raises as `step`."""
-        return float(await self._checked(self._session.reward()))
+        return float(await self._checked(self._episode.reward()))
 
     async def close(self) -> None:
         """Close it. Does not raise; an environment that hangs there is killed. While a call is under way whose caller
         was cancelled, it returns at once, and the environment is closed when that call has ended."""
-        left_running = self._session.busy and self._session.call is None
+        left_running = self._episode.busy and self._episode.call is None
         closing = self._begin_close()
         if not left_running:
             await asyncio.wait([closing])
@@ -175,10 +175,10 @@ class OpenEnvironment:
 
     def _begin_close(self) -> asyncio.Task[None]:
         if self._closing is None:
-            self._closing = self._close(self._session)
+            self._closing = self._close(self._episode)
         return self._closing
 
     def __del__(self) -> None:
         if getattr(self, "_closing", self) is None:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._close, self._session)
+                self._loop.call_soon_threadsafe(self._close, self._episode)

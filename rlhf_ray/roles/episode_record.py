@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+from rlhf_ray.environments.open_episode import Played
 from rlhf_ray.environments.pool import EnvironmentPool, OpenEnvironment
 from rlhf_ray.environments.protocol import Reply, Step
-from rlhf_ray.environments.session import Played
 from rlhf_ray.errors import EpisodeFailed, ReplayDiverged
 from rlhf_ray.records import SampleKey
 from rlhf_ray.roles.engines.interface import Completion

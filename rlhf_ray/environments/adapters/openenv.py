@@ -35,7 +35,7 @@ FENCE = re.compile(r"^```\w*\n(.*)\n```$", re.DOTALL)
 Action = Literal["text", "json", "tools"]
 
 
-class Refused(Exception):
+class ServerError(Exception):
     """The server has answered with an error; `code` is its name of the kind of it."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
@@ -67,7 +67,7 @@ class OpenEnvSession:
 
         Raises:
             ConnectionError: the server cannot be reached, or all its sessions are in use.
-            Refused: it fails.
+            ServerError: it fails.
         """
         tools = self._connect()
         self._choose_action(tools)
@@ -87,7 +87,7 @@ class OpenEnvSession:
 
         Raises:
             ConnectionError: the connection is lost.
-            Refused: the environment fails.
+            ServerError: the environment fails.
         """
         if self._action == "tools":
             return self._calls(reply)
@@ -102,7 +102,7 @@ class OpenEnvSession:
                 return _wrong(f"the action must be one JSON object, and nothing else: {error}")
         try:
             answer = self._ask("step", action)
-        except Refused as error:
+        except ServerError as error:
             if error.code != "VALIDATION_ERROR":
                 raise
             return _wrong(str(error))
@@ -141,7 +141,7 @@ class OpenEnvSession:
             self._open()
             try:
                 return self._tools()
-            except Refused as error:
+            except ServerError as error:
                 self.close()
                 if error.code != "CAPACITY_REACHED":
                     raise
@@ -222,7 +222,7 @@ class OpenEnvSession:
         """The data of the answer to a message.
 
         Raises:
-            Refused: it is an error.
+            ServerError: it is an error.
             ConnectionError: the connection is lost, or the answer is none.
         """
         assert self._connection is not None, "reset comes first"
@@ -232,7 +232,7 @@ class OpenEnvSession:
                 self._connection.send(message)
             answer = json.loads(self._connection.recv())
             if answer["type"] == "error":
-                raise Refused(answer["data"])
+                raise ServerError(answer["data"])
             found = dict(answer["data"])
             if answer["type"] == "observation":
                 found = {"observation": dict(found["observation"]), "reward": found.get("reward"),

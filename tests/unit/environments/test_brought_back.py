@@ -10,8 +10,8 @@ import pytest
 
 from rlhf_ray.environments import host_process
 from rlhf_ray.environments.hosts import Hosts
+from rlhf_ray.environments.open_episode import Played
 from rlhf_ray.environments.protocol import Reply, ToolCall
-from rlhf_ray.environments.session import Played
 from rlhf_ray.errors import EpisodeFailed, ReplayDiverged
 from tests.gone import gone
 from tests.unit.environments.conftest import OBEDIENT, calls, content, open_episodes, say, until
@@ -295,7 +295,7 @@ def test_a_process_that_is_killed_during_a_step_costs_nothing(pool_of):
 def suspect(*opened):
     """Their process has died once before, while all of these had a call under way."""
     for each in opened:
-        each._session._died_before = True
+        each._episode._died_before = True
 
 
 async def interrupted_in(pool, pid, calls_of):

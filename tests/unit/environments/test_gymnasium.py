@@ -278,7 +278,7 @@ def test_an_episode_whose_process_was_killed_is_brought_back_by_the_same_actions
             straight, killed = [await pool.open({"prompt": ""}, seed=11) for _ in range(2)]
             moves = [Reply(move, move) for move in ("right", "left")]
             answers = [[await each.step(move) for move in moves] for each in (straight, killed)]
-            [process] = [each for each in pool._hosts._processes if killed._session._number in each.episodes]
+            [process] = [each for each in pool._hosts._processes if killed._episode._number in each.episodes]
             os.kill(process._process.pid, signal.SIGKILL)
             await process._process.ending()
             for found, each in zip(answers, (straight, killed), strict=True):

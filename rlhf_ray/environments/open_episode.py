@@ -39,7 +39,7 @@ class Played:
     """`OpenEnvironment.snapshot` after the last of them; None if it gave none."""
 
 
-class Session:
+class OpenEpisode:
     """An open episode. One call at a time; `close` ends it in any state."""
 
     KIND: Literal["environment", "agent"] = "environment"
