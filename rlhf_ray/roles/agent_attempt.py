@@ -238,6 +238,7 @@ class AgentAttempt:
                 raise Refused(410, OVER)
             if turn.errors and self._config.on_failure.parse != "feedback" and self._ends_by(turn):
                 raise Refused(403, turn.errors[0])
+            turn.on_way = request
             return turn.reply
         except Refused:
             refused = True
@@ -254,7 +255,14 @@ class AgentAttempt:
     def delivered(self, reply: ChatReply) -> None:
         """See `gateway.chat.Policy`."""
         for turn in self._conversations.turns:
-            turn.received = turn.received or turn.reply is reply
+            if turn.reply is reply:
+                turn.received, turn.on_way = True, None
+
+    def left(self, request: ChatRequest) -> None:
+        """See `gateway.chat.Policy`."""
+        for turn in self._conversations.turns:
+            if turn.on_way is request:
+                turn.on_way = None
 
     def _asked(self, request: ChatRequest) -> AgentTurn:
         """The turn of a request, which is sampled unless it is an earlier one. Raises Refused."""

@@ -59,6 +59,8 @@ class AgentTurn:
     """Of its tool calls."""
     waiting: int = 0
     """Requests that wait for its answer."""
+    on_way: ChatRequest | None = None
+    """The request whose answer is given to the gateway, until it is received or the client has left."""
     received: bool = False
     """The agent has its answer."""
     followed: bool = False
@@ -204,13 +206,14 @@ class Conversations:
     def not_received(self, request: ChatRequest) -> AgentTurn | None:
         """The turn of an equal request whose answer nobody has, and for which nobody waits."""
         for turn in self.turns:
-            if turn.abandoned and not turn.waiting and turn.request == request:
+            if turn.abandoned and not turn.waiting and turn.on_way is None and turn.request == request:
                 return turn
         return None
 
     def is_awaited(self, request: ChatRequest) -> bool:
         """Whether a client waits for the answer to an equal request."""
-        return any(turn.reply is None and turn.waiting and turn.request == request for turn in self.turns)
+        return any((turn.on_way is not None or (turn.reply is None and turn.waiting)) and turn.request == request
+                   for turn in self.turns)
 
     def rows(self) -> list[list[AgentTurn]]:
         """The turns that the agent received, by the rows that hold them."""

@@ -7,7 +7,7 @@ import pytest
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import WorkerBroken, WorkerError
-from rlhf_ray.gateway.chat import Refused
+from rlhf_ray.gateway.chat import ChatRequest, Refused
 from rlhf_ray.roles import episode_runner
 from rlhf_ray.roles.episode import turn_seed
 from rlhf_ray.roles.episode_journal import digest
@@ -229,6 +229,28 @@ def test_a_retry_may_arrive_before_the_end_of_the_connection_that_it_replaces():
     generators = Generators(turns("a"))
     rollout, found = episode(agent, generators)
     assert len(generators.requests) == 1 and rows_of(rollout) == ["go?[a.]"] and found.events == {}
+
+
+@pytest.mark.parametrize("ending", ["received", "slow", "left"])
+def test_a_request_that_comes_while_an_equal_one_s_answer_is_written_is_a_turn_of_its_own(ending):
+    async def agent(client, row, session):
+        request = ChatRequest([{"role": "user", "content": "go"}])
+        first = await client.policy.reply(request)
+        again = asyncio.ensure_future(client.ask(("user", "go")))
+        await asyncio.sleep(0.05)
+        assert not again.done()
+        if ending == "slow":
+            assert (await again) is not first
+        if ending == "left":
+            client.policy.left(request)
+            assert (await again) is first
+        else:
+            client.policy.delivered(first)
+            assert (await again) is not first
+
+    generators = Generators(turns("a"))
+    rollout, _ = episode(agent, generators)
+    assert len(generators.requests) == len(rollout) == (1 if ending == "left" else 2)
 
 
 def test_a_turn_whose_answer_nobody_received_is_no_part_of_the_sample():
