@@ -253,19 +253,21 @@ class Conversations:
         return self._same(issued, message)
 
     def _same(self, one: Message, other: Message) -> bool:
-        """Whether two messages say the same: in role and text, and by the ids of tool calls that the policy made, or
-        else by their names and arguments. Reasoning may be left out."""
+        """Whether two messages say the same: in role, text, and names and arguments of tool calls. Beside calls whose
+        ids the policy made, the text may be left out, and space around it. Reasoning may be left out."""
         if one["role"] != other["role"]:
             return False
         calls, others = one.get("tool_calls") or [], other.get("tool_calls") or []
         if len(calls) != len(others):
             return False
         ids, other_ids = ([call.get("id") or "" for call in each] for each in (calls, others))
+        texts = [message.get("content") or "" for message in (one, other)]
         if calls and self._call_ids.issuperset(ids) and self._call_ids.issuperset(other_ids):
-            return ids == other_ids
+            if ids != other_ids:
+                return False
+            texts = [text for text in map(str.strip, texts) if text]
         reasons = {message.get("reasoning_content") or "" for message in (one, other)} - {""}
-        return ((one.get("content") or "") == (other.get("content") or "") and len(reasons) < 2
-                and one.get("tool_call_id") == other.get("tool_call_id")
+        return (len(set(texts)) < 2 and len(reasons) < 2 and one.get("tool_call_id") == other.get("tool_call_id")
                 and list(map(_called, calls)) == list(map(_called, others)))
 
     def _readable(self, message: Message) -> Message:

@@ -110,8 +110,14 @@ def changed(message, **fields):
 
 @pytest.mark.parametrize("change, continues", [
     (lambda m: m, True),
-    (lambda m: changed(m, content="in other words"), True),  # its calls say which turn it is
     (lambda m: changed(m, content=None), True),
+    (lambda m: changed(m, content="\n I see\n\n"), True),  # its calls say which turn it is
+    (lambda m: changed(m, content="in other words"), False),
+    (lambda m: changed(m, tool_calls=[{**m["tool_calls"][0], "function": {"name": "look", "arguments": {"a": 1}}}]),
+     False),
+    (lambda m: changed(m, tool_calls=[{**m["tool_calls"][0], "function": {"name": "lock", "arguments": {}}}]), False),
+    (lambda m: changed(m, tool_calls=[{**m["tool_calls"][0], "function": {"name": "look", "arguments": " { } "}}]),
+     True),
     (lambda m: changed(m, tool_calls=[{**m["tool_calls"][0], "id": ""}]), True),
     (lambda m: changed(m, tool_calls=[{**m["tool_calls"][0], "id": "mine"}]), True),
     (lambda m: changed(m, tool_calls=[{"id": "mine", "function": {"name": "look", "arguments": "{}"}}]), True),
