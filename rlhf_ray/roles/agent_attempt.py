@@ -372,7 +372,8 @@ class AgentAttempt:
         tokens = completion.tokens.tolist()
         if completion.finish_reason != "stop" or self._texts.stopped_by(tokens) is not None:
             return text, None
-        before = len(self._texts.decode(tokens[:-1]))  # a stop text ends in the last token
+        # A stop text ends in the last token, as may a character, which is U+FFFD, once or more, without that token.
+        before = len(self._texts.decode(tokens[:-1]).rstrip("\ufffd"))
         for stop in turn.sampled.sampling.stop:
             found = text.find(stop, max(0, before - len(stop) + 1))
             if found >= 0:

@@ -1,7 +1,9 @@
 """Episodes that agents play: what becomes of the turns that they ask for."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rlhf_ray.config.generation import SamplingConfig
@@ -9,6 +11,7 @@ from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import WorkerBroken, WorkerError
 from rlhf_ray.gateway.chat import ChatRequest, Refused
 from rlhf_ray.roles import episode_runner
+from rlhf_ray.roles.engines.interface import Completion
 from rlhf_ray.roles.episode import turn_seed
 from rlhf_ray.roles.episode_journal import digest
 from tests.unit.roles.agent_plays import (
@@ -297,6 +300,26 @@ def test_an_agent_that_ends_while_requests_are_open_leaves_nothing_open():
 
     rollout = asyncio.run(live())
     assert rows_of(rollout) == ["go?[a.]"] and rollout.episodes[0].cause == "completed"
+
+
+@pytest.mark.parametrize("stop", ["é", "。", "😀", "b。", "。x", "x"])
+def test_a_stop_text_whose_characters_are_several_tokens_is_cut_off(stop):
+    class Bytes(Generators):
+        """A token is a byte."""
+
+        async def call(self, method, requests, *args, **named):
+            tokens = np.array(list(f"ab。😀{stop}".encode()), np.int32)
+            return [Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")]
+
+    async def agent(client, row, session):
+        reply = await client.ask(("user", "go"), stop=("never", stop))
+        assert (reply.content, reply.stopped_by) == ("ab。😀", stop)
+
+    runner = runner_of(agent, Bytes(turns("")))
+    runner._texts["mine"] = replace(
+        runner._texts["mine"], decode=lambda tokens: bytes(tokens).decode("utf-8", "replace"))
+    [found] = asyncio.run(play(runner)).episodes
+    assert found.cause == "completed", found.error
 
 
 def test_max_tokens_and_stop_of_a_request_act_within_the_run_s():
