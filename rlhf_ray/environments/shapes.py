@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import errno
 import inspect
+import os
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from rlhf_ray.environments.answers import (
     given_snapshot,
@@ -273,6 +275,7 @@ class Episode:
 
     def run(self, row: dict[str, Any], session: AgentSession) -> dict[str, Any]:
         """The fields of `Result`: what an agent returns. Raises as `start`."""
+        reach_directly(session.base_url)
         return plain_result(self._run(self._target.made, row, session))
 
     def _answered(self, call: ToolCall) -> tuple[str, bool]:
@@ -380,3 +383,15 @@ def _is(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
     return isinstance(value, JSON_TYPES.get(kind, (object,)))
+
+
+def reach_directly(url: str) -> None:
+    """Have the HTTP clients of this process, and of those that it starts, ask the host of a URL without a proxy: where
+    the environment names one, they ask it even for 127.0.0.1 (httpx 0.28, curl 8). Both spellings of the variable are
+    read, and either may hide the other, so both get what each has."""
+    host = urlsplit(url).hostname or ""
+    names = ("no_proxy", "NO_PROXY")
+    given = [each.strip() for name in names for each in os.environ.get(name, "").split(",")]
+    if "*" not in given and any(host not in os.environ.get(name, "").split(",") for name in names):
+        direct = ",".join(dict.fromkeys(filter(None, [host, *given])))
+        os.environ.update(dict.fromkeys(names, direct))

@@ -119,6 +119,7 @@ class Application:
         if session.requests >= MOST_OPEN:
             raise Refused(429, f"{session.requests} requests of this session are open, and may be {MOST_OPEN}", 1.0)
         session.requests += 1
+        asked, written = None, False
         try:
             asked = parse(parse_json(await exchange.body()))
             self._count(session, asked)
@@ -129,12 +130,15 @@ class Application:
             kind = b"text/event-stream" if asked.stream else b"application/json"
             session.writing += 1
             try:
-                if await exchange.answer(write(asked, reply, session.model), kind):
+                written = await exchange.answer(write(asked, reply, session.model), kind)
+                if written:
                     session.delivered(reply)
             finally:
                 session.writing -= 1
         finally:
             session.requests -= 1
+            if asked is not None and not written:
+                session.left(asked.request)
 
     def _count(self, session: Session, asked: Asked) -> None:
         session.counts["requests"] += 1

@@ -69,6 +69,9 @@ class Policy(Protocol):
     def delivered(self, reply: ChatReply) -> None:
         """The answer was written to a connection that was still open."""
 
+    def left(self, request: ChatRequest) -> None:
+        """The client of this very request left before its answer was written, or it could not be written."""
+
 
 class SessionAddress(NamedTuple):
     """Where a session's requests go."""

@@ -13,6 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from traceback import extract_tb
 
 from rlhf_ray.gateway.chat import ChatReply, ChatRequest, Policy, Refused
@@ -67,10 +68,11 @@ class Session:
     def delivered(self, reply: ChatReply) -> None:
         """The answer was written. Called in the gateway's thread, before it reads the client's next request, so that
         the policy hears of it before it is asked again."""
-        try:
-            self._loop.call_soon_threadsafe(self._delivered, reply)
-        except RuntimeError:
-            return
+        self._tell(lambda policy: policy.delivered(reply))
+
+    def left(self, request: ChatRequest) -> None:
+        """Nobody reads the answer to a request. Called in the gateway's thread."""
+        self._tell(lambda policy: policy.left(request))
 
     async def written(self) -> None:
         """Wait, but not long, for answers that are being written: their agent may have read them already, although the
@@ -118,9 +120,13 @@ class Session:
         finally:
             self._replies.discard(task)
 
-    def _delivered(self, reply: ChatReply) -> None:
-        if self._policy is not None:
-            self._policy.delivered(reply)
+    def _tell(self, what: Callable[[Policy], None]) -> None:
+        def told() -> None:
+            if self._policy is not None:
+                what(self._policy)
+
+        with suppress(RuntimeError):  # the loop is closed: the runner ends
+            self._loop.call_soon_threadsafe(told)
 
 
 class Sessions:

@@ -224,6 +224,7 @@ class AgentAttempt:
                 raise Refused(410, OVER)
             if turn.errors and self._config.on_failure.parse != "feedback" and self._ends_by(turn):
                 raise Refused(403, turn.errors[0])
+            turn.on_way = request
             return turn.reply
         except Refused:
             refused = True
@@ -240,7 +241,14 @@ class AgentAttempt:
     def delivered(self, reply: ChatReply) -> None:
         """See `gateway.chat.Policy`."""
         for turn in self._conversations.turns:
-            turn.received = turn.received or turn.reply is reply
+            if turn.reply is reply:
+                turn.received, turn.on_way = True, None
+
+    def left(self, request: ChatRequest) -> None:
+        """See `gateway.chat.Policy`."""
+        for turn in self._conversations.turns:
+            if turn.on_way is request:
+                turn.on_way = None
 
     def _asked(self, request: ChatRequest) -> AgentTurn:
         """The turn of a request, which is sampled unless it is an earlier one. Raises Refused."""
@@ -353,7 +361,8 @@ class AgentAttempt:
         tokens = completion.tokens.tolist()
         if completion.finish_reason != "stop" or self._texts.stopped_by(tokens) is not None:
             return text, None
-        before = len(self._texts.decode(tokens[:-1]))  # a stop text ends in the last token
+        # A stop text ends in the last token, as may a character, which is U+FFFD, once or more, without that token.
+        before = len(self._texts.decode(tokens[:-1]).rstrip("\ufffd"))
         for stop in turn.sampled.sampling.stop:
             found = text.find(stop, max(0, before - len(stop) + 1))
             if found >= 0:

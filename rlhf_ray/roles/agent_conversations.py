@@ -59,6 +59,8 @@ class AgentTurn:
     """Of its tool calls."""
     waiting: int = 0
     """Requests that wait for its answer."""
+    on_way: ChatRequest | None = None
+    """The request whose answer is given to the gateway, until it is received or the client has left."""
     received: bool = False
     """The agent has its answer."""
     followed: bool = False
@@ -205,14 +207,15 @@ class Conversations:
         """The turn of an equal request whose answer nobody has, and for which nobody waits. That of a retry may have
         been written, and lost on the way: the newest one that is not continued."""
         equal = [turn for turn in self.turns if turn.request == request]
-        left = [turn for turn in equal if turn.abandoned and not turn.waiting]
+        left = [turn for turn in equal if turn.abandoned and not turn.waiting and turn.on_way is None]
         if request.is_retry:
             left += [turn for turn in reversed(equal) if not turn.followed]
         return next(iter(left), None)
 
     def is_awaited(self, request: ChatRequest) -> bool:
         """Whether a client waits for the answer to an equal request."""
-        return any(turn.reply is None and turn.waiting and turn.request == request for turn in self.turns)
+        return any((turn.on_way is not None or (turn.reply is None and turn.waiting)) and turn.request == request
+                   for turn in self.turns)
 
     def rows(self) -> list[list[AgentTurn]]:
         """The turns that the agent received, by the rows that hold them."""
@@ -252,19 +255,21 @@ class Conversations:
         return self._same(issued, message)
 
     def _same(self, one: Message, other: Message) -> bool:
-        """Whether two messages say the same: in role and text, and by the ids of tool calls that the policy made, or
-        else by their names and arguments. Reasoning may be left out."""
+        """Whether two messages say the same: in role, text, and names and arguments of tool calls. Beside calls whose
+        ids the policy made, the text may be left out, and space around it. Reasoning may be left out."""
         if one["role"] != other["role"]:
             return False
         calls, others = one.get("tool_calls") or [], other.get("tool_calls") or []
         if len(calls) != len(others):
             return False
         ids, other_ids = ([call.get("id") or "" for call in each] for each in (calls, others))
+        texts = [message.get("content") or "" for message in (one, other)]
         if calls and self._call_ids.issuperset(ids) and self._call_ids.issuperset(other_ids):
-            return ids == other_ids
+            if ids != other_ids:
+                return False
+            texts = [text for text in map(str.strip, texts) if text]
         reasons = {message.get("reasoning_content") or "" for message in (one, other)} - {""}
-        return ((one.get("content") or "") == (other.get("content") or "") and len(reasons) < 2
-                and one.get("tool_call_id") == other.get("tool_call_id")
+        return (len(set(texts)) < 2 and len(reasons) < 2 and one.get("tool_call_id") == other.get("tool_call_id")
                 and list(map(_called, calls)) == list(map(_called, others)))
 
     def _readable(self, message: Message) -> Message:

@@ -57,11 +57,15 @@ class User:
 
     def kill_all(self) -> None:
         """Kill all processes of this user: those that are being started, too."""
+        self.signal_all(signal.SIGKILL)
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to all processes of this user: those that are being started, too."""
         pid = os.fork()
         if pid == 0:
             with suppress(OSError):
                 os.setresuid(self.number, self.number, self.number)
-                os.kill(-1, signal.SIGKILL)
+                os.kill(-1, number)
             os._exit(0)
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)

@@ -209,7 +209,9 @@ class Worker:
             self._session = Program(self, request, None)
         session = self._session
         session.say({"code": request["code"]})
+        session.go_on()
         session.attend(time.monotonic() + request["timeout_s"])
+        session.pause()
         if session.ended:
             self._session = None
             session.end()
@@ -298,6 +300,13 @@ class Worker:
         pids = [pid] if self._user is None or self._processes == 1 else self._user.processes()
         return size_of(directory, self._disk) + sum(map(nameless, pids)) > self._disk
 
+    def signal(self, pid: int, number: int) -> None:
+        """Send a signal to all processes of a program."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+        if self._processes > 1 and self._user is not None:
+            self._user.signal_all(number)
+
     @property
     def output(self) -> int:
         """Bytes that a program may print."""
@@ -354,6 +363,17 @@ class Program:
         if self._session:
             self._printed = {"output": bytearray(), "errors": bytearray()}
             self._killed, self._verdict = "", None
+
+    def pause(self) -> None:
+        """Stop it between two turns, in which nobody attends to its time and its files; kill it if it has too many."""
+        if not self.ended:
+            self._worker.signal(self._pid, signal.SIGSTOP)
+            if self._worker.spoilt(self._directory, self._pid):
+                self.ended, self._killed = True, "disk"
+
+    def go_on(self) -> None:
+        """After `pause`."""
+        self._worker.signal(self._pid, signal.SIGCONT)
 
     def attend(self, deadline: float) -> None:
         """Run until it has ended, or said all that is wanted of it, or has to be killed."""

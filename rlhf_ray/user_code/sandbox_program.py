@@ -40,9 +40,11 @@ def main() -> None:
         wanted = json.loads(jobs.readline())
         if job["kind"] == "check":
             _run(wanted["tests"], module, "tests.py")
-            _tell(wanted["token"])
+            verdict = ""
         else:
-            _tell(wanted["token"] + " " + _called(module, wanted["function"], wanted["arguments"]))
+            verdict = _called(module, wanted["function"], wanted["arguments"])
+        sys.stdout.flush()  # it is killed when it has told
+        _tell(f"{wanted['token']} {verdict}")
 
 
 def _called(module: types.ModuleType, function: str, arguments: list[Any]) -> str:

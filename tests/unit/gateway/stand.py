@@ -34,6 +34,7 @@ class Script:
     """A `ChatReply`, an exception, or a coroutine function of the request that gives one; the last is repeated."""
     asked: list[ChatRequest] = field(default_factory=list)
     delivered_turns: list[int] = field(default_factory=list)
+    left_requests: list[ChatRequest] = field(default_factory=list)
     loops: set[asyncio.AbstractEventLoop] = field(default_factory=set)
 
     async def reply(self, request: ChatRequest) -> ChatReply:
@@ -49,6 +50,10 @@ class Script:
     def delivered(self, reply: ChatReply) -> None:
         self.loops.add(asyncio.get_running_loop())
         self.delivered_turns.append(reply.turn)
+
+    def left(self, request: ChatRequest) -> None:
+        self.loops.add(asyncio.get_running_loop())
+        self.left_requests.append(request)
 
 
 @dataclass

@@ -191,9 +191,11 @@ class TestDisconnects:
             if leaves:
                 writer.transport.abort()
             await until(lambda: not connections(stand))
+            await until(lambda: stand.policy.left_requests)
             before = list(stand.policy.delivered_turns)
             assert (await ask(stand))[0] == 200
             await until(lambda: stand.policy.delivered_turns)
+            assert [each is stand.policy.asked[0] for each in stand.policy.left_requests] == [True]
             return before, stand.policy.delivered_turns
 
         assert played(script, reply("a" * 20_000_000), reply(turn=1)) == ([], [1])

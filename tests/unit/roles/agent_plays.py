@@ -93,9 +93,12 @@ class Client:
 
     async def ask(self, *messages, deliver=True, **fields):
         """The policy's reply to messages, given as (role, content) or as dicts."""
-        reply = await self.policy.reply(ChatRequest([as_message(each) for each in messages], **fields))
+        request = ChatRequest([as_message(each) for each in messages], **fields)
+        reply = await self.policy.reply(request)
         if deliver:
             self.policy.delivered(reply)
+        else:
+            self.policy.left(request)
         return reply
 
 

@@ -1,7 +1,9 @@
 """Episodes that agents play: what becomes of the turns that they ask for."""
 
 import asyncio
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rlhf_ray.config.generation import SamplingConfig
@@ -9,6 +11,7 @@ from rlhf_ray.data.prompts import sample_seed
 from rlhf_ray.errors import WorkerBroken, WorkerError
 from rlhf_ray.gateway.chat import ChatRequest, Refused
 from rlhf_ray.roles import episode_runner
+from rlhf_ray.roles.engines.interface import Completion
 from rlhf_ray.roles.episode import turn_seed
 from rlhf_ray.roles.episode_journal import digest
 from tests.unit.roles.agent_plays import (
@@ -110,8 +113,14 @@ def changed(message, **fields):
 
 @pytest.mark.parametrize("change, continues", [
     (lambda m: m, True),
-    (lambda m: changed(m, content="in other words"), True),  # its calls say which turn it is
     (lambda m: changed(m, content=None), True),
+    (lambda m: changed(m, content="\n I see\n\n"), True),  # its calls say which turn it is
+    (lambda m: changed(m, content="in other words"), False),
+    (lambda m: changed(m, tool_calls=[{**m["tool_calls"][0], "function": {"name": "look", "arguments": {"a": 1}}}]),
+     False),
+    (lambda m: changed(m, tool_calls=[{**m["tool_calls"][0], "function": {"name": "lock", "arguments": {}}}]), False),
+    (lambda m: changed(m, tool_calls=[{**m["tool_calls"][0], "function": {"name": "look", "arguments": " { } "}}]),
+     True),
     (lambda m: changed(m, tool_calls=[{**m["tool_calls"][0], "id": ""}]), True),
     (lambda m: changed(m, tool_calls=[{**m["tool_calls"][0], "id": "mine"}]), True),
     (lambda m: changed(m, tool_calls=[{"id": "mine", "function": {"name": "look", "arguments": "{}"}}]), True),
@@ -231,6 +240,28 @@ def test_a_retry_may_arrive_before_the_end_of_the_connection_that_it_replaces():
     assert len(generators.requests) == 1 and rows_of(rollout) == ["go?[a.]"] and found.events == {}
 
 
+@pytest.mark.parametrize("ending", ["received", "slow", "left"])
+def test_a_request_that_comes_while_an_equal_one_s_answer_is_written_is_a_turn_of_its_own(ending):
+    async def agent(client, row, session):
+        request = ChatRequest([{"role": "user", "content": "go"}])
+        first = await client.policy.reply(request)
+        again = asyncio.ensure_future(client.ask(("user", "go")))
+        await asyncio.sleep(0.05)
+        assert not again.done()
+        if ending == "slow":
+            assert (await again) is not first
+        if ending == "left":
+            client.policy.left(request)
+            assert (await again) is first
+        else:
+            client.policy.delivered(first)
+            assert (await again) is not first
+
+    generators = Generators(turns("a"))
+    rollout, _ = episode(agent, generators)
+    assert len(generators.requests) == len(rollout) == (1 if ending == "left" else 2)
+
+
 def test_a_turn_whose_answer_nobody_received_is_no_part_of_the_sample():
     async def agent(client, row, session):
         first = await client.ask(("user", "go"))
@@ -269,6 +300,26 @@ def test_an_agent_that_ends_while_requests_are_open_leaves_nothing_open():
 
     rollout = asyncio.run(live())
     assert rows_of(rollout) == ["go?[a.]"] and rollout.episodes[0].cause == "completed"
+
+
+@pytest.mark.parametrize("stop", ["é", "。", "😀", "b。", "。x", "x"])
+def test_a_stop_text_whose_characters_are_several_tokens_is_cut_off(stop):
+    class Bytes(Generators):
+        """A token is a byte."""
+
+        async def call(self, method, requests, *args, **named):
+            tokens = np.array(list(f"ab。😀{stop}".encode()), np.int32)
+            return [Completion(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32), "stop")]
+
+    async def agent(client, row, session):
+        reply = await client.ask(("user", "go"), stop=("never", stop))
+        assert (reply.content, reply.stopped_by) == ("ab。😀", stop)
+
+    runner = runner_of(agent, Bytes(turns("")))
+    runner._texts["mine"] = replace(
+        runner._texts["mine"], decode=lambda tokens: bytes(tokens).decode("utf-8", "replace"))
+    [found] = asyncio.run(play(runner)).episodes
+    assert found.cause == "completed", found.error
 
 
 def test_max_tokens_and_stop_of_a_request_act_within_the_run_s():

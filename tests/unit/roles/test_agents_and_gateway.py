@@ -101,6 +101,10 @@ def too_many(row, session):
     while True:
         client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
 
+def once(row, session):
+    client = OpenAI(base_url=session.base_url, api_key=session.api_key)
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "go"}])
+
 def late(row, session):
     """Asks when its episode is over."""
     client = OpenAI(base_url=session.base_url, api_key=session.api_key)
@@ -219,6 +223,26 @@ def test_sub_agents_and_streams_of_a_stock_client(runner_of):
     [found] = rollout.episodes
     assert (found.cause, found.turns[-1].reward, len(rollout)) == ("completed", 1.0, 10), found.error
     assert len({request.seed for request in generators.requests}) == 10
+
+
+CURL = """curl -sS -m 9 "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \
+    -d '{"messages": [{"role": "user", "content": "go"}]}' | grep -q "$RLHF_RAY_MODEL" && echo 1"""
+
+
+@pytest.mark.parametrize("before", [{}, {"no_proxy": "here.org"}, {"NO_PROXY": "here.org", "no_proxy": ""}])
+@pytest.mark.parametrize("agent", ["once", [sys.executable, "{file}"], ["sh", "-c", CURL]])
+def test_a_proxy_of_the_environment_is_not_between_an_agent_and_the_gateway(
+        runner_of, tmp_path, monkeypatch, agent, before):
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    source = agent if isinstance(agent, str) else {"run": agent, "reward": "stdout" if "-c" in agent else "file"}
+    rollout, _ = played(runner_of, source, Generators(turns("ok")), row={"file": f"{tmp_path}/asks.py", "prompt": "go"})
+    [found] = rollout.episodes
+    assert (found.cause, len(found.turns)) == ("completed", 1), found.error
 
 
 def test_a_client_that_tries_again_gets_the_turn_that_is_sampled_already(runner_of):

@@ -109,6 +109,36 @@ def test_turns_of_a_session_share_names_and_files():
     assert {each.status for each in outcomes} == {None}
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(4, marks=pytest.mark.skipif(
+    os.geteuid() != 0, reason="several processes need another user"))])
+def test_a_session_stands_still_between_its_turns(processes):
+    counts = ("import threading, time, os\nn = [0]\n"
+              "def count():\n while True:\n  n[0] += 1\n  open('n', 'w').write(str(n[0]))\n  time.sleep(0.01)\n"
+              + ("threading.Thread(target=count, daemon=True).start()" if processes == 1 else
+                 "if os.fork() == 0: count()"))
+
+    async def live():
+        sandbox = Sandbox("a test", Limits(max_processes=processes), PrintedLines("", ""))
+        try:
+            await sandbox.turn(counts + "\ntime.sleep(0.2)", 5.0)
+            await asyncio.sleep(1.0)
+            seen = [await sandbox.turn("print(open('n').read())", 5.0),
+                    await sandbox.turn("time.sleep(0.5)\nprint(open('n').read())", 5.0)]
+            return [int(each.output) for each in seen]
+        finally:
+            await sandbox.stop()
+
+    early, late = SANDBOXES.call(live())
+    assert 2 <= early < 40 and late > early, "it goes on in the next turn, from where it was"
+
+
+def test_the_files_of_a_short_turn_are_measured():
+    turn = "import os\nopen(os.urandom(4).hex(), 'wb').write(bytes(700_000))"
+    outcomes = inside("", turns=[turn, turn, "print(len(os.listdir('.')))"], disk_mib=1)
+    assert [(each.killed, each.status) for each in outcomes[:2]] == [("", None), ("disk", -9)]
+    assert "NameError" in outcomes[2].errors, "it has begun anew"
+
+
 def test_a_session_that_ended_begins_anew():
     outcomes = inside("", turns=["x = 1", "import os; os._exit(4)", "print('x' in globals())"])
     assert outcomes[1].status == 4
