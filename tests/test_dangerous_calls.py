@@ -24,6 +24,7 @@ ALLOWED = {
     ("user_code/loading.py", "importlib.import_module"): "of the user's code, in its own process",
     ("user_code/sandbox_program.py", "exec"): "of a policy's program, inside of its sandbox",
     ("user_code/sandbox_program.py", "compile"): "of the same",
+    ("environments/adapters/library.py", "importlib.import_module"): "of a library that a source names",
     ("environments/adapters/__init__.py", "importlib.import_module"): "of one of our own adapters",
     ("__init__.py", "importlib.import_module"): "of one of our own public names",
     ("config/__init__.py", "importlib.import_module"): "of one of our own sections",

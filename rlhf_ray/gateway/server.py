@@ -9,6 +9,7 @@ import resource
 import socket
 import threading
 from collections.abc import Callable
+from ipaddress import ip_address
 
 import uvicorn
 
@@ -244,7 +245,10 @@ def _listen(host: str) -> socket.socket:
 
 def _reachable(host: str, family: int) -> str:
     """The address at which others reach a listener."""
-    if host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+    try:
+        if not ip_address(host).is_unspecified:
+            return host
+    except ValueError:  # a name
         return host
     outside, alone = ("2001:db8::1", "::1") if family == socket.AF_INET6 else ("192.0.2.1", "127.0.0.1")
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
