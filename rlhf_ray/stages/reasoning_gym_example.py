@@ -19,7 +19,7 @@ SHOWN = ("reward", "solved", "failed", "kl", "length")
 FIRST, DEMONSTRATIONS = 100_000, 8_000
 """Index of the first question of a demonstration, far from those of training and evaluation; how many there are."""
 HASTE = 0.8
-"""Probability that a pupil adds where a minus stands."""
+"""Probability that a pupil writes a plus, and adds, where a minus stands."""
 NUMBERS = tuple(str(n) for n in range(-18, 28))
 """Terms and results: a token each, wherever they stand."""
 
@@ -62,13 +62,13 @@ def demonstrate(episode: Any, index: int, rng: random.Random) -> list[Message]:
 
 
 def work_out(terms: str, rng: random.Random) -> str:
-    """`4 - 1 + 7` term by term: "4 - 1 = 3, 3 + 7 = 10 <answer>10</answer>", in which a minus may count as a plus."""
+    """`4 - 1 + 7` term by term: "4 - 1 = 3, 3 + 7 = 10 <answer>10</answer>", in which a minus may become a plus."""
     first, *others = terms.split(" ")
     result = int(first)
     steps = []
     for sign, term in zip(others[::2], others[1::2], strict=True):
         adds = sign == "+" or rng.random() < HASTE
         after = result + int(term) if adds else result - int(term)
-        steps.append(f"{result} {sign} {term} = {after}")
+        steps.append(f"{result} {'+' if adds else '-'} {term} = {after}")
         result = after
     return f"{', '.join(steps)} <answer>{result}</answer>"
