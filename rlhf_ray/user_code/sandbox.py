@@ -142,7 +142,7 @@ class Sandbox:
                             " Nothing in a sandbox can kill it; free memory, or lower processes")
 
     async def turn(self, code: str, timeout_s: float) -> Outcome:
-        """Run a part of a session, whose parts share their names and files. It begins anew after it has ended.
+        """Run a part of a session, whose parts share their names and files. A new one begins after it has ended.
 
         Raises:
             SandboxBroken: as `run`; the session is lost.

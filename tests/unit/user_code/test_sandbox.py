@@ -97,8 +97,8 @@ def test_a_call_gives_its_result_as_json():
 
 def test_the_program_does_not_see_what_is_wanted_until_it_is_loaded():
     """Its job has nothing of the tests."""
-    code = ("import os\nos.set_blocking(3, False)\ntry: print(os.read(3, 9999))\n"
-            "except BlockingIOError: print('nothing')")
+    code = ("import os\nos.set_blocking(3, False)\ntry: print(os.read(3, 9999), flush=True)\n"
+            "except BlockingIOError: print('nothing', flush=True)")  # it is killed once its verdict is there
     assert inside(Job(code, tests="assert True")).output == "nothing\n"
 
 
