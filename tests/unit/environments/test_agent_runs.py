@@ -278,6 +278,18 @@ def test_what_a_program_is_given(programs, tmp_path):
     assert not Path(place).exists() and not Path(place).parent.parent.exists(), "it is removed"
 
 
+def test_a_program_has_neither_url_nor_keys_of_the_user_s_own_environment(programs, monkeypatch):
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY",
+                 "ANTHROPIC_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "https://api.own.org/v1")
+    _, lines = programs("env | grep 'OPENAI\\|ANTHROPIC' | sort; echo 1 > reward.txt")
+    assert [line.removeprefix("environments.mine: ") for line in lines] == [
+        "ANTHROPIC_API_KEY=key", "ANTHROPIC_BASE_URL=http://h/1", "OPENAI_API_BASE=http://h/1/v1", "OPENAI_API_KEY=key",
+        "OPENAI_BASE_URL=http://h/1/v1"]
+    _, lines = programs('echo "$ANTHROPIC_AUTH_TOKEN"; echo 1 > reward.txt', variables={"ANTHROPIC_AUTH_TOKEN": "mine"})
+    assert lines == ["environments.mine: mine"], "what is named is given"
+
+
 def test_a_missing_column_and_a_missing_program_are_named(programs):
     with pytest.raises(EpisodeFailed, match=r"names the column 'cost', which the row lacks; its columns are question"):
         programs("true", arguments=["{cost}"])
