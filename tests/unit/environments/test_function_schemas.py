@@ -38,7 +38,8 @@ def test_references_are_written_out():
 def test_definitions_that_would_be_written_out_without_measure_stay_as_they_are():
     levels = {f"L{i}": {"type": "object", "properties": {side: {"$ref": f"#/$defs/L{i + 1}"} for side in "ab"}}
               for i in range(40)}
-    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/L0"}}, "$defs": {**levels, "L40": {"type": "null"}}}
+    levels["L40"] = {"type": "null"}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/L0"}}, "$defs": levels}
     found = function_schema("f", "d", schema)["function"]
     assert found["parameters"]["properties"] == {"a": {"type": "object"}}
     assert json.dumps(schema) in found["description"]
