@@ -192,7 +192,8 @@ class _Run:
 def _text_of(path: Path) -> str:
     """The beginning of a file, which is no link: a program of another user could make it one."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        return file.read(REWARD_BYTES).decode("utf-8", "replace").strip()
+        found = file.read(REWARD_BYTES) or b""  # None of a pipe that is empty and open
+        return found.decode("utf-8", "replace").strip()
 
 
 def _number_in(text: str) -> dict[str, Any] | None:

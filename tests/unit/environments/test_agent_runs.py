@@ -252,6 +252,7 @@ def test_the_reward_of_a_program(programs, reward, script, answer, info):
     ("file", "echo much > reward.txt", "its reward.txt holds no reward: str 'much'"),
     ("file", """echo '{"score": 1}' > reward.json""", "its reward.json holds no reward"),
     ("file", "ln -s /etc/hostname reward.txt", "left neither"),
+    ("file", "mkfifo reward.txt; setsid sh -c 'exec 3<>reward.txt; sleep 9' & sleep 0.4", "holds no reward: str ''"),
     ("stdout", "echo done", "the last line that it printed is no reward: str 'done'"),
     ("stdout", "true", "it printed nothing"),
     ("none", "exit 4", "exit code 4"),
