@@ -16,6 +16,7 @@ from typing import Any
 from rlhf_ray.user_code.sandbox import Job, Outcome
 
 KEYS = ("inputs", "outputs", "fn_name", "asserts", "setup")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 MOST_DIGITS = 1000
 """Characters of a number that is compared as one."""
 
@@ -89,10 +90,21 @@ def _asserts(given: dict[str, Any], setup: str) -> list[CodeTest]:
         raise ValueError("asserts must be a list of programs, at least one and none empty")
     for each in asserts:
         try:
-            ast.parse(each)
+            statements = ast.parse(each).body
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"a test is no program: {error}") from None
+        if not any(map(_does_something, statements)):
+            names = [statement.name for statement in statements if isinstance(statement, DEFINITIONS)]
+            defined = f" it defines {names[-1]}; add a call of it, such as {names[-1]}(solution)" if names else ""
+            raise ValueError(f"a test asserts and calls nothing, so every program would pass it: {each!r:.60};{defined}"
+                             .rstrip(";"))
     return [CodeTest(setup=setup, asserts=each) for each in asserts]
+
+
+def _does_something(statement: ast.stmt) -> bool:
+    """Whether a statement can fail because of a program: it asserts, raises or calls."""
+    return not isinstance(statement, DEFINITIONS) and any(
+        isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in ast.walk(statement))
 
 
 def _pairs(given: dict[str, Any], setup: str) -> list[CodeTest]:

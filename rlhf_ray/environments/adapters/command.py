@@ -31,6 +31,8 @@ LINE_LENGTH = 500
 """Longest line that an error shows, in characters."""
 REWARD_BYTES = 1 << 16
 """Longest file or line with a reward."""
+OF_OTHERS = ("ANTHROPIC_AUTH_TOKEN",)
+"""Variables that a program does not inherit: clients would send this one, which is the user's, to the gateway."""
 OUTPUT_S = 1.0
 """Time to read what a program printed before it ended."""
 
@@ -122,12 +124,14 @@ class _Run:
         """Run it to its end; returns its exit code."""
         session = self._session
         variables = {
-            "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key,
+            "OPENAI_BASE_URL": session.base_url, "OPENAI_API_BASE": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
             "ANTHROPIC_BASE_URL": session.anthropic_url, "ANTHROPIC_API_KEY": session.api_key,
             "RLHF_RAY_ROW": str(row), "RLHF_RAY_MODEL": session.model, "RLHF_RAY_SEED": str(session.seed),
             **self._settings["variables"]}
+        inherited = {name: value for name, value in os.environ.items() if name not in OF_OTHERS}
         program = subprocess.Popen(
-            self._command, cwd=work, env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
+            self._command, cwd=work, env={**inherited, **variables}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
         readers = [threading.Thread(target=self._read, args=(pipe, counts), daemon=True)
                    for pipe, counts in ((program.stdout, True), (program.stderr, False))]
@@ -188,7 +192,8 @@ class _Run:
 def _text_of(path: Path) -> str:
     """The beginning of a file, which is no link: a program of another user could make it one."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        return file.read(REWARD_BYTES).decode("utf-8", "replace").strip()
+        found = file.read(REWARD_BYTES) or b""  # None of a pipe that is empty and open
+        return found.decode("utf-8", "replace").strip()
 
 
 def _number_in(text: str) -> dict[str, Any] | None:

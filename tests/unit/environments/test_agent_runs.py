@@ -252,6 +252,7 @@ def test_the_reward_of_a_program(programs, reward, script, answer, info):
     ("file", "echo much > reward.txt", "its reward.txt holds no reward: str 'much'"),
     ("file", """echo '{"score": 1}' > reward.json""", "its reward.json holds no reward"),
     ("file", "ln -s /etc/hostname reward.txt", "left neither"),
+    ("file", "mkfifo reward.txt; setsid sh -c 'exec 3<>reward.txt; sleep 9' & sleep 0.4", "holds no reward: str ''"),
     ("stdout", "echo done", "the last line that it printed is no reward: str 'done'"),
     ("stdout", "true", "it printed nothing"),
     ("none", "exit 4", "exit code 4"),
@@ -276,6 +277,18 @@ def test_what_a_program_is_given(programs, tmp_path):
     assert urls == "http://h/1/v1 key http://h/1 key policy 5" and arguments == """6 * 7 3-5 {x} {"a": {"b": 1}}"""
     assert row == '{"question": "6 * 7", "price": 3}' and (files.strip(), mine) == ("0", "yes")
     assert not Path(place).exists() and not Path(place).parent.parent.exists(), "it is removed"
+
+
+def test_a_program_has_neither_url_nor_keys_of_the_user_s_own_environment(programs, monkeypatch):
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY",
+                 "ANTHROPIC_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "https://api.own.org/v1")
+    _, lines = programs("env | grep 'OPENAI\\|ANTHROPIC' | sort; echo 1 > reward.txt")
+    assert [line.removeprefix("environments.mine: ") for line in lines] == [
+        "ANTHROPIC_API_KEY=key", "ANTHROPIC_BASE_URL=http://h/1", "OPENAI_API_BASE=http://h/1/v1", "OPENAI_API_KEY=key",
+        "OPENAI_BASE_URL=http://h/1/v1"]
+    _, lines = programs('echo "$ANTHROPIC_AUTH_TOKEN"; echo 1 > reward.txt', variables={"ANTHROPIC_AUTH_TOKEN": "mine"})
+    assert lines == ["environments.mine: mine"], "what is named is given"
 
 
 def test_a_missing_column_and_a_missing_program_are_named(programs):

@@ -1,5 +1,7 @@
 """Schemas of tools as chat templates take them, from what servers say."""
 
+import json
+
 import pytest
 from transformers.utils import get_json_schema
 
@@ -31,6 +33,16 @@ def test_references_are_written_out():
                                   "City": {"enum": ["Ulm"], "type": "string"}}})
     assert found == {"type": "object", "required": [], "properties": {"to": {
         "type": "object", "description": "where", "properties": {"city": {"enum": ["Ulm"], "type": "string"}}}}}
+
+
+def test_definitions_that_would_be_written_out_without_measure_stay_as_they_are():
+    levels = {f"L{i}": {"type": "object", "properties": {side: {"$ref": f"#/$defs/L{i + 1}"} for side in "ab"}}
+              for i in range(40)}
+    levels["L40"] = {"type": "null"}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/L0"}}, "$defs": levels}
+    found = function_schema("f", "d", schema)["function"]
+    assert found["parameters"]["properties"] == {"a": {"type": "object"}}
+    assert json.dumps(schema) in found["description"]
 
 
 def test_an_argument_may_be_called_title_or_definitions():

@@ -174,6 +174,9 @@ def test_results_are_compared_as_values(result, expected, same):
 
 @pytest.mark.parametrize(("tests", "words"), [
     (None, "tests are"), ([], "at least one"), ([" "], "none empty"), ("assert (", "no program"),
+    ("METADATA = {'author': 'jt'}\n\n\ndef check(candidate):\n    assert candidate(1) == 2",
+     "add a call of it, such as check"),
+    ("# assert f(1) == 2", "every program would pass"), (["assert f(1) == 2", "pass"], "every program would pass"),
     ({}, "inputs and outputs"),
     ({"inputs": ["1"], "outputs": []}, "same length"), ({"inputs": [1], "outputs": ["1"]}, "texts"),
     ({"inputs": ["1"], "outputs": ["1"], "more": 1}, "not 'more'"), ({"asserts": ["a"], "inputs": []}, "or inputs"),
