@@ -138,7 +138,7 @@ class Application:
         finally:
             session.requests -= 1
             if asked is not None and not written:
-                session.left(asked.request)
+                session.left(request)
 
     def _count(self, session: Session, asked: Asked) -> None:
         session.counts["requests"] += 1

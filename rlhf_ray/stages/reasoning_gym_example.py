@@ -1,7 +1,7 @@
 """`rlhf-ray example reasoning_gym`: a model learns sums that reasoning-gym makes and scores.
 
-A small model imitates pupils who work a sum out term by term, and often add where they should subtract (SFT). Then only
-right answers are rewarded, by the library; held-out questions measure it.
+A small model imitates pupils who work a sum out term by term, and often misread a sign (SFT). Then only right answers
+are rewarded, by the library; held-out questions measure it.
 """
 
 import random
@@ -18,8 +18,8 @@ RECIPE = Recipe("examples/adapters/reasoning_gym", home="runs/reasoning_gym")
 SHOWN = ("reward", "solved", "failed", "kl", "length")
 FIRST, DEMONSTRATIONS = 100_000, 8_000
 """Index of the first question of a demonstration, far from those of training and evaluation; how many there are."""
-HASTE = 0.8
-"""Probability that a pupil writes a plus, and adds, where a minus stands."""
+MISREAD = 0.4
+"""Probability that a pupil takes a plus for a minus, or a minus for a plus."""
 NUMBERS = tuple(str(n) for n in range(-18, 28))
 """Terms and results: a token each, wherever they stand."""
 
@@ -62,12 +62,12 @@ def demonstrate(episode: Any, index: int, rng: random.Random) -> list[Message]:
 
 
 def work_out(terms: str, rng: random.Random) -> str:
-    """`4 - 1 + 7` term by term: "4 - 1 = 3, 3 + 7 = 10 <answer>10</answer>", in which a minus may become a plus."""
+    """`4 - 1 + 7` term by term: "4 - 1 = 3, 3 + 7 = 10 <answer>10</answer>", in which signs may be others."""
     first, *others = terms.split(" ")
     result = int(first)
     steps = []
     for sign, term in zip(others[::2], others[1::2], strict=True):
-        adds = sign == "+" or rng.random() < HASTE
+        adds = (sign == "+") != (rng.random() < MISREAD)
         after = result + int(term) if adds else result - int(term)
         steps.append(f"{result} {'+' if adds else '-'} {term} = {after}")
         result = after

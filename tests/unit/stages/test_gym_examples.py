@@ -83,11 +83,11 @@ def test_shortest_ways_reach_the_goal_in_six_steps(monkeypatch):
         assert len(walk) == 12 and frozen_lake_example.place(walk[-2]["content"]) == 14
 
 
-def test_a_pupil_adds_where_a_minus_stands_or_is_right(monkeypatch):
+def test_a_pupil_misreads_signs_or_is_right(monkeypatch):
     work_out = reasoning_gym_example.work_out
-    monkeypatch.setattr(reasoning_gym_example, "HASTE", 1.0)
-    assert work_out("4 - 1 + 7", random.Random(0)) == "4 - 1 = 5, 5 + 7 = 12 <answer>12</answer>"
-    monkeypatch.setattr(reasoning_gym_example, "HASTE", 0.0)
+    monkeypatch.setattr(reasoning_gym_example, "MISREAD", 1.0)
+    assert work_out("4 - 1 + 7", random.Random(0)) == "4 + 1 = 5, 5 - 7 = -2 <answer>-2</answer>"
+    monkeypatch.setattr(reasoning_gym_example, "MISREAD", 0.0)
     assert work_out("4 - 9 + 7", random.Random(0)) == "4 - 9 = -5, -5 + 7 = 2 <answer>2</answer>"
 
 
