@@ -119,11 +119,11 @@ class Application:
         if session.requests >= MOST_OPEN:
             raise Refused(429, f"{session.requests} requests of this session are open, and may be {MOST_OPEN}", 1.0)
         session.requests += 1
-        asked, written = None, False
+        request, written = None, False
         try:
             asked = parse(parse_json(await exchange.body()))
-            self._count(session, asked)
-            request = replace(asked.request, is_retry=is_retry)
+            self._warn_of_fields(asked)
+            request = replace(asked.request, is_overridden=bool(asked.overridden), is_retry=is_retry)
             reply = await exchange.unless_gone(asyncio.wrap_future(session.ask(request)))
             if isinstance(reply, Refused):
                 raise reply
@@ -137,13 +137,10 @@ class Application:
                 session.writing -= 1
         finally:
             session.requests -= 1
-            if asked is not None and not written:
+            if request is not None and not written:
                 session.left(request)
 
-    def _count(self, session: Session, asked: Asked) -> None:
-        session.counts["requests"] += 1
-        session.counts["sampling_overridden"] += bool(asked.overridden)
-        session.counts["fields_ignored"] += bool(asked.ignored)
+    def _warn_of_fields(self, asked: Asked) -> None:
         for name in asked.overridden:
             self._warn_of_field(name, "which the run's own sampling replaces (generator.sampling)")
         for name in asked.ignored:

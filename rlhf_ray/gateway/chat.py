@@ -24,6 +24,8 @@ class ChatRequest:
     """Tokens of the turn at most; None for the run's bound, which holds in any case."""
     stop: tuple[str, ...] = ()
     """Texts that end the turn, besides those of the run."""
+    is_overridden: bool = field(default=False, compare=False)
+    """It asks for other sampling than the run's (temperature, seed, ...), which it does not get."""
     is_retry: bool = field(default=False, compare=False)
     """The client says that it sends an earlier request again, as the stock clients of OpenAI and Anthropic do."""
 

@@ -122,12 +122,6 @@ class Gateway:
             return
         await asyncio.wait((written,), timeout=STOP_S)
 
-    def counts(self, address: SessionAddress) -> dict[str, int]:
-        """Of a session, also after its end: "requests" that were read, "sampling_overridden": those of them whose
-        temperature, seed, ... the run replaced, "fields_ignored": those with a field without effect."""
-        return {name: self._session(address).counts[name]
-                for name in ("requests", "sampling_overridden", "fields_ignored")}
-
     async def out_of_reach(self) -> str:
         """Why agents cannot reach it any more; "" if they can. Its thread may have ended or hang, or its socket may
         be closed, without any other sign of it here."""

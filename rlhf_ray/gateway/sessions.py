@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -38,8 +38,6 @@ class Session:
         self.id = secrets.token_hex(SECRET_BYTES)
         self.key = secrets.token_hex(SECRET_BYTES)
         self.model = model
-        self.counts: Counter[str] = Counter()
-        """By `Gateway.counts`; changed in the gateway's thread."""
         self.requests = 0
         """Under way; changed in the gateway's thread."""
         self.writing = 0

@@ -32,6 +32,7 @@ METRICS: dict[str, Metric] = {
     "episodes/tool_calls": Metric("Tool calls of an episode, mean", "calls"),
     "episodes/tool_failures": Metric("Tool calls of an episode that the tool refused, mean", "calls"),
     "episodes/parse_failures": Metric("Tool calls of an episode that could not be read, mean", "calls"),
+    "episodes/overridden": Metric("Turns of an episode for which its agent asked for other sampling, mean", "turns"),
     "episodes/abandoned": Metric("Turns of an episode whose answer its agent did not receive, mean", "turns"),
     "episodes/retries": Metric("Times that an episode was begun again, mean"),
     "episodes/interrupted": Metric("Times that an episode's environment or agent was lost with a neighbour's, mean"),

@@ -401,6 +401,7 @@ class AgentAttempt:
             assert turn.reply is not None
             self.events["tool_calls"] += len(turn.reply.tool_calls)
             self.events["parse_failures"] += len(turn.errors)
+            self.events["overridden"] += turn.request.is_overridden
         answered = sum(turn.reply is not None for turn in self._conversations.turns)
         self.events["abandoned"] = answered - len(kept)
         if self._known.keys() - self._used:  # the agent did not do the same again

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from rlhf_ray.config.environments import CAUSES
 from rlhf_ray.records import Episode
 
-EVENTS = ("tool_calls", "tool_failures", "parse_failures", "abandoned", "retries", "interrupted", "continued",
-          "restarted")
+EVENTS = ("tool_calls", "tool_failures", "parse_failures", "overridden", "abandoned", "retries", "interrupted",
+          "continued", "restarted")
 """What is counted in every episode."""
 
 

@@ -478,6 +478,14 @@ def test_a_retry_of_an_answer_that_was_lost_on_its_way_gets_the_same_turn():
     assert sorted(rows_of(rollout)) == ["go?[a.]", "go?[a.]on?[b.]"] and found.events == {}
 
 
+def test_turns_for_which_other_sampling_was_asked_are_counted():
+    async def agent(client, row, session):
+        for text in "abc":
+            await client.ask(("user", text), is_overridden=text != "b")
+
+    assert episode(agent, Generators(turns("a")))[1].events == {"overridden": 2}
+
+
 async def gives_up(client, row, session):
     await client.ask(("user", "go"))
     return 0.0

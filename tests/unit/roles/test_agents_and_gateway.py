@@ -214,7 +214,7 @@ def test_an_agent_has_the_tokens_seeds_and_masks_of_an_environment_that_does_the
         for turn in found.turns])
     if template is Rewrites:  # what is read in a new segment is there in `opens`
         expected = replace(expected, turns=[replace(turn, messages=[]) for turn in expected.turns])
-    assert_same(replace(agent, episodes=[found]), replace(native, episodes=[expected]))
+    assert_same(replace(agent, episodes=[found]), replace(native, episodes=[expected]), overridden=4)
 
 
 def test_sub_agents_and_streams_of_a_stock_client(runner_of):
