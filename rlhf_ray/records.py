@@ -266,8 +266,8 @@ class Episode:
     events: dict[str, int] = field(default_factory=dict)
     """How often something happened: "tool_calls", "tool_failures", "parse_failures"; "overridden" (turns for which an
     agent asked for other sampling than the run's), "abandoned" (turns whose answer an agent did not receive; no part of
-    the sample), "retries", "interrupted" (its environment or agent was lost with a neighbour's), "continued" (it went on
-    from a journal after its runner or driver was lost), "restarted" (it began again although turns were recorded: its
+    the sample), "retries", "interrupted" (its environment or agent was lost with a neighbour's), "continued" (after its
+    runner or driver was lost, from a journal), "restarted" (it began again although turns were recorded: its
     environment could not be brought back, its agent did not ask for all of them again, or the record did not fit)."""
     error: str = ""
     """What went wrong, in words; empty for an episode without an error."""

@@ -23,7 +23,8 @@ PHASE_COLOURS = {**{phase: _colour(phase, section) for phase, section in PHASES.
 
 CAUSE_METRICS = tuple(f"episodes/cause/{cause}" for cause in CAUSES)
 CAUSE_NAMES = tuple(cause.replace("_", " ") for cause in CAUSES)
-CAUSE_COLOURS = ("weights", "reference", "generator", "episode_runner", "reward", "critic", "policy", "policy/55")
+CAUSE_COLOURS = ("weights", "reference", "generator", "episode_runner", "reward", "critic", "policy",
+                 "policy/55")
 """Of the causes of `config.environments`, in their order."""
 COMPONENT_COLOURS = ("reward", "generator", "weights", "reference", "critic", "policy")
 """Colours of a reward's components, used in turn."""
