@@ -119,11 +119,12 @@ def agent_sections(files: EpisodeFiles) -> Mapping[str, Any]:
     each = {"max_turns": 8, "max_tokens": LONGEST, "memory_mib": 2048, "on_failure": again,
             "timeout_s": {"reset": AGENT_S, "step": AGENT_S, "episode": EPISODE_S}}
     function = {**each, "processes": 1}
+    program = {"run": [sys.executable, file], "variables": {"PYTHONPATH": str(Path(file).parents[1])}}
     return {
         **sections,
         "prompts": {"path": str(files.agent_prompts), "max_tokens": 64},
         "evaluation": {"prompts": str(files.agent_held_out), "limit": HELD_OUT_AGENT_ROWS, "every": 4},
         "environments": {"asker": {**function, "path": f"{file}:asker"},
                          "client": {**function, "path": f"{file}:client"},
-                         "program": {**each, "command": [sys.executable, file]}},
+                         "program": {**each, "command": program}},
     }
