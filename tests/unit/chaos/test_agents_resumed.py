@@ -1,6 +1,7 @@
 """A runner is killed with its gateway in the middle of agents' episodes, at the same moment as in a run: its agents are
 gone, nobody answers at its port, and another runner goes on from its journal with the same tokens."""
 
+import os
 import subprocess
 import sys
 import time
@@ -32,7 +33,8 @@ def test_another_runner_goes_on_with_agents_from_the_journal(files, injections, 
     paused = environments.paused_file(injections.path, 1)
     environments.order_failure(injections.path, 1, environments.PAUSE, name)
     arguments = [str(files.model), str(files.agent_prompts), ",".join(map(str, files.stops)), name, str(tmp_path / "j")]
-    runner = subprocess.Popen([sys.executable, __file__, *arguments])
+    runner = subprocess.Popen([sys.executable, __file__, *arguments],
+                              env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
     try:
         assert wait_for(paused.exists), "no agent paused"
         ports = {each.laddr.port for each in psutil.Process(runner.pid).net_connections() if each.status == "LISTEN"}
