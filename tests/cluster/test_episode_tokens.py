@@ -136,13 +136,13 @@ def played_by_hand(models, kind, role, row, key, sample, stops):
     ids = ids_of(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True))
     rows = [(list(ids), [False] * len(ids), [0.0] * len(ids))]
     end = tokenizer.eos_token_id
-    turn = 0
     while True:
         tokens, mask, logprobs = rows[-1]
         most = min(SAMPLING.max_tokens, CONTEXT - len(tokens))
         if most < 1:
             return rows, "truncated_episode"
-        found, scores, reason = sample(list(tokens), hashed(f"{seed}/{len(rows) - 1}/{turn}", 63), most, stops)
+        read = hashlib.blake2b(np.array(tokens, dtype="<i4").tobytes(), digest_size=12).hexdigest()
+        found, scores, reason = sample(list(tokens), hashed(f"{seed}/{read}/0", 63), most, stops)
         tokens += found
         mask += [True] * len(found)
         logprobs += scores
@@ -152,7 +152,6 @@ def played_by_hand(models, kind, role, row, key, sample, stops):
         text = tokenizer.decode(found[:-1] if ended else found, skip_special_tokens=False,
                                 clean_up_tokenization_spaces=False)
         step = world.step(type("Reply", (), {"text": text}))
-        turn += 1
         if step["done"]:
             return rows, "completed"
         [message] = step["messages"]

@@ -10,7 +10,7 @@ import time
 import pytest
 import uvloop
 
-from rlhf_ray.environments import host_process, session
+from rlhf_ray.environments import host_process, open_episode
 from rlhf_ray.errors import EnvironmentFailed, EpisodeFailed, ReplayDiverged
 from tests.gone import gone
 from tests.unit.environments.conftest import OBEDIENT, calls, content, open_episodes, say, until
@@ -508,7 +508,7 @@ def test_a_process_that_dies_while_nothing_is_under_way_is_nobodys_fault(pool_of
 
 
 def test_an_episode_that_is_interrupted_again_and_again_gets_a_process_of_its_own(pool_of, monkeypatch):
-    monkeypatch.setattr(session, "INTERRUPTED_ALONE", 1)
+    monkeypatch.setattr(open_episode, "INTERRUPTED_ALONE", 1)
 
     async def live():
         async with pool_of(processes=1, timeout_s=SHORT) as pool:

@@ -113,7 +113,8 @@ def test_turns_of_a_session_share_names_and_files():
     os.geteuid() != 0, reason="several processes need another user"))])
 def test_a_session_stands_still_between_its_turns(processes):
     counts = ("import threading, time, os\nn = [0]\n"
-              "def count():\n while True:\n  n[0] += 1\n  open('n', 'w').write(str(n[0]))\n  time.sleep(0.01)\n"
+              "def count():\n while True:\n  n[0] += 1\n  with open('m', 'w') as file: file.write(str(n[0]))\n"
+              "  os.replace('m', 'n')\n  time.sleep(0.01)\n"
               + ("threading.Thread(target=count, daemon=True).start()" if processes == 1 else
                  "if os.fork() == 0: count()"))
 
