@@ -227,7 +227,8 @@ class TurnTemplate:
         start, stop = ends
         written = stopped_by is not None and (
             self._text(stopped_by) == tail[start:stop]
-            or (stopped_by in self._ends.named and self._text(stopped_by) in self._source))
+            or (stopped_by in self._ends.named and stopped_by in self._ends.added  # and no character of its source
+                and self._text(stopped_by) in self._source))
         if not written:
             return self._encode(tail[start:], mark, None, after=True)
         return self._encode(tail[stop:], mark, stopped_by, after=True)

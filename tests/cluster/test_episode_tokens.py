@@ -149,7 +149,8 @@ def played_by_hand(models, kind, role, row, key, sample, stops):
         if reason == "length":
             return rows, "truncated_turn" if most == SAMPLING.max_tokens else "truncated_episode"
         ended = found[-1] == end
-        text = tokenizer.decode(found[:-1] if ended else found, skip_special_tokens=False,
+        named = {end, *generator_stops(models, kind)}
+        text = tokenizer.decode(found[:-1] if found[-1] in named else found, skip_special_tokens=False,
                                 clean_up_tokenization_spaces=False)
         step = world.step(type("Reply", (), {"text": text}))
         if step["done"]:
