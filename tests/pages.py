@@ -29,6 +29,13 @@ def fences(page: Path) -> list[Fence]:
     return [Fence(m["language"], m["file"] or _named(m["text"]), m["text"], m["why"] or "") for m in found]
 
 
+def write_files(page: Path, directory: Path) -> None:
+    """The files whose texts a page has."""
+    for fence in fences(page):
+        if fence.file:
+            (directory / fence.file).write_text(fence.text)
+
+
 def _named(text: str) -> str:
     name = _NAME.match(text)
     return name[1] if name else ""

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -92,42 +92,71 @@ def whole_run(place: Place) -> Iterator[Row]:
         return
     finished = yield from _command("resumed", file, run, {}, "--resume")
     yield judged("the same, resumed", f"exit code {finished}", finished == 0)
-    steps = whole_steps(run)
-    yield judged("its updates", ", ".join(str(row["step"]) for row in steps),
-                 [row["step"] for row in steps] == list(range(1, STEPS + 1)), "each once")
-    gap = max(row["rollout/logprob_gap"] for row in steps)
-    yield judged("log-probabilities of generator and policy", f"{gap:.2g} nats apart", gap <= scale.tolerance,
-                 f"the largest mean of an update; at most {scale.tolerance:g}")
+    yield from resumed_rows(whole_steps(run), STEPS, scale.tolerance)
 
 
 def _command(name: str, file: Path, run: Path, environment: dict[str, str], *more: str) -> Generator[Row, None, int]:
     """Rows of the steps of `rlhf-ray ppo` as they are made; returns its exit code."""
-    command = [sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more]
-    shown = len(whole_steps(run))
     began = time.time()
+    first = True
+
+    def rows_of(_: subprocess.Popen[bytes], step: dict[str, Any]) -> Iterator[Row]:
+        nonlocal first
+        if first:
+            yield Row(f"{name}: start", f"{step['time'] - step['time/step'] - began:.1f} s",
+                      "until the first step begins")
+            first = False
+        yield Row(f"{name}: step {step['step']}", f"{step['time/step']:.2f} s",
+                  ", ".join(f"{phase} {step.get(f'time/{phase}', 0.0):.2f}" for phase in PHASES)
+                  + f"; log-probabilities {step['rollout/logprob_gap']:.2g} nats apart")
+
+    return (yield from run_rows(file, run, rows_of, environment, *more))
+
+
+def run_rows(file: Path, run: Path, rows_of: Callable[[subprocess.Popen[bytes], dict[str, Any]], Iterator[Row]],
+             environment: Mapping[str, str], *more: str) -> Generator[Row, None, int]:
+    """Rows of the steps of `rlhf-ray ppo` as they are made; returns its exit code.
+
+    Args:
+        rows_of: gives those of a step, which may end the process.
+        environment: more variables of the process.
+
+    Raises:
+        TimeoutError: it is not done within `RUN_S`.
+    """
+    shown = len(whole_steps(run))
     end = time.monotonic() + RUN_S
-    process = subprocess.Popen(command, env={**os.environ, **environment})
+    process = subprocess.Popen([sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more],
+                               env={**os.environ, **environment})
     try:
         code = None
-        first = True
-        while code is None and time.monotonic() < end:
-            time.sleep(0.2)
+        while code is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"rlhf-ray ppo was not done within {RUN_S:g} s")
+            time.sleep(0.1)
             code = process.poll()
-            for row in whole_steps(run)[shown:]:
-                if first:
-                    start = row["time"] - row["time/step"] - began
-                    yield Row(f"{name}: start", f"{start:.1f} s", "until the first step begins")
-                    first = False
+            for step in whole_steps(run)[shown:]:
                 shown += 1
-                yield Row(f"{name}: step {row['step']}", f"{row['time/step']:.2f} s",
-                          ", ".join(f"{phase} {row.get(f'time/{phase}', 0.0):.2f}" for phase in PHASES)
-                          + f"; log-probabilities {row['rollout/logprob_gap']:.2g} nats apart")
-        if code is None:
-            raise TimeoutError(f"rlhf-ray ppo was not done within {RUN_S:g} s")
+                yield from rows_of(process, step)
         return code
     finally:
         process.terminate()
         process.wait(LEAVING_S)
+
+
+def resumed_rows(steps: Sequence[dict[str, Any]], last: int, tolerance: float) -> Iterator[Row]:
+    """What a run has to show that was ended and resumed: each of its updates once, and small differences of
+    log-probabilities.
+
+    Args:
+        last: step.
+        tolerance: in nats.
+    """
+    yield judged("its updates", ", ".join(str(row["step"]) for row in steps),
+                 [row["step"] for row in steps] == list(range(1, last + 1)), "each once")
+    gap = max(row["rollout/logprob_gap"] for row in steps)
+    yield judged("log-probabilities of generator and policy", f"{gap:.2g} nats apart", gap <= tolerance,
+                 f"the largest mean of an update; at most {tolerance:g}")
 
 
 def whole_steps(run: Path) -> list[dict[str, Any]]:

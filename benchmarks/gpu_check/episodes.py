@@ -2,23 +2,21 @@
 middle of a step and continued."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.gpu_check.cluster import AGAIN, configuration, whole_steps
+from benchmarks.gpu_check.cluster import AGAIN, configuration, resumed_rows, run_rows, whole_steps
 from benchmarks.gpu_check.pair import make_models
 from benchmarks.gpu_check.pair_settings import ON_CPU, ON_GPU, Scale
 from benchmarks.gpu_check.rows import Row, judged, not_run
-from benchmarks.gpu_check.runner import LEAVING_S, Place
+from benchmarks.gpu_check.runner import Place
 from rlhf_ray.data.tool_template import give_tool_template
 
 STEPS, ENDED_AFTER = 4, 2
@@ -28,7 +26,6 @@ tokenizer's own they rarely write."""
 VOCABULARY = 8192
 """On a GPU. vLLM compares each token with all that end a turn, so these have to be few."""
 GROUP = 8
-RUN_S = 400.0
 WORLD = '''"""The same world twice: as an environment, and as an agent with a loop of its own."""
 
 import json
@@ -75,67 +72,43 @@ def continued(place: Place) -> Iterator[Row]:
     file = place.directory / "grpo.yaml"
     file.write_text(yaml.safe_dump(_configuration(place.directory, scale, model.path)))
     began = time.perf_counter()
-    shown: list[dict[str, Any]] = []
-    code = yield from _played(file, run, shown, kill=True)
+    code = yield from run_rows(file, run, _killed_in_a_step, {})
     seconds = time.perf_counter() - began
     yield judged("a run that is killed in the middle of a step", f"exit code {code}", code == -signal.SIGKILL,
-                 f"{len(shown)} steps in {seconds:.1f} s")
+                 f"{len(whole_steps(run))} steps in {seconds:.1f} s")
     journals = sum(each.stat().st_size for each in (run / "episodes").glob("*/*.journal"))
     yield Row("its journals", f"{journals / 1e6:.2f} MB")
     if AGAIN * seconds > place.left_s:
         yield not_run("the same, resumed", f"the first took {seconds:.0f} s, and {place.left_s:.0f} s were left")
         return
-    code = yield from _played(file, run, shown, "--resume")
+    code = yield from run_rows(file, run, _step_rows, {}, "--resume")
     yield judged("the same, resumed", f"exit code {code}", code == 0)
     if code:
         return
     steps = whole_steps(run)
-    yield judged("its updates", ", ".join(str(row["step"]) for row in steps),
-                 [row["step"] for row in steps] == list(range(1, STEPS + 1)), "each once")
     went_on = sum(row.get("episodes/continued", 0.0) for row in steps[ENDED_AFTER:]) * scale.rows
     yield judged("episodes that continued after their last turn", f"{went_on:.0f}", went_on > 0,
                  f"of {scale.rows} that were open or done")
-    gap = max(row["rollout/logprob_gap"] for row in steps)
-    yield judged("log-probabilities of generator and policy in episodes", f"{gap:.2g} nats apart",
-                 gap <= scale.tolerance, f"the largest mean of an update; at most {scale.tolerance:g}")
+    yield from resumed_rows(steps, STEPS, scale.tolerance)
 
 
-def _played(file: Path, run: Path, shown: list[dict[str, Any]], *more: str, kill: bool = False) -> Any:
-    """Rows of the steps of the run as they are made; returns its exit code.
-
-    Args:
-        kill: kill it when step `ENDED_AFTER` is done and half of what its generation took has passed again.
-    """
-    process = subprocess.Popen([sys.executable, "-m", "rlhf_ray.cli.main", "ppo", str(file), *more],
-                               env={**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")})
-    end = time.monotonic() + RUN_S
-    try:
-        while process.poll() is None and time.monotonic() < end:
-            time.sleep(0.1)
-            new = whole_steps(run)[len(shown):]
-            yield from _step_rows(new)
-            shown += new
-            if kill and len(shown) == ENDED_AFTER:
-                time.sleep(0.5 * shown[-1]["time/episodes"])
-                process.kill()
-        if process.poll() is None:
-            raise TimeoutError(f"rlhf-ray ppo was not done within {RUN_S:g} s")
-        return process.returncode
-    finally:
-        process.terminate()
-        process.wait(LEAVING_S)
+def _step_rows(_: subprocess.Popen[bytes], step: dict[str, Any]) -> Iterator[Row]:
+    generation = step["time/episodes"]
+    samples = step["throughput/samples_per_second"] * step["time/step"]
+    turns = samples * step["episodes/turns"]
+    tokens = samples * step["response/length"]
+    yield Row(f"episodes: step {step['step']}", f"{step['time/step']:.2f} s",
+              f"generation {generation:.2f}, update {step['time/policy_update']:.2f}, publication "
+              f"{step.get('time/publish', 0.0):.2f}; {step['episodes/turns']:.2f} turns an episode, "
+              f"{turns / generation:,.0f} turns/s, {tokens / generation:,.0f} sampled tokens/s")
 
 
-def _step_rows(steps: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    for row in steps:
-        generation = row["time/episodes"]
-        samples = row["throughput/samples_per_second"] * row["time/step"]
-        turns = samples * row["episodes/turns"]
-        tokens = samples * row["response/length"]
-        yield Row(f"episodes: step {row['step']}", f"{row['time/step']:.2f} s",
-                  f"generation {generation:.2f}, update {row['time/policy_update']:.2f}, publication "
-                  f"{row.get('time/publish', 0.0):.2f}; {row['episodes/turns']:.2f} turns an episode, "
-                  f"{turns / generation:,.0f} turns/s, {tokens / generation:,.0f} sampled tokens/s")
+def _killed_in_a_step(process: subprocess.Popen[bytes], step: dict[str, Any]) -> Iterator[Row]:
+    """As `_step_rows`; after step `ENDED_AFTER`, the run is killed when half of what its generation took has passed."""
+    yield from _step_rows(process, step)
+    if step["step"] == ENDED_AFTER:
+        time.sleep(0.5 * step["time/episodes"])
+        process.kill()
 
 
 def _configuration(directory: Path, scale: Scale, model: str) -> dict[str, Any]:

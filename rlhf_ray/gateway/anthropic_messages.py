@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_ray.environments.protocol import Message
 from rlhf_ray.gateway.chat import ChatReply, ChatRequest
 from rlhf_ray.gateway.fields import (
+    OWN_TOKENS,
     TEXT_SEPARATOR,
     Asked,
     call_arguments,
@@ -30,7 +31,6 @@ from rlhf_ray.user_code.loading import brief
 
 MOST_STOPS = 64
 """Texts in `stop_sequences`; Anthropic documents no bound."""
-OWN_TOKENS = "the policy's tokens must follow the run's distribution"
 NO_SERVER_TOOLS = "nothing runs on this side; send tools with an input_schema, and their results"
 
 ACTS = frozenset({"model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream",

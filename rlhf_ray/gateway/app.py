@@ -59,15 +59,14 @@ class Application:
         """Answer a request; the client always reads JSON of its API."""
         if scope["type"] != "http":
             return
-        exchange = _Exchange(receive, send)
-        session_id, _, route = scope["path"].removeprefix("/").partition("/v1/")
         headers = {name.lower(): value for name, value in scope["headers"]}
+        exchange = _Exchange(receive, send, is_retry=headers.get(RETRIES, b"0") != b"0")
+        session_id, _, route = scope["path"].removeprefix("/").partition("/v1/")
         anthropic = b"anthropic-version" in headers or route.partition("/")[0] == "messages"
         api: Any = anthropic_messages if anthropic else openai_chat
         try:
             session = self._session(session_id, headers)
-            is_retry = headers.get(RETRIES, b"0") != b"0"
-            await self._serve(scope["method"], session, route, anthropic, exchange, is_retry)
+            await self._serve(scope["method"], session, route, api, exchange)
         except Refused as refused:
             await exchange.refuse(refused, api.error(refused.status, str(refused)))
         except asyncio.CancelledError:
@@ -77,20 +76,18 @@ class Application:
                             f"gateway: a request was answered 500: {type(error).__name__}: {error}")
             await exchange.refuse(Refused(500, ""), api.error(500, "the gateway failed; the run's log says why"))
 
-    async def _serve(self, method: str, session: Session, route: str, anthropic: bool, exchange: _Exchange,
-                     is_retry: bool) -> None:
+    async def _serve(self, method: str, session: Session, route: str, api: Any, exchange: _Exchange) -> None:
         if route == "models" or route.startswith("models/"):
             _require(method, "GET")
-            api: Any = anthropic_messages if anthropic else openai_chat
             name = route.removeprefix("models").removeprefix("/")
             body = api.model(name, self._started) if name else api.models(session.model, self._started)
             await exchange.answer(json.dumps(body).encode())
         elif route == "chat/completions":
             _require(method, "POST")
-            await self._turn(session, openai_chat.parse, _openai_answer, exchange, is_retry)
+            await self._turn(session, openai_chat.parse, _openai_answer, exchange)
         elif route == "messages":
             _require(method, "POST")
-            await self._turn(session, anthropic_messages.parse, _anthropic_answer, exchange, is_retry)
+            await self._turn(session, anthropic_messages.parse, _anthropic_answer, exchange)
         else:
             why = f": {NO_ROUTE[route]}" if route in NO_ROUTE else ""
             raise Refused(404, f"there is no route {_shown(route)}{why}; the routes are {ROUTES}")
@@ -113,7 +110,7 @@ class Application:
             raise Refused(410, CLOSED)
         return session
 
-    async def _turn(self, session: Session, parse: Parse, write: Write, exchange: _Exchange, is_retry: bool) -> None:
+    async def _turn(self, session: Session, parse: Parse, write: Write, exchange: _Exchange) -> None:
         """Ask the policy. When the client leaves meanwhile, the policy's `reply` is cancelled: that nobody waits for
         the turn distinguishes a request that is sent again from one that is sent twice at a time."""
         if session.requests >= MOST_OPEN:
@@ -123,7 +120,7 @@ class Application:
         try:
             asked = parse(parse_json(await exchange.body()))
             self._warn_of_fields(asked)
-            request = replace(asked.request, is_overridden=bool(asked.overridden), is_retry=is_retry)
+            request = replace(asked.request, is_overridden=bool(asked.overridden), is_retry=exchange.is_retry)
             reply = await exchange.unless_gone(asyncio.wrap_future(session.ask(request)))
             if isinstance(reply, Refused):
                 raise reply
@@ -157,7 +154,9 @@ class Application:
 class _Exchange:
     """A request's body, and its answer."""
 
-    def __init__(self, receive: Receive, send: Send) -> None:
+    def __init__(self, receive: Receive, send: Send, is_retry: bool) -> None:
+        self.is_retry = is_retry
+        """The client says that it sends the request again."""
         self._receive, self._send = receive, send
         self._gone: asyncio.Task[None] | None = None
 

@@ -25,6 +25,9 @@ TEXT_SEPARATOR = "\n"
 PIECE = re.compile(r".{1,48}(?:\s|$)|.{1,48}", re.DOTALL)
 """What an event of a stream carries of a finished text."""
 
+OWN_TOKENS = "the policy's tokens must follow the run's distribution"
+"""Why what would constrain them is refused, in both APIs."""
+
 
 @dataclass(frozen=True)
 class Asked:

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_ray.environments.protocol import Message, ToolCall
 from rlhf_ray.gateway.chat import ChatReply, ChatRequest
 from rlhf_ray.gateway.fields import (
+    OWN_TOKENS,
     TEXT_SEPARATOR,
     Asked,
     arguments_of,
@@ -30,7 +31,6 @@ from rlhf_ray.user_code.loading import brief
 
 MOST_STOPS = 4
 """Texts in `stop`, as OpenAI documents it."""
-OWN_TOKENS = "the policy's tokens must follow the run's distribution"
 OWN_PROMPT = "the prompt is what the model's chat template makes of messages and tools"
 
 ACTS = frozenset({"model", "messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop", "stream",

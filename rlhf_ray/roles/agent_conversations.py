@@ -64,6 +64,11 @@ class AgentTurn:
     received: bool = False
     """The agent has its answer."""
     followed: bool = False
+    depth: int = field(init=False)
+    """Turns before it in its conversation."""
+
+    def __post_init__(self) -> None:
+        self.depth = 0 if self.follows is None else self.follows.depth + 1
 
     @property
     def key(self) -> str:
@@ -72,13 +77,8 @@ class AgentTurn:
 
     @property
     def order(self) -> tuple[int, str, int]:
-        """By which turns are put in an order that follows from the conversations, not from the time."""
+        """By which turns are put in order: how many had been answered when it was asked for, then its tokens."""
         return self.answered_before, self.digest, self.asked_before
-
-    @property
-    def depth(self) -> int:
-        """Turns before it in its conversation."""
-        return 0 if self.follows is None else self.follows.depth + 1
 
     @property
     def answers(self) -> list[Message]:

@@ -4,7 +4,7 @@ learning, and their verdict."""
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +14,9 @@ from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.data.tokenizer import SMALLEST_VOCABULARY, train_tokenizer
 from rlhf_ray.data.tool_template import TOOL_TAGS, TURN_END, TURN_START, give_tool_template
 from rlhf_ray.environments.adapters import brought
+from rlhf_ray.environments.protocol import Message
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.files.writing import write_atomically
+from rlhf_ray.files.writing import json_lines, write_atomically
 from rlhf_ray.observability.run_directory import read_json
 from rlhf_ray.observability.tables import changes, print_before_after, print_texts
 from rlhf_ray.stages import ppo, sft
@@ -72,6 +73,43 @@ def environment_of(recipe: Recipe, name: str) -> type:
         raise ConfigError(str(error)) from None
 
 
+def print_verdict(run_dir: Path, seconds: Mapping[str, float], measure: str, named: str, shown: Sequence[str]
+                  ) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Print the held-out results before and after: a table, three texts and a sentence. Returns both.
+
+    Args:
+        measure: metric of the sentence, a share.
+        named: what it is a share of.
+        shown: metrics of the table.
+    """
+    evaluation = read_json(run_dir / "evaluation.json")
+    before, after = evaluation["before"], evaluation["after"]
+    print_before_after(changes(*({name: side[name] for name in shown if name in side} for side in (before, after))))
+    print_texts(evaluation["texts"][:3])
+    print(f"verdict: {before[measure]:.1%} of {named} before, {after[measure]:.1%} after")
+    print("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
+    print(f"model: {run_dir / 'model'}\nreport: {run_dir / 'report.html'}")
+    return before, after
+
+
+def make_demonstrations(directory: Path, doing: str, demonstrations: Callable[[], Iterable[list[Message]]],
+                        words: Sequence[str]) -> None:
+    """Write demonstrations and a tokenizer with a chat template, unless they exist.
+
+    Args:
+        doing: what making them is, in words.
+        words: as of `make_chat_tokenizer`.
+    """
+    data = directory / "data"
+    if (data / "tokenizer" / "chat_template.jinja").is_file():
+        return
+    print(f"data: {doing}")
+    rows = json_lines({"messages": messages} for messages in demonstrations())
+    data.mkdir(parents=True, exist_ok=True)
+    (data / "sft.jsonl").write_bytes(rows)
+    make_chat_tokenizer(data / "tokenizer", data / "sft.jsonl", words)
+
+
 def make_chat_tokenizer(directory: Path, demonstrations: Path, words: Sequence[str]) -> None:
     """Train a tokenizer with a chat template for demonstrations, and save it to `directory`.
 
@@ -108,13 +146,7 @@ def write_verdict(directory: Path, run_dir: Path, seconds: dict[str, float], sol
         shown: metrics of the table.
         kept: key of the summary -> metric after.
     """
-    evaluation = read_json(run_dir / "evaluation.json")
-    before, after = evaluation["before"], evaluation["after"]
-    print_before_after(changes(*({name: side[name] for name in shown if name in side} for side in (before, after))))
-    print_texts(evaluation["texts"][:3])
-    print(f"verdict: {before['solved']:.1%} of {solved} before, {after['solved']:.1%} after")
-    print("seconds: " + ", ".join(f"{name} {value:.0f}" for name, value in seconds.items()))
-    print(f"model: {run_dir / 'model'}\nreport: {run_dir / 'report.html'}")
+    before, after = print_verdict(run_dir, seconds, "solved", solved, shown)
     summary = {"success_before": before["solved"], "success_after": after["solved"],
                **{key: after[metric] for key, metric in kept.items()}, "seconds": seconds}
     write_atomically(directory / "summary.json", json.dumps(summary, indent=1).encode())

@@ -5,13 +5,13 @@ the goal is rewarded, by the environment itself.
 """
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf_ray.environments.protocol import Message, Reply
-from rlhf_ray.files.writing import json_lines
 from rlhf_ray.stages.bundled_recipes import Recipe
-from rlhf_ray.stages.example_stages import environment_of, make_chat_tokenizer, run_stages, write_verdict
+from rlhf_ray.stages.example_stages import environment_of, make_demonstrations, run_stages, write_verdict
 
 RECIPE = Recipe("examples/adapters/frozen_lake", home="runs/frozen_lake")
 SHOWN = ("reward", "solved", "failed", "turns", "invalid_action", "kl", "length")
@@ -42,15 +42,12 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
 
 def make_data(directory: Path, seed: int) -> None:
     """Write demonstrations and a tokenizer with a chat template, unless they exist."""
-    data = directory / "data"
-    if (data / "tokenizer" / "chat_template.jinja").is_file():
-        return
-    print("data: walking on the ice")
-    environment = environment_of(RECIPE, "lake")
-    rng = random.Random(f"walks/{seed}")
-    data.mkdir(parents=True, exist_ok=True)
-    (data / "sft.jsonl").write_bytes(json_lines({"messages": walk(environment(), rng)} for _ in range(WALKS)))
-    make_chat_tokenizer(data / "tokenizer", data / "sft.jsonl", MOVES)
+    def walks() -> Iterator[list[Message]]:
+        environment = environment_of(RECIPE, "lake")
+        rng = random.Random(f"walks/{seed}")
+        return (walk(environment(), rng) for _ in range(WALKS))
+
+    make_demonstrations(directory, "walking on the ice", walks, MOVES)
 
 
 def walk(episode: Any, rng: random.Random, most: int = 12) -> list[Message]:

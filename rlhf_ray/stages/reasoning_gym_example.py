@@ -6,13 +6,13 @@ are rewarded, by the library; held-out questions measure it.
 
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rlhf_ray.environments.protocol import Message
-from rlhf_ray.files.writing import json_lines
 from rlhf_ray.stages.bundled_recipes import Recipe
-from rlhf_ray.stages.example_stages import environment_of, make_chat_tokenizer, run_stages, write_verdict
+from rlhf_ray.stages.example_stages import environment_of, make_demonstrations, run_stages, write_verdict
 
 RECIPE = Recipe("examples/adapters/reasoning_gym", home="runs/reasoning_gym")
 SHOWN = ("reward", "solved", "failed", "kl", "length")
@@ -42,16 +42,12 @@ def run(directory: Path, estimator: str, seed: int, overrides: list[str]) -> dic
 
 def make_data(directory: Path, seed: int) -> None:
     """Write demonstrations and a tokenizer with a chat template, unless they exist."""
-    data = directory / "data"
-    if (data / "tokenizer" / "chat_template.jinja").is_file():
-        return
-    print("data: writing solutions")
-    environment = environment_of(RECIPE, "sums")
-    rng = random.Random(f"solutions/{seed}")
-    data.mkdir(parents=True, exist_ok=True)
-    (data / "sft.jsonl").write_bytes(json_lines(
-        {"messages": demonstrate(environment(), FIRST + i, rng)} for i in range(DEMONSTRATIONS)))
-    make_chat_tokenizer(data / "tokenizer", data / "sft.jsonl", NUMBERS)
+    def solutions() -> Iterator[list[Message]]:
+        environment = environment_of(RECIPE, "sums")
+        rng = random.Random(f"solutions/{seed}")
+        return (demonstrate(environment(), FIRST + i, rng) for i in range(DEMONSTRATIONS))
+
+    make_demonstrations(directory, "writing solutions", solutions, NUMBERS)
 
 
 def demonstrate(episode: Any, index: int, rng: random.Random) -> list[Message]:

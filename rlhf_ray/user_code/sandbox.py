@@ -20,8 +20,6 @@ from typing import Any, Literal, Self
 from rlhf_ray.errors import RLHFError
 from rlhf_ray.user_code.process import AnswerTooLong, PrintedLines, UserProcess
 
-RUNGS = ("landlock", "seccomp", "uid", "cgroup")
-"""What may hold programs back; the last is not required."""
 START_S = 60.0
 """Longest time for a worker's start."""
 GRACE_S = 20.0

@@ -19,17 +19,9 @@ from chaos.kinds import agents as kinds_of_agents
 from chaos.outcomes import outcomes, to_inject_again
 from chaos.witness.journals import ENVIRONMENT
 from chaos.witness.markers import Mark
+from tests.unit.chaos.episode_outcomes import problems, row
 
 MINE = {kind.name: kind for kind in kinds_of_agents.KINDS}
-
-
-def problems(run):
-    return [outcome.problem for outcome in outcomes(run.record)]
-
-
-def row(run, step, **numbers):
-    with (run.record.directory / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, "time": 1.0, **{f"episodes/{k}": v for k, v in numbers.items()}}) + "\n")
 
 
 @pytest.fixture

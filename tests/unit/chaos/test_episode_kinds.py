@@ -11,15 +11,7 @@ from chaos.kinds import KINDS
 from chaos.outcomes import outcomes, to_inject_again
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
-
-
-def problems(run):
-    return [outcome.problem for outcome in outcomes(run.record)]
-
-
-def row(run, step, **numbers):
-    with (run.record.directory / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, "time": 1.0, **{f"episodes/{k}": v for k, v in numbers.items()}}) + "\n")
+from tests.unit.chaos.episode_outcomes import problems, row
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.environments.tool_calls import ToolCallParser
 from rlhf_ray.roles.episode import TextTools
 from rlhf_ray.roles.episode_runner import EpisodeRunner
-from tests.pages import ROOT, fences
+from tests.pages import ROOT, fences, write_files
 from tests.unit.roles import agent_plays as plays
 
 PAGE = ROOT / "docs/agents.md"
@@ -26,9 +26,7 @@ CALL = '{"name": "look_up", "arguments": {"item": "%s"}}'
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A directory with the files of the page."""
-    for fence in fences(PAGE):
-        if fence.file:
-            (tmp_path / fence.file).write_text(fence.text)
+    write_files(PAGE, tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

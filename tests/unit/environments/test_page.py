@@ -11,7 +11,7 @@ from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.environments.pool import EnvironmentPool
 from rlhf_ray.environments.protocol import Reply, ToolCall
-from tests.pages import ROOT, fences
+from tests.pages import ROOT, write_files
 
 PAGE = ROOT / "docs/environments.md"
 ROW = {"prompt": "Buy tea.", "item": "tea", "price": 3}
@@ -20,9 +20,7 @@ ROW = {"prompt": "Buy tea.", "item": "tea", "price": 3}
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A directory with the files of the page."""
-    for fence in fences(PAGE):
-        if fence.file:
-            (tmp_path / fence.file).write_text(fence.text)
+    write_files(PAGE, tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
