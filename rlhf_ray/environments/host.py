@@ -8,6 +8,7 @@ answers are JSON; both carry the number of the episode. It ends when the socket 
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import json
 import os
@@ -167,6 +168,8 @@ class EpisodeThread(threading.Thread):
             self._close()
             return {"answer": {}, "snapshot": None}
         except BaseException as error:  # also SystemExit: it is reported and does not end the thread
+            if isinstance(error, OSError) and error.errno == errno.EBADF:
+                self._require_event_loop()
             return {"error": describe(error), "exhausted": exhausted(error)}
 
     def _close(self) -> None:
@@ -188,6 +191,15 @@ class EpisodeThread(threading.Thread):
             return self._runner.run(_awaited(result))
         finally:
             self._awaited = None
+
+    def _require_event_loop(self) -> None:
+        """End the process if this episode's event loop is broken: the code of some episode has closed its files, and
+        those of others too."""
+        try:
+            if self._runner is not None:
+                self._runner.run(asyncio.sleep(0))
+        except OSError:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def line(self) -> str:
         """The user's line at which the thread is, or at which its coroutine waits."""

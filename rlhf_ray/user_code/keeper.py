@@ -26,6 +26,9 @@ TOLD = {signal.SIGTERM, signal.SIGCHLD}
 PATIENCE_S = 3.0
 """Time to kill what user code has started; what belongs to another user cannot be killed."""
 LOOK_S = 0.005
+SOCKET = 3
+"""The child's number of the socket, whatever the parent's was: user code that closes "all" files often stops at some
+number."""
 SCRATCH = "RLHF_RAY_SCRATCH"
 """Variable of the environment with the directory for files."""
 
@@ -47,7 +50,10 @@ def main(module: str, descriptor: int, parent: int) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, TOLD)
         if os.getppid() == keeper:
-            importlib.import_module(module).main(descriptor)
+            if descriptor != SOCKET:
+                os.dup2(descriptor, SOCKET)
+                os.close(descriptor)
+            importlib.import_module(module).main(SOCKET)
         return
     _close_files()
     status = _kept(child)

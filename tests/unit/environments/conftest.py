@@ -52,7 +52,7 @@ def nested(levels):
     return value
 def sends(frame):
     """Answers in place of the process that it is in, and hangs."""
-    os.write(int(sys.argv[2]), struct.pack("!Q", len(frame)) + frame.encode()); time.sleep(600)
+    os.write(3, struct.pack("!Q", len(frame)) + frame.encode()); time.sleep(600)
 
 class Counter:
     """Answers "SEED:COUNT" to each reply, after it has run the reply as code."""
