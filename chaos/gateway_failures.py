@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -112,6 +113,9 @@ def _reset(port: int) -> None:
 def _sockets(port: int) -> Iterator[tuple[socket.socket, bool]]:
     """Duplicates of this process's sockets with this local port, and whether each listens."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
-            if each.family == socket.AF_INET and each.type == socket.SOCK_STREAM and each.getsockname()[1] == port:
-                yield each, bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                if each.family == socket.AF_INET and each.type == socket.SOCK_STREAM and each.getsockname()[1] == port:
+                    yield each, bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
