@@ -53,8 +53,8 @@ def arguments() -> argparse.Namespace:
 def one_thread_on_cpu() -> None:
     """Set the environment that all sides inherit: a generator's with one thread, and no accelerator."""
     from rlhf_ray.cli.library_logging import quiet_libraries
+    from rlhf_ray.cluster.worker_environment import accelerator_environment
     from rlhf_ray.config.generation import GenerationConfig
-    from rlhf_ray.engine.distributed import accelerator_environment
     from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 
     quiet_libraries()

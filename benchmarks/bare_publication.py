@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rlhf_ray.workers.actor_class import KEEP_MEMORY
+from rlhf_ray.cluster.worker_environment import KEEP_MEMORY
 
 RECEIVERS = 2
 TIMEOUT_S = 60.0

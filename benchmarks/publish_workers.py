@@ -17,7 +17,6 @@ from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.learner import PolicyConfig
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
-from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.models.loading import new_causal_lm
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
@@ -71,11 +70,10 @@ async def publishing_roles(learner: ModelConfig, generator: ModelConfig) -> Asyn
         groups = (
             WorkerGroup("generator", Generator, GENERATION, pools, lambda rank: {
                 "model": generator, "generation": GENERATION, "seed": SEED, "max_context": MAX_CONTEXT,
-                "name": f"generator/{rank}"}, {**accelerator_environment(0), **generator_environment(GENERATION)},
-                TIMEOUT_S),
+                "name": f"generator/{rank}"}, generator_environment(GENERATION), TIMEOUT_S),
             WorkerGroup("policy_learner", PolicyLearner, policy, pools, lambda rank: {
                 "config": policy, "model": learner, "rank": rank, "world": 1, "seed": SEED, "total_steps": 1,
-                "algorithm": AlgorithmConfig(), "temperature": 1.0}, accelerator_environment(0), TIMEOUT_S),
+                "algorithm": AlgorithmConfig(), "temperature": 1.0}, {}, TIMEOUT_S),
         )
         generators, learners = groups
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, Protocol, Self, TypeVar
 from unittest.mock import patch
 
-from rlhf_ray.workers.actor_class import KEEP_MEMORY
+from rlhf_ray.cluster.worker_environment import KEEP_MEMORY
 
 START_TIMEOUT_S = 300.0
 TURN_TIMEOUT_S = 120.0

@@ -79,7 +79,7 @@ def _run(options: argparse.Namespace, directory: Path) -> bool:
     from chaos.plan import USUAL_MINUTES
     from chaos.summary import CampaignSummary, print_report
     from rlhf_ray.cli.library_logging import quiet_libraries
-    from rlhf_ray.engine.distributed import accelerator_environment
+    from rlhf_ray.cluster.worker_environment import accelerator_environment
 
     quiet_libraries()
     os.environ.update(accelerator_environment(gpus=0), CUDA_VISIBLE_DEVICES="")

@@ -13,13 +13,13 @@ import torch
 from benchmarks.gpu_check.pair_settings import ALGORITHM, PairSetting, Scale
 from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import ray_session
+from rlhf_ray.cluster.worker_environment import fixed_segments
 from rlhf_ray.config.generation import WeightsConfig
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.synthetic_reviews import make_reviews
 from rlhf_ray.data.tokenizer import train_tokenizer
-from rlhf_ray.engine.distributed import accelerator_environment, fixed_segments
 from rlhf_ray.models.loading import new_causal_lm
 from rlhf_ray.roles.generator import Generator, generator_environment
 from rlhf_ray.roles.policy_learner import PolicyLearner
@@ -94,7 +94,7 @@ def _generators(setting: PairSetting, model: ModelConfig, pools: Pools) -> Worke
     return WorkerGroup("generator", Generator, generation, pools, lambda rank: {
         "model": model, "generation": generation, "seed": SEED, "max_context": setting.scale.context,
         "name": f"generator/{rank}", "transport": setting.transport, "lora": setting.lora},
-        {**accelerator_environment(generation.gpus), **generator_environment(generation)}, TIMEOUT_S)
+        generator_environment(generation), TIMEOUT_S)
 
 
 def _learners(setting: PairSetting, model: ModelConfig, pools: Pools) -> WorkerGroup[PolicyLearner]:
@@ -102,4 +102,4 @@ def _learners(setting: PairSetting, model: ModelConfig, pools: Pools) -> WorkerG
     return WorkerGroup("policy_learner", PolicyLearner, policy, pools, lambda rank: {
         "config": policy, "model": model, "rank": rank, "world": 1, "seed": SEED, "total_steps": 100,
         "algorithm": ALGORITHM, "temperature": 1.0, "publishes_adapters": setting.lora is not None},
-        {**accelerator_environment(policy.gpus), **(fixed_segments() if setting.transport == "ipc" else {})}, TIMEOUT_S)
+        fixed_segments() if setting.transport == "ipc" else {}, TIMEOUT_S)

@@ -17,11 +17,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlhf_ray.cluster.shared_memory import made_by, remove_unused
 
-PLAIN_PYTHON = {"PYTHONSAFEPATH": "1", "PYTHONOPTIMIZE": ""}
-"""Environment of workers and of Ray's own processes. Otherwise the processes that they start by `python -c`, such as
-those of multiprocessing, search the working directory for modules before the standard library; and without assertions
-and docstrings (`PYTHONOPTIMIZE=2`) Ray's dashboard does not start, which Ray then tries again and again."""
-
 GONE_S = 5.0
 """Time for the system to remove a killed process; one in the middle of a write to disk takes a moment."""
 ELSEWHERE_S = 60.0

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ import psutil
 import ray
 
 from rlhf_ray.cluster.head_node import head_watched, is_listening, raise_for_lost_head, require_listener
-from rlhf_ray.cluster.processes import PLAIN_PYTHON, descendants, kill
+from rlhf_ray.cluster.processes import descendants, kill
+from rlhf_ray.cluster.worker_environment import PLAIN_PYTHON
+from rlhf_ray.cluster.worker_templates import open_templates
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.errors import ClusterError, ClusterUnavailable, ConfigError, RLHFError
@@ -49,6 +51,10 @@ LEAST_FREE_MIB = 64
 INLINE_BYTES = 4096
 """Largest result that Ray sends to its owner, the driver, instead of keeping it in the object store. Ray's default of
 100 KiB would send whole chunks of tokens through the driver, to it and on to each of their readers."""
+
+STARTING = 64
+"""Most workers that start at a time. Ray's default, the number of cores, holds up those that need only a moment behind
+those that wait for a template."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,9 @@ def ray_session(
         raise (ClusterUnavailable if lost else ClusterError)(f"cannot {where}: {_brief(error)}") from error
     address, started = ray.get_runtime_context().gcs_address, set(psutil.Process().children()) - before
     at_start = family(started)  # a raylet may end before the shutdown; its agents are nobody's descendants then
-    with head_watched(address):  # until after the shutdown, which waits for the head
+    with ExitStack() as stack:
+        stack.enter_context(head_watched(address))  # until after the shutdown, which waits for the head
+        templates = None if config.address else stack.enter_context(open_templates())
         try:
             if config.address and not config.allow_open:
                 require_token(address)
@@ -112,6 +120,8 @@ def ray_session(
             raise_for_lost_head(address, error)
             raise
         finally:
+            if templates is not None:
+                started |= templates.workers()
             with ended_with(at_start | family(started)):
                 ray.shutdown()
 
@@ -181,7 +191,7 @@ def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str,
                     job_config=job,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    **start_options(config.metrics_port, INLINE_BYTES),
+                    **start_options(config.metrics_port, INLINE_BYTES, STARTING),
                 )
             return
         except Exception as error:

@@ -15,8 +15,6 @@ from rlhf_ray.errors import ClusterError
 from rlhf_ray.internals.deepspeed import import_muon_uncompiled, skip_shared_memory_kernel
 
 T = TypeVar("T")
-ALLOCATOR = "PYTORCH_ALLOC_CONF"
-"""The environment variable of torch's memory allocator on GPUs."""
 
 
 def free_address(host: str) -> str:
@@ -74,24 +72,6 @@ def listen_towards(address: str, cuda: bool) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if cuda and ip_address(own).is_loopback:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-
-
-def accelerator_environment(gpus: float) -> dict[str, str]:
-    """Environment variables that a process needs before it imports torch or DeepSpeed. A worker without GPUs must not
-    see any: Ray hides GPUs only from workers that request some.
-
-    On GPUs torch's allocator grows its segments instead of adding new ones: micro-batches differ in size, and fixed
-    segments leave gaps. An allocator setting of the user's is kept.
-    """
-    if not gpus:
-        return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    return {ALLOCATOR: os.environ.get(ALLOCATOR, "expandable_segments:True")}
-
-
-def fixed_segments() -> dict[str, str]:
-    """The allocator's setting of a process on a GPU whose memory others open by handle, which takes several times as
-    long with growing segments (vllm/distributed/weight_transfer/sharded_rdt_trainer.py)."""
-    return {ALLOCATOR: os.environ.get(ALLOCATOR, "")}
 
 
 def join(address: str, rank: int, world: int, timeout_s: float) -> None:

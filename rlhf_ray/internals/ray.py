@@ -141,15 +141,18 @@ def dashboard_and_logs() -> tuple[str | None, str | None]:
     return (None, None) if node is None else (getattr(node, "webui_url", None) or None, node.get_logs_dir_path())
 
 
-def start_options(metrics_port: int | None, inline_bytes: int) -> dict[str, Any]:
-    """Arguments of `ray.init` for a local cluster: the port of its metrics, and the largest result that is sent to its
-    owner instead of the object store.
+def start_options(metrics_port: int | None, inline_bytes: int, starting: int) -> dict[str, Any]:
+    """Arguments of `ray.init` for a local cluster: the port of its metrics, the largest result that is sent to its
+    owner instead of the object store, and how many workers start at a time.
 
-    Source: 2.60.0, _private/worker.py (`init`), `_raylet.so` (`max_direct_call_object_size`).
-    Missing: `ray start` has a public option for the port, `ray.init` has not; there is none for the size.
+    Source: 2.60.0, _private/worker.py (`init`), `_raylet.so` (`max_direct_call_object_size`), the program `raylet`
+    (`worker_maximum_startup_concurrency`).
+    Missing: `ray start` has a public option for the port, `ray.init` has not; there is none for the others.
     Otherwise: a local cluster does not start.
     """
-    return {"_metrics_export_port": metrics_port, "_system_config": {"max_direct_call_object_size": inline_bytes}}
+    return {"_metrics_export_port": metrics_port,
+            "_system_config": {"max_direct_call_object_size": inline_bytes,
+                               "worker_maximum_startup_concurrency": starting}}
 
 
 @contextmanager

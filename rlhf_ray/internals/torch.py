@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ COMPILERS = 8
 """Most processes that compile for one learner."""
 
 Layer = TypeVar("Layer", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,6 +60,17 @@ def autograd_in_operator() -> Iterator[None]:
             yield
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, before)
+
+
+def constant_when_compiled(function: Function) -> Function:
+    """A function whose result is a constant of what is compiled, as by `torch.compiler.assume_constant_result`.
+
+    Source: 2.13.0, torch/_dynamo/decorators.py (`assume_constant_result`), and its copy in 2.11.0.
+    Missing: the decorator imports torch's compiler, a third of the time in which the driver imports everything.
+    Otherwise: learners with compiled layers fail when they start.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def whole_graphs() -> AbstractContextManager[None]:

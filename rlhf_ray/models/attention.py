@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlhf_ray.algorithms.masking import wide
 from rlhf_ray.errors import ModelError
-from rlhf_ray.internals.torch import autograd_in_operator
+from rlhf_ray.internals.torch import autograd_in_operator, constant_when_compiled
 from rlhf_ray.models.cpu.short_rows import HeadGrids, ShortRowAttention, takes_short_rows
 from rlhf_ray.models.packing import Packing, without_filler
 
@@ -147,7 +147,7 @@ def _in_autocast(x: Tensor) -> Tensor:
     return x
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _has_autocast(kind: str) -> bool:
     """Whether a type of device has autocast. What a compiled layer asks of the device must not be part of its graph."""
     return torch.amp.is_autocast_available(kind)
@@ -188,7 +188,7 @@ def variable_length_kernel() -> Callable[..., Tensor] | None:
     return varlen_attn if _kernel_takes("enable_gqa") else with_repeated_heads(varlen_attn)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _kernel_takes(argument: str) -> bool:
     """Whether `varlen_attn` exists and has this argument."""
     return argument in _arguments_of_kernel()
@@ -224,7 +224,7 @@ def _fits_kernel(query: Tensor, value: Tensor, kind: Kind) -> bool:
             and _is_ampere(query.device))
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _is_ampere(device: torch.device) -> bool:
     """Whether a GPU is of the generation Ampere or a later one."""
     return torch.cuda.get_device_capability(device) >= (8, 0)

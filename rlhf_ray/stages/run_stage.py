@@ -5,10 +5,16 @@ from html import escape
 from importlib import import_module
 from typing import Any
 
+from rlhf_ray.cluster.worker_environment import worker_environment
+from rlhf_ray.cluster.worker_templates import LIBRARIES, VLLM_LIBRARIES, WorkerTemplates, open_templates
+from rlhf_ray.config.derived import placements_of
+from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.load import COMMANDS, module_of, resolve
 from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.errors import ConfigError, StoppedEarly
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.planning.local_machine import gpus_here
+from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 from rlhf_ray.stages.inputs import with_inputs
 
 
@@ -46,15 +52,28 @@ def run_loaded(command: str, config: StageConfig, resume: bool) -> dict[str, Any
 
 
 def _run(command: str, config: StageConfig, resume: bool) -> dict[str, Any]:
-    stage = import_module(f"rlhf_ray.stages.{module_of(command)}")
     directory = RunDirectory(config.run.dir)
     try:
-        summary: dict[str, Any] = stage.run(config, resume=resume)
+        with open_templates() as templates:
+            start_templates(config, templates)  # which import while this process does
+            stage = import_module(f"rlhf_ray.stages.{module_of(command)}")
+            summary: dict[str, Any] = stage.run(config, resume=resume)
     except StoppedEarly:
         _show_report(directory)
         raise
     _show_report(directory)
     return summary
+
+
+def start_templates(config: StageConfig, templates: WorkerTemplates) -> None:
+    """Start what a stage's workers are forked from; nothing if they may be elsewhere or on GPUs."""
+    if config.cluster.address is not None or gpus_here():
+        return
+    for placement in placements_of(config).values():
+        if isinstance(placement, GenerationConfig):
+            templates.command(worker_environment(placement, generator_environment(placement)), VLLM_LIBRARIES)
+        else:
+            templates.command(worker_environment(placement, {}), LIBRARIES)
 
 
 def _show_report(directory: RunDirectory) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.cluster.resource_pools import Pools
 from rlhf_ray.cluster.session import Session, ray_session, require_local_directories
 from rlhf_ray.cluster.shared_files import require_shared_files
+from rlhf_ray.cluster.worker_templates import LIBRARIES
 from rlhf_ray.config.derived import model_paths, placements_of
 from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
@@ -24,7 +25,6 @@ from rlhf_ray.config.stages import StageConfig, role_facts
 from rlhf_ray.config.training_loop import CheckpointConfig
 from rlhf_ray.data.answers import TurnEnds
 from rlhf_ray.data.load_report import LeftOutRows, left_out_lines
-from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import DataError, DiskStalled, RLHFError, StoppedEarly, SupersededError, UploadError
 from rlhf_ray.files.writer_thread import HURRY_S, FileThread, RunFiles
 from rlhf_ray.internals.asyncio import run_coroutine
@@ -67,17 +67,19 @@ class Runtime:
     def spawn(
         self, role: str, cls: type[Role], placement: PlacementConfig, arguments: Callable[[int], Mapping[str, Any]],
         environment: Mapping[str, str] | None = None, shutdown: Method[Role, Any] | None = None, section: str = "",
+        libraries: Sequence[str] = LIBRARIES,
     ) -> WorkerGroup[Role]:
         """Spawn the workers of one role.
 
         Args:
             shutdown: the role's method for a clean shutdown.
             section: the configuration section of the placement; empty for roles without one.
+            libraries: as in `WorkerGroup`.
         """
         group = WorkerGroup(role, cls, placement, self._pools, arguments,
-                            {**accelerator_environment(placement.gpus), **self._recording(), **(environment or {})},
+                            {**self._recording(), **(environment or {})},
                             self._config.cluster.call_timeout_s, self._config.logging.task_events,
-                            section)
+                            section, libraries)
         self._groups.append((group, shutdown))
         return group
 
@@ -98,7 +100,7 @@ class Runtime:
                 return {**arguments(rank), "generators": peers}
 
         return self.spawn(all_facts[row.section].worker, row.cls, self._placements[row.section], given, environment,
-                          row.shutdown, row.section)
+                          row.shutdown, row.section, row.libraries)
 
     def _recording(self) -> Mapping[str, str]:
         """Ray's record of calls has no times without this variable."""

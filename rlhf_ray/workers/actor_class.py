@@ -1,5 +1,4 @@
-"""A role's class as a Ray actor class: how a call is answered and timed, which callers are refused, and the environment
-of the worker process."""
+"""A role's class as a Ray actor class: how a call is answered and timed, and which callers are refused."""
 
 import asyncio
 import gc
@@ -12,25 +11,12 @@ from typing import Any
 
 import ray
 
-from rlhf_ray.cluster.processes import PLAIN_PYTHON, Processes, own_processes
-from rlhf_ray.config.run import PlacementConfig
+from rlhf_ray.cluster.processes import Processes, own_processes
 from rlhf_ray.errors import WorkerError, WorkerLost
 from rlhf_ray.workers import heartbeat
 from rlhf_ray.workers.calls import Caller, CallSpec
 from rlhf_ray.workers.peers import PeerGroup, PeerReport, PeerTable
 
-KEEP_MEMORY = {
-    "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
-"""Environment of workers on CPUs: the C library keeps freed memory, and asks for large pages. Every optimizer step and
-every publication of weights needs the memory again that the previous one freed. Taking these pages from the kernel and
-returning them costs several times as much as a copy into them: a seventh of a small model's update. (glibc's
-mallopt(3), and its manual's "Memory Allocation Tunables")"""
-GIVE_BACK_LARGE = {**KEEP_MEMORY, "MALLOC_MMAP_MAX_": str(1 << 16), "MALLOC_MMAP_THRESHOLD_": str(8 << 20)}
-"""The same, except that blocks of 8 MiB and more are taken from the kernel and returned to it. Under ZeRO-3 whole
-weights are allocated and freed in a different order in each pass; kept memory fragments, and reached twice what is in
-use at a time."""
 MOST_CALLS = 10_000
 """Calls that a worker with asynchronous methods has at a time; Ray lets further ones wait, also those that would end
 others. More than the open episodes of a run, each of which has one call at a generator. No more can be on their way, so
@@ -252,21 +238,3 @@ def gc_paused_for_start(method: str) -> Iterator[None]:
         gc.freeze()
         if collecting:
             gc.enable()
-
-
-def worker_environment(placement: PlacementConfig, more: Mapping[str, str]) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": str(placement.threads),
-        "OMP_WAIT_POLICY": "passive",  # a spinning thread takes the core from a worker that has work
-        "TOKENIZERS_PARALLELISM": "false",
-        **_memory(placement),
-        **PLAIN_PYTHON,
-        "PYTHONDONTWRITEBYTECODE": "",  # without bytecode every start of a worker compiles torch and vLLM again
-        **more,
-    }
-
-
-def _memory(placement: PlacementConfig) -> dict[str, str]:
-    if placement.gpus:
-        return {}
-    return GIVE_BACK_LARGE if placement.is_sharded else KEEP_MEMORY

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, Protocol
 
+from rlhf_ray.cluster.worker_environment import fixed_segments
+from rlhf_ray.cluster.worker_templates import LIBRARIES, VLLM_LIBRARIES
 from rlhf_ray.config.derived import Derived, placements_of
 from rlhf_ray.config.run import RoleFacts
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, role_facts
-from rlhf_ray.engine.distributed import fixed_segments
 from rlhf_ray.roles.actor_critic_learner import ActorCriticLearner
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.critic_learner import CriticLearner
@@ -54,6 +55,8 @@ class RoleRow(Generic[Role]):
     """Whether the stage removes the workers' temporary files, which they leave when they are killed."""
     peers: str | None = None
     """Section of the role whose workers it calls: its class takes their `PeerGroup` as the argument `generators`."""
+    libraries: tuple[str, ...] = LIBRARIES
+    """As in `WorkerGroup`."""
     wanted: Callable[[Derived], bool] | None = None
     """Chooses between rows of one section; None for the only one."""
 
@@ -89,7 +92,8 @@ def _segments_for_handles(config: PPOConfig) -> Mapping[str, str]:
     return fixed_segments() if config.weights.transport == "ipc" else {}
 
 
-GENERATOR = RoleRow("generator", Generator, shutdown=Generator.stop, environment=_vllm_settings, temporary_files=True)
+GENERATOR = RoleRow("generator", Generator, shutdown=Generator.stop, environment=_vllm_settings, temporary_files=True,
+                    libraries=VLLM_LIBRARIES)
 EPISODE_RUNNER = RoleRow("episode_runner", EpisodeRunner, shutdown=EpisodeRunner.stop, peers="generator")
 _ROWS = (  # without a type, so that each row's methods are checked against its class
     GENERATOR,

@@ -1,7 +1,7 @@
 """The workers of one role: a plain class made a Ray actor, spawned in its pool, called one by one or all together."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, overload
 
@@ -10,9 +10,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlhf_ray.cluster.processes import Processes, is_here, kill, kill_on_their_node
 from rlhf_ray.cluster.resource_pools import Pools, Seat
+from rlhf_ray.cluster.worker_environment import worker_environment
+from rlhf_ray.cluster.worker_templates import template_command
 from rlhf_ray.config.run import PlacementConfig
 from rlhf_ray.errors import RLHFError
-from rlhf_ray.workers.actor_class import MOST_CALLS, Process, actor_class, is_async, worker_environment
+from rlhf_ray.workers.actor_class import MOST_CALLS, Process, actor_class, is_async
 from rlhf_ray.workers.calls import AsyncMethod, Call, Deadline, Fence, Method, Result, Role, Startable, WorkerHandle
 from rlhf_ray.workers.heartbeat import count_at, forget, key_of
 
@@ -34,6 +36,7 @@ class WorkerGroup(Generic[Role]):
         call_timeout_s: float,
         task_events: bool = False,
         section: str = "",
+        libraries: Sequence[str] = (),
     ) -> None:
         """Spawn the workers. Returns at once; `start` is the first call that waits for them.
 
@@ -46,6 +49,7 @@ class WorkerGroup(Generic[Role]):
                 `under_way` has the same information about the present.
             section: the configuration section that `placement` comes from, under which `pools` knows the role; the
                 role's name when empty.
+            libraries: modules that its workers import, for `worker_templates`; without any they import for themselves.
         """
         self.role = role
         self._section = section or role
@@ -58,6 +62,9 @@ class WorkerGroup(Generic[Role]):
         self._task_events = task_events
         self._arguments = arguments
         self._environment = worker_environment(placement, environment)
+        self._template = None
+        if libraries and not placement.gpus:
+            self._template = template_command(self._environment, libraries)
         self._workers = {rank: self._spawned(rank, 1) for rank in range(placement.workers)}
         self._former: dict[int, _Worker] = {}
         """Workers that were removed. A rank is never used again, so a new worker cannot be mistaken for an old one."""
@@ -260,6 +267,7 @@ class WorkerGroup(Generic[Role]):
         seat = self.seat(rank)
         # Ray frees the name of a killed actor only some time later, so the next one has another name.
         name = f"{self.role}/{rank}" if incarnation == 1 else f"{self.role}/{rank} ({incarnation})"
+        template = {} if self._template is None else {"py_executable": self._template}
         options = self._class.options(
             name=name,
             num_cpus=self._placement.cpus,
@@ -267,7 +275,7 @@ class WorkerGroup(Generic[Role]):
             max_concurrency=self._concurrency,
             enable_task_events=self._task_events,
             scheduling_strategy=PlacementGroupSchedulingStrategy(seat.group, seat.slot),
-            runtime_env={"env_vars": self._environment},
+            runtime_env={"env_vars": self._environment, **template},
         )
         return _Worker(self.role, rank, options.remote(**self._arguments(rank)), Fence(incarnation))
 

@@ -25,7 +25,6 @@ from rlhf_ray.config.run import ClusterConfig, PoolConfig
 from rlhf_ray.coordinator.canary import Canary
 from rlhf_ray.coordinator.direct_sync import ALONE_S
 from rlhf_ray.coordinator.weight_sync import WeightSync
-from rlhf_ray.engine.distributed import accelerator_environment
 from rlhf_ray.errors import ModelError, WorkerLost
 from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.generator_parity import given_rows
@@ -77,10 +76,10 @@ async def role_groups_of(learner, generator, policy, transport, health=None):
         generators = WorkerGroup("generator", Generator, GENERATION, pools, lambda rank: {
             "model": generator, "generation": GENERATION, "seed": 0, "max_context": CONTEXT,
             "name": f"generator/{rank}", "transport": transport},
-            {**accelerator_environment(0), **generator_environment(GENERATION)}, TIMEOUT_S)
+            generator_environment(GENERATION), TIMEOUT_S)
         learners = WorkerGroup("policy_learner", Damaging, policy, pools, lambda rank: {
             "config": policy, "model": learner, "rank": rank, "world": policy.workers, "seed": 0, "total_steps": 1,
-            "algorithm": AlgorithmConfig(), "temperature": 1.0}, accelerator_environment(0), TIMEOUT_S)
+            "algorithm": AlgorithmConfig(), "temperature": 1.0}, {}, TIMEOUT_S)
         try:
             await asyncio.gather(generators.start(), start_learners(learners, TIMEOUT_S))
             yield RoleGroups({"generator": generators, "policy": learners}, health=health or HealthMonitor())

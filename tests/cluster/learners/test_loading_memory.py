@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from rlhf_ray.engine.distributed import accelerator_environment, free_address
-from rlhf_ray.workers.actor_class import GIVE_BACK_LARGE
+from rlhf_ray.cluster.worker_environment import GIVE_BACK_LARGE, accelerator_environment
+from rlhf_ray.engine.distributed import free_address
 from tests.models import make_tiny_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

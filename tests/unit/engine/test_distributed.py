@@ -11,15 +11,8 @@ import psutil
 import pytest
 import torch
 
-from rlhf_ray.engine.distributed import (
-    accelerator_environment,
-    fixed_segments,
-    free_address,
-    leave,
-    listen_towards,
-    rank_store,
-    sum_over_ranks,
-)
+from rlhf_ray.cluster.worker_environment import accelerator_environment, fixed_segments
+from rlhf_ray.engine.distributed import free_address, leave, listen_towards, rank_store, sum_over_ranks
 from rlhf_ray.errors import ClusterError
 from tests.unit.engine import listening_rank
 

@@ -5,9 +5,10 @@ import pickle
 
 import ray
 
+from rlhf_ray.cluster.worker_environment import KEEP_MEMORY, worker_environment
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
-from rlhf_ray.workers.actor_class import KEEP_MEMORY, actor_class, is_async, worker_environment
+from rlhf_ray.workers.actor_class import actor_class, is_async
 from rlhf_ray.workers.calls import CallSpec
 from tests.unit.workers.local_groups import local_group
 
