@@ -24,7 +24,7 @@ from rlhf_ray.config.data import DataSection, NumberedRows
 from rlhf_ray.data.load_report import RowErrors
 from rlhf_ray.data.rows import Rows, brief
 from rlhf_ray.errors import DataError, first_line
-from rlhf_ray.models.config_json import HUB_TIMEOUT_S
+from rlhf_ray.models.hub import HUB_TIMEOUT_S, why_unreachable
 
 T = TypeVar("T")
 Numbered = Iterator[tuple[int, dict[str, Any] | DataError]]
@@ -157,6 +157,8 @@ def check_data_set_on_hub(name: str, revision: str | None) -> None:
     *owner, last = name.split("/")
     if (Path(config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(last)])).is_dir():
         return
+    if (reason := why_unreachable()) is not None:
+        raise DataError(f"{name} is neither a local file nor a data set in the local cache, and {reason}")
     try:
         HfApi().dataset_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
     except Exception as error:  # unknown, gated, offline, ...: the library raises its own kinds and its client's

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError, first_line
-from rlhf_ray.models.config_json import HUB_TIMEOUT_S, is_classifier, local_configuration, pretrained_config
+from rlhf_ray.models.config_json import is_classifier, local_configuration, pretrained_config
+from rlhf_ray.models.hub import check_on_hub
 from rlhf_ray.models.model_families import why_padded
 from rlhf_ray.models.scalar_head import classifier_class, new_classifier
 
@@ -60,29 +61,6 @@ def _checkpoints_of(path: Path) -> str | None:
     if (path / "manifest.json").is_file() and path.resolve().parent.name == "checkpoints":
         return "a checkpoint of a run"
     return "the directory of a run with checkpoints" if any(path.glob("checkpoints/step_*")) else None
-
-
-def check_on_hub(name: str, revision: str | None, field: str) -> None:
-    """Reject a name that is neither in the local cache nor on the Hub.
-
-    Loading by name retries for most of a minute if there is no such model or no network; this check fails sooner.
-
-    Raises:
-        ModelError: names the configuration field, the name and the Hub's message.
-    """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-
-    if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-        return
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # unknown, gated, offline, ...: the library raises its own kinds and its client's
-        message = str(error).strip().splitlines() or [""]
-        raise ModelError(
-            f"{field}={name!r} is not a local directory, not in the local cache, and could not be found on the Hub"
-            f"{f' at revision {revision!r}' if revision else ''}: {type(error).__name__}: {message[0]}. Correct the "
-            "path, or go online (and `hf auth login` for a gated model)."
-        ) from error
 
 
 def load_tokenizer(config: ModelConfig | NewModelConfig, require_eos: bool = True) -> PreTrainedTokenizerBase:

@@ -29,7 +29,8 @@ from rlhf_ray.data.inspection import inspect
 from rlhf_ray.data.row_readers import check_data_set_on_hub, has_local_rows, local_files
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
-from rlhf_ray.models.config_json import context_of, file_from_hub, local_configuration, pretrained_config
+from rlhf_ray.models.config_json import context_of, local_configuration, pretrained_config
+from rlhf_ray.models.hub import config_from_hub
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
 from rlhf_ray.models.stop_tokens import named_stop_tokens
@@ -284,7 +285,7 @@ def with_gpu_settings(config: C, resume: bool) -> C:
             say(f"the machines have no GPUs now, so the run's settings for them are left out: {', '.join(names)}")
         return checked(config) if former or "pools" in names else config
     try:
-        config = derive_gpu_settings(config, nodes, partial(shape_of, fetch=file_from_hub))
+        config = derive_gpu_settings(config, nodes, partial(shape_of, fetch=config_from_hub))
     except ModelError as error:
         say(f"no settings for {machines.gpus} x {machines.device.name} can be derived: {error}; set pools, and the "
             "workers and gpus of roles, or the run stays on CPUs")
@@ -310,7 +311,7 @@ def _with_kept_or_derived_micro_batches(config: C, former: Mapping[str, Any] | N
     found = config
     if machines is not None:
         try:
-            found = derive_gpu_settings(config, nodes, partial(shape_of, fetch=file_from_hub))
+            found = derive_gpu_settings(config, nodes, partial(shape_of, fetch=config_from_hub))
             why = f"the largest that fit {machines.gpus} x {machines.device.name}" if found is not config else ""
         except ModelError as error:
             why = str(error)
@@ -372,7 +373,7 @@ def _machines(config: StageConfig) -> list[Node]:
 def _can_give(config: StageConfig, nodes: Sequence[Node]) -> bool:
     """Whether nodes can give the settings that were derived for others."""
     try:
-        return fits(checked(config), [_with_margin(node) for node in nodes], partial(shape_of, fetch=file_from_hub))
+        return fits(checked(config), [_with_margin(node) for node in nodes], partial(shape_of, fetch=config_from_hub))
     except ConfigError:
         return False
     except ModelError:
