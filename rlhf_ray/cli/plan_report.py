@@ -189,7 +189,7 @@ def seconds_of(seconds: float) -> str:
 
 
 def _finding(level: str, text: str) -> Text:
-    colours: Mapping[str, str] = {"refused": "bold red", "tight": "yellow", "idle": "yellow"}
+    colours: Mapping[str, str] = {"refused": "bold red", "tight": "yellow", "idle": "yellow", "assumed": "yellow"}
     return Text.assemble((f"{level}: ", colours[level]), text)
 
 

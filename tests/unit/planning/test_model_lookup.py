@@ -76,6 +76,15 @@ def test_the_hub_is_asked_last():
     assert asked == ["somebody/else"]
 
 
+def test_why_the_hub_has_no_shape_is_said_with_another_way():
+    def fetch(model):
+        raise ModelError("the Hub cannot be reached")
+
+    with pytest.raises(ModelError, match=r"^model\.path='some/model': .* and the Hub cannot be reached\. .*"
+                                         r"--shape some/model="):
+        shape_of(ModelConfig(path="some/model"), "model", fetch)
+
+
 def test_a_mixture_of_experts_that_is_not_counted_is_refused():
     with pytest.raises(ModelError, match="num_local_experts=8 .* mixture of experts, and only those of .*mixtral"):
         read_shape({**LLAMA, "num_local_experts": 8}, "m")
