@@ -254,9 +254,9 @@ def check_token(environment: Mapping[str, str] = os.environ, home: Path | None =
     if not file.is_file():
         return Finding("ok", "auth", "no token yet: a local cluster creates one. To join or start others: "
                                      "ray get-auth-token --generate")
-    mode = file.stat().st_mode
-    if mode & OTHERS_MAY_WRITE:
+    permissions = file.stat().st_mode
+    if permissions & OTHERS_MAY_WRITE:
         return Finding("warn", "auth", f"a token in {file}, which other users can change", f"chmod 600 {file}")
-    if mode & OTHERS_MAY_READ:  # as Ray creates it
+    if permissions & OTHERS_MAY_READ:  # as Ray creates it
         return Finding("ok", "auth", f"a token in {file}", f"if other people use this machine: chmod 600 {file}")
     return Finding("ok", "auth", f"a token in {file}")

@@ -83,7 +83,8 @@ def check_on_hub(name: str, revision: str | None, field: str) -> None:
     try:
         _require(name, "config.json", revision)
     except ModelError as error:
-        raise ModelError(f"{field}={name!r} is not a local directory and not in the local cache, and {error}") from error
+        missing = f"{field}={name!r} is not a local directory and not in the local cache"
+        raise ModelError(f"{missing}, and {error}") from error
 
 
 def config_from_hub(model: ModelConfig) -> dict[str, Any]:
@@ -152,5 +153,5 @@ def _require(name: str, file: str, revision: str | None) -> None:
         get_hf_file_metadata(hf_hub_url(name, file, revision=revision), timeout=HUB_TIMEOUT_S)
     except Exception as error:  # unknown, gated, a broken proxy, ...: the library raises its own kinds and its client's
         at = f" at revision {revision!r}" if revision else ""
-        raise ModelError(f"it could not be found on the Hub{at}: {type(error).__name__}: {first_line(error)}. Correct the "
-                         "path, or go online (and `hf auth login` for a gated model)") from error
+        raise ModelError(f"it could not be found on the Hub{at}: {type(error).__name__}: {first_line(error)}. Correct "
+                         "the path, or go online (and `hf auth login` for a gated model)") from error

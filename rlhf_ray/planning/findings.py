@@ -8,7 +8,7 @@ from rlhf_ray.config.derived import derive, open_episodes, over_context, trainin
 from rlhf_ray.config.generation import BUCKETS_IN_STORE, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.settled import is_set
-from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
+from rlhf_ray.config.stages import EvaluateConfig, PPOConfig, PreferencesStageConfig, StageConfig
 from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.hardware import GPUS, H100
 from rlhf_ray.planning.inference_memory import cache_sequences
@@ -73,8 +73,8 @@ def unknown_gpus(nodes: Sequence[Node]) -> Iterator[Finding]:
     """What is assumed about GPUs that are not in `hardware.GPUS`."""
     known = {gpu.name for gpu in GPUS.values()}
     for name in dict.fromkeys(node.gpu.name for node in nodes if node.gpu and node.gpu.name not in known):
-        yield Finding("assumed", f"{name} is none of the GPUs with known figures ({', '.join(GPUS)}): it is planned with "
-                                 f"its own memory and with the rates of an {H100.name}, so times are a guess")
+        yield Finding("assumed", f"{name} is none of the GPUs with known figures ({', '.join(GPUS)}): it is planned "
+                                 f"with its own memory and with the rates of an {H100.name}, so times are a guess")
     for node in nodes:
         if node.gpus and node.gpu is None:
             yield Finding("assumed", f"{node.name} has GPUs of a kind without known figures ({', '.join(GPUS)}), whose "
@@ -129,7 +129,9 @@ def _open_episodes(config: StageConfig, roles: Sequence[Role], memory: dict[str,
 
 def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) -> Iterator[Finding]:
     """The object store holds three buckets of a publication at a time."""
-    if not isinstance(config, PPOConfig) or config.weights.transport != "object_store":
+    if not isinstance(config, PPOConfig) or isinstance(config, EvaluateConfig):
+        return
+    if config.weights.transport != "object_store":
         return
     shape = roles[0].models[0]
     bucket = bucket_bytes(config, shape)

@@ -72,8 +72,8 @@ B200 = Hardware(
     name="B200 SXM", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, gpus_per_node=8,
     link_bandwidth=900e9, network_bandwidth=400e9, host_bandwidth=50e9, cards=8,
 )
-"""NVIDIA's data sheet of the DGX B200 (1,440 GB and 64 TB/s for eight, NVLink 1.8 TB/s in both directions), and of the
-HGX B200 (36 PFLOP/s for eight with sparsity, of which half are without)."""
+"""NVIDIA's data sheets of the DGX B200 (1,440 GB and 64 TB/s for eight, NVLink 1.8 TB/s in both directions) and of the
+HGX B200 (36 PFLOP/s in bfloat16 for eight with sparsity, half of that without)."""
 B300 = replace(B200, name="B300 SXM", memory_bytes=270e9, network_bandwidth=800e9)
 """NVIDIA's figures of the HGX B300: 36 PFLOP/s in bfloat16 for eight with sparsity, as the B200; 8 TB/s each; NVLink as
 the B200; an 800 Gb/s card a GPU. Memory as in the system's name in NVIDIA's MLPerf results (B300-SXM-270GB); some
@@ -106,8 +106,8 @@ finds on two cores of an AMD EPYC (docs/benchmarks.md). Other processors differ 
 
 
 def gpu_of(name: str) -> Hardware | None:
-    """The accelerator whose type `name` contains, such as "H100", "NVIDIA-A100-SXM4-40GB" or "NVIDIA B300 SXM6 AC"; None
-    for others, among them the smaller chips that laptops have under a desktop card's name.
+    """The accelerator whose type `name` contains, such as "H100", "NVIDIA-A100-SXM4-40GB" or "NVIDIA B300 SXM6 AC".
+    None for others, among them the smaller chips that laptops have under a desktop card's name.
 
     Ray's label `ray.io/accelerator-type` and `nvidia-smi` spell types differently.
     """

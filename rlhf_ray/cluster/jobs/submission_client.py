@@ -193,10 +193,10 @@ def connect(address: str | None, allow_open: bool = False, allow_plain_http: boo
 
 
 def _without_agent(url: str, tries: int) -> str:
-    return (f"the job server at {url} found no agent on its node in {tries} tries over {AGENT_S:g} s, so it cannot start "
-            "a job. Usually another Ray on that machine has the agent's port (52365 unless set): start one of the two "
-            "with `ray start --head --dashboard-agent-listen-port=0`, which takes a free one, or end the other. Else "
-            "logs/dashboard_agent.log of the head's session (/tmp/ray/session_latest) says why it did not start")
+    return (f"the job server at {url} found no agent on its node in {tries} tries over {AGENT_S:g} s, so it cannot "
+            "start a job. Usually another Ray on that machine has the agent's port (52365 unless set): start one of "
+            "the two with `ray start --head --dashboard-agent-listen-port=0`, which takes a free one, or end one. "
+            "Else logs/dashboard_agent.log in the head's /tmp/ray/session_latest says why it did not start")
 
 
 def url_of(address: str) -> str:

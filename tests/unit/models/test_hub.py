@@ -78,7 +78,11 @@ class TestUnreachable:
         assert "127.0.0.1" in message_of()
 
     def test_so_has_a_name_that_is_not_resolved(self, monkeypatch):
-        monkeypatch.setattr(socket, "create_connection", lambda *_, **__: time.sleep(3))
+        def unanswered(*_, **__):
+            time.sleep(1)
+            raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+        monkeypatch.setattr(socket, "create_connection", unanswered)
         assert "(no connection to hub.example:443 within 0.2 s)" in message_of()
 
     def test_behind_a_proxy_only_the_proxy_is_connected_to(self, monkeypatch):

@@ -165,7 +165,7 @@ def test_hand_counted_weights_of_a_mixture():
 
 def test_what_nobody_knows_is_refused_with_a_way_out(tmp_path):
     with pytest.raises(ModelError, match=r"model.path='no/such'.*--shape no/such="):
-        shape_of(ModelConfig(path="no/such"), "model", lambda _: None)
+        shape_of(ModelConfig(path="no/such"), "model")
     with pytest.raises(ModelError, match="no num_hidden_layers and no vocab_size"):
         shape_of(written(tmp_path / "m", {"hidden_size": 8, "num_attention_heads": 2}), "model")
     (tmp_path / "m" / "config.json").write_text("{")

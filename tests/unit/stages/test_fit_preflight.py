@@ -68,7 +68,8 @@ def test_a_gpu_of_an_unknown_kind_has_the_memory_that_it_tells():
     gpu = as_hardware(read_gpu("Quadro Z9, 10240, 580.95.05"))
     assert (gpu.name, gpu.memory_bytes) == ("Quadro Z9", 10 * 2**30)
     assert as_hardware(read_gpu("NVIDIA H100 80GB HBM3, 81559, 580.95.05")).name == "H100 SXM"
-    nodes = [replace(node, gpu=kind) for node, kind in zip(parse_nodes("4x1xH100"), (gpu, gpu, None, H100), strict=True)]
+    kinds = (gpu, gpu, None, H100)
+    nodes = [replace(node, gpu=kind) for node, kind in zip(parse_nodes("4x1xH100"), kinds, strict=True)]
     assumed, unknown = unknown_gpus(nodes)
     assert assumed.text.startswith("Quadro Z9 is none of") and "rates of an H100 SXM" in assumed.text
     assert unknown.text.startswith("node-2 has GPUs of a kind without known figures")
