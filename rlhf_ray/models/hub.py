@@ -24,6 +24,7 @@ download as long as it needs."""
 HUB_TIMEOUT_S = 10.0
 """Time for an answer of the Hub about a file."""
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json")
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -87,6 +88,18 @@ def check_on_hub(name: str, revision: str | None, field: str) -> None:
         raise ModelError(f"{missing}, and {error}") from error
 
 
+def check_tokenizer_reachable(name: str, revision: str | None) -> None:
+    """Refuse the name of a tokenizer that is not in the local cache while the Hub cannot be reached.
+
+    Raises:
+        ModelError: with the name and what to do.
+    """
+    if not _is_name(name) or any(_cached(name, file, revision) for file in TOKENIZER_FILES):
+        return
+    if (reason := why_unreachable()) is not None:
+        raise ModelError(f"the tokenizer {name!r} is not a local directory and not in the local cache, and {reason}")
+
+
 def config_from_hub(model: ModelConfig) -> dict[str, Any]:
     """config.json of a model on the Hub or in its local cache, without any weights.
 
@@ -122,15 +135,23 @@ def _from_hub(model: ModelConfig, file: str) -> dict[str, Any]:
 
 
 def _cached(name: str, file: str, revision: str | None) -> str | None:
-    """The path of a file in the local cache; None if it is not there, or `name` is no name of the Hub."""
+    """The path of a file in the local cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, file, revision=revision) if _is_name(name) else None
+    return found if isinstance(found, str) else None
+
+
+def _is_name(name: str) -> bool:
+    """Whether the Hub could have something of this name."""
     from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
 
     try:
-        found = try_to_load_from_cache(name, file, revision=revision)
+        validate_repo_id(name)
     except HFValidationError:
-        return None
-    return found if isinstance(found, str) else None
+        return False
+    return True
 
 
 def _require(name: str, file: str, revision: str | None) -> None:
@@ -140,13 +161,9 @@ def _require(name: str, file: str, revision: str | None) -> None:
         ModelError: it does not, or cannot be reached; the message is the end of a sentence.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise ModelError("it is no name of a model on the Hub. Correct the path") from error
+    if not _is_name(name):
+        raise ModelError("it is no name of a model on the Hub. Correct the path")
     if (reason := why_unreachable()) is not None:
         raise ModelError(reason)
     try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError, first_line
 from rlhf_ray.models.config_json import is_classifier, local_configuration, pretrained_config
-from rlhf_ray.models.hub import check_on_hub
+from rlhf_ray.models.hub import check_on_hub, check_tokenizer_reachable
 from rlhf_ray.models.model_families import why_padded
 from rlhf_ray.models.scalar_head import classifier_class, new_classifier
 
@@ -73,8 +73,11 @@ def load_tokenizer(config: ModelConfig | NewModelConfig, require_eos: bool = Tru
         ModelError: the tokenizer cannot be loaded, or has no end-of-sequence token.
     """
     source = config.tokenizer or str(getattr(config, "path", ""))
+    trust = _tokenizer_trust(config)
+    if not Path(source).is_dir():
+        check_tokenizer_reachable(source, trust.get("revision"))
     try:
-        tokenizer = _tokenizer_class(Path(source)).from_pretrained(source, **_tokenizer_trust(config))
+        tokenizer = _tokenizer_class(Path(source)).from_pretrained(source, **trust)
     except Exception as error:  # a damaged tokenizer.json raises the library's own kinds, or a plain Exception
         raise ModelError(f"no tokenizer could be loaded from {source!r}: {first_line(error)}") from error
     if require_eos and tokenizer.eos_token_id is None:

@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from huggingface_hub import constants
 
-from rlhf_ray.config.model import ModelConfig
+from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.models import hub
-from rlhf_ray.models.loading import check_model_directory
+from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 
 CONNECT_S = 0.2
 
@@ -102,6 +102,12 @@ class TestUnreachable:
         model = ModelConfig(path="somebody/model")
         check_model_directory(model, "model")
         assert hub.config_from_hub(model) == {"hidden_size": 64}
+
+    def test_a_tokenizer_is_refused_as_soon(self, monkeypatch):
+        monkeypatch.setattr(hub, "why_unreachable", lambda: "no network")
+        model = NewModelConfig(architecture=ArchitectureConfig(), tokenizer="some/tokenizer")
+        with pytest.raises(ModelError, match="^the tokenizer 'some/tokenizer' is not .* and no network$"):
+            load_tokenizer(model)
 
     def test_a_path_is_not_looked_up(self):
         with pytest.raises(ModelError, match="no name of a model on the Hub"):
