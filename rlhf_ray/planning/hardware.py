@@ -51,6 +51,11 @@ H100 = Hardware(
 )
 """NVIDIA's data sheet (989 TFLOP/s without sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s in both directions), in nodes
 with a 400 Gb/s card a GPU as NVIDIA's DGX H100 has; PCIe 5 x16 gives 64 GB/s, of which about 50 are seen."""
+H100_PCIE = replace(H100, name="H100 PCIe", flops=756e12, memory_bandwidth=2e12, link_bandwidth=50e9)
+"""NVIDIA's data sheet (756 TFLOP/s without sparsity, 80 GB, 2 TB/s); PCIe 5 x16 is also the link, since bridges of
+NVLink join two cards only."""
+H100_NVL = replace(H100_PCIE, name="H100 NVL", flops=835e12, memory_bytes=94e9, memory_bandwidth=3.9e12)
+"""NVIDIA's data sheet (835 TFLOP/s without sparsity, 94 GB, 3.9 TB/s); the rest as the H100 PCIe."""
 H200 = Hardware(
     name="H200 SXM", flops=989e12, memory_bytes=141e9, memory_bandwidth=4.8e12, gpus_per_node=8,
     link_bandwidth=450e9, network_bandwidth=400e9, host_bandwidth=50e9, cards=8,
@@ -92,8 +97,11 @@ RTX5090 = replace(RTX4090, name="GeForce RTX 5090", flops=209.5e12, memory_bytes
                   link_bandwidth=50e9, host_bandwidth=50e9)
 """NVIDIA's RTX Blackwell architecture paper, appendix A (209.5 TFLOP/s in bfloat16 with float32 sums, 32 GB, 1,792
 GB/s); PCIe 5 x16, which is also the link."""
-GPUS = {"h100": H100, "h200": H200, "a100": A100, "a100-40gb": A100_40, "a800": A800, "h20": H20, "b200": B200,
-        "b300": B300, "l40s": L40S, "l4": L4, "rtx4090": RTX4090, "rtx5090": RTX5090}
+GPUS = {
+    "h100": H100, "h100-pcie": H100_PCIE, "h100-nvl": H100_NVL, "h200": H200, "h20": H20, "a100": A100,
+    "a100-40gb": A100_40, "a800": A800, "b200": B200, "b300": B300, "l40s": L40S, "l4": L4, "rtx4090": RTX4090,
+    "rtx5090": RTX5090,
+}
 """By the name that a person types."""
 CORE = Hardware(
     name="CPU core", flops=100e9, memory_bytes=inf, memory_bandwidth=10e9, gpus_per_node=1,

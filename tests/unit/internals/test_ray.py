@@ -231,8 +231,9 @@ def test_a_new_token_is_written_where_ray_writes_it(monkeypatch, tmp_path):
     setup.generate_and_save_token()
     token = tmp_path / ".ray/auth_token"
     assert token.is_file() and internals.new_token_file() is None
+    rays = token.read_text()
     internals.write_token(token)
-    assert token.stat().st_mode & 0o777 == 0o644  # an existing one stays
+    assert token.read_text() == rays  # an existing one stays
     token.unlink()
     internals.write_token(token)
     assert re.fullmatch("[0-9a-f]{64}", token.read_text()) and token.stat().st_mode & 0o777 == 0o600
