@@ -22,6 +22,7 @@ from rlhf_ray.config.data import (
     StepsConfig,
 )
 from rlhf_ray.config.environments import EnvironmentConfig, EpisodeRunnerConfig
+from rlhf_ray.config.estimators import GROUP_ESTIMATORS
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig, PPOLearnerConfig, RewardLearnerConfig, SFTLearnerConfig
 from rlhf_ray.config.model import ModelConfig, StartModel
@@ -40,6 +41,7 @@ from rlhf_ray.config.training_loop import (
     LoggingConfig,
     RLOOGroups,
 )
+from rlhf_ray.config.type_union import tag_of
 
 
 def _default_pools() -> dict[str, PoolConfig]:
@@ -347,6 +349,22 @@ class PPOConfig(StageConfig):
         if any((as_set(reward) or {}).get("type") == "environment" for reward in rewards.values()):
             return given
         return {**given, "rewards": {"environment": {"type": "environment"}, **rewards}}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _samples_of_groups(cls, given: Any) -> Any:
+        """Fill in the samples of a prompt that nobody set, for an estimator that compares them: the default of the
+        command that is named after it, or else of `grpo`. Such commands have it themselves. The preset is filled in
+        before: pydantic calls the later of these methods first."""
+        if cls is not PPOConfig or not isinstance(given, dict):
+            return given
+        estimator = tag_of((as_set(given.get("algorithm")) or {}).get("estimator"), "gae")
+        coordinator = as_set(given.get("coordinator", {}))
+        if estimator not in GROUP_ESTIMATORS or coordinator is None:
+            return given
+        groups = RLOOGroups if estimator == "rloo" else GRPOGroups
+        default = groups.model_fields["samples_per_prompt"].default
+        return {**given, "coordinator": {"samples_per_prompt": default, **coordinator}}
 
     @model_validator(mode="before")
     @classmethod

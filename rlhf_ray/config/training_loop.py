@@ -21,7 +21,8 @@ class CoordinatorConfig(Section):
     prompts_per_step: int = Field(128, ge=1)
     """Prompts of one update."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Responses per prompt."""
+    """Responses per prompt. Unless set, 8 with an estimator that compares them (reinforce_baseline, grpo, dr_grpo,
+    gdpo), and 4 with rloo, as in the commands `grpo` and `rloo`."""
     max_staleness: int = Field(0, ge=0)
     """η: no token older than η versions is trained on. 0 is synchronous PPO; higher values overlap rollouts and
     updates."""
