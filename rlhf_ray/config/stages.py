@@ -20,6 +20,7 @@ from rlhf_ray.config.data import (
     ProcessRowsConfig,
     PromptsConfig,
     StepsConfig,
+    is_file_of_rows,
 )
 from rlhf_ray.config.environments import EnvironmentConfig, EpisodeRunnerConfig
 from rlhf_ray.config.estimators import GROUP_ESTIMATORS
@@ -430,6 +431,9 @@ class EvaluateConfig(PPOConfig):
             return given
         names = ("subset", "revision", "split", "column")
         taken: dict[str, Any] = {name: prompts[name] for name in names if name in prompts}
+        paths = [prompts.get("path"), *((as_set(part) or {}).get("path") for part in prompts.get("mix") or ())]
+        if any(path and not is_file_of_rows(str(path)) for path in paths) and not taken.get("split"):
+            taken["split"] = PromptsConfig.SPLIT
         if prompts.get("path") is not None:
             taken["prompts"] = prompts["path"]
         if prompts.get("numbered") is not None:

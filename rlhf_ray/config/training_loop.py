@@ -124,8 +124,10 @@ class EvaluationConfig(Section):
     """Subset (configuration) of a Hub data set."""
     revision: str | None = None
     """Revision of a Hub data set (branch, tag or commit); the newest if empty."""
-    split: str = "train"
-    """Split of a Hub data set; use one that training does not read."""
+    split: str | None = None
+    """Split of `prompts` (or of each data set of `mix`) whose rows are the held-out prompts, where that is a Hub data
+    set, or a directory saved by `datasets` that has several; if empty `test`, as TRL's `dataset_test_split`. Files have
+    no splits, and the rows of `prompts.held_out` are of the training split."""
     column: str = "prompt"
     """Column that holds the prompt."""
     limit: int | None = Field(512, ge=1)

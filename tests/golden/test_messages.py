@@ -92,9 +92,9 @@ def file(tmp_path, text):
 def rows(tmp_path, text):
     if text is not None:
         (tmp_path / "rows.jsonl").write_text(text)
-    section, row_errors = DemonstrationsConfig(path=str(tmp_path / "rows.jsonl")), RowErrors()
+    section, row_errors = DemonstrationsConfig(path=str(tmp_path / "rows.jsonl"), text="text"), RowErrors()
     for block in section_rows(section, row_errors):
-        row_errors.values(block, lambda rows, i: rows.text(i, section.text))
+        row_errors.values(block, lambda rows, i: rows.text(i, "text"))
     row_errors.check()
 
 
