@@ -145,9 +145,10 @@ def _text(info: ModelCardInfo, name: str, loading: str, scoring: str) -> str:
     others = "".join(f"\n- {part}: {model}" for part, model in info.other_models.items())
     weights = f"\n- Weights: {info.weights}" if info.weights else ""
     method = info.method or _STAGES[info.stage]
+    today = datetime.now(UTC).date().isoformat()
     return f"""# {name}
 
-Trained by {method} with `rlhf_ray` {version("rlhf-ray")}, {info.step} updates, on {datetime.now(UTC).date().isoformat()}.
+Trained by {method} with `rlhf_ray` {version("rlhf-ray")}, {info.step} updates, on {today}.
 
 - Base model: `{info.base_model}`{reward}{others}
 - Trained on: {info.trained_on}{weights}

@@ -182,7 +182,7 @@ class TextsConfig(DemonstrationsConfig):
     @property
     def column_fields(self) -> dict[str, str]:
         """The one column that is read."""
-        return {column: "ptx.column" for column in self.named_columns.values()}
+        return dict.fromkeys(self.named_columns.values(), "ptx.column")
 
 
 def load_pretraining_text(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequences, LoadReport]:

@@ -1,8 +1,8 @@
 """The commands: what they hand to the stages, and how errors end them."""
 
 import errno
-import os
 import json
+import os
 import re
 import subprocess
 import sys
