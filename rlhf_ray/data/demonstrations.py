@@ -71,9 +71,8 @@ def load_demonstrations(config: DemonstrationsConfig, tokenizer: PreTrainedToken
 
 def _form(config: DemonstrationsConfig, row: Mapping[str, Any]) -> str:
     """The format that is read, in words, and the columns of others that are not."""
-    words = in_words(config.named_columns)
     others = sorted(USUAL & row.keys() - set(config.named_columns.values()))
-    return f"{words}, not {', '.join(others)}" if others else words
+    return in_words(config.named_columns) + (f", not {' nor '.join(others)}" if others else "")
 
 
 class DemonstrationFormat:
