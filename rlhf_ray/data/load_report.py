@@ -65,7 +65,7 @@ class LoadReport:
     def __str__(self) -> str:
         held_out = f", {self.held_out} of them held out" if self.held_out else ""
         form = f", as {self.form}" if self.form else ""
-        parts = [f"{self.source}: {self.kept} of {self.rows} rows used{form}{held_out}"]
+        parts = [f"{self.source}: {self.kept} of {self.rows} rows used{held_out}{form}"]
         parts += [f"{left_out.count} left out: {reason} ({left_out.named(NAMED_LINES, self.source)})"
                   for reason, left_out in self.left_out.items()]
         return "; ".join([*parts, *self.remarks()])
