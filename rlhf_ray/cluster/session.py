@@ -136,6 +136,13 @@ def ray_session(
                 ray.shutdown()
 
 
+def opening(config: ClusterConfig) -> str | None:
+    """What `ray_session` is about to do; None inside another session."""
+    if ray.is_initialized():
+        return None
+    return f"joining the Ray cluster at {config.address}" if config.address else "starting Ray"
+
+
 def family(processes: Iterable[psutil.Process]) -> set[tuple[int, float]]:
     """Pids of processes and their descendants, with the times at which they were started."""
     members = set()

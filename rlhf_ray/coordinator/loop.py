@@ -34,6 +34,7 @@ from rlhf_ray.errors import (
 )
 from rlhf_ray.failpoints import reached
 from rlhf_ray.files.writer_thread import RunFiles
+from rlhf_ray.observability.metric_catalogue import shown
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.records import SampleKey
@@ -312,9 +313,10 @@ class Coordinator:
         if not math.isnan(row["reward/mean"]):  # that of a step whose episodes are all masked says nothing
             self.state.early_stop.observe(self.state.step, row.get("kl/sequence"), row["reward/mean"])
         self._row = asyncio.create_task(self._write(self.state.step, row, saving))
-        shown = {"reward": "reward/mean", "gold": "reward/gold", "kl": "kl/sequence",
-                 "samples_per_second": "throughput/samples_per_second"}
-        self.progress.update(self.state.step, **{label: row[name] for label, name in shown.items() if name in row})
+        labels = {"reward": "reward/mean", "gold": "reward/gold", "kl": "kl/sequence",
+                  "samples_per_second": "throughput/samples_per_second"}
+        self.progress.update(self.state.step, **shown({label: row[name] for label, name in labels.items()
+                                                       if name in row}))
         gap = row["rollout/logprob_gap_p99"]
         alarm = self.config.weights.logprob_gap_alarm
         if row["staleness/max"] == 0 and gap > alarm:

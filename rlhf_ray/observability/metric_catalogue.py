@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeVar, cast
+
+Value = TypeVar("Value", bound=float | None)
 
 
 class Metric(NamedTuple):
@@ -18,6 +22,8 @@ class Metric(NamedTuple):
         return f"{self.title} ({self.unit})" if self.unit else self.title
 
 
+KL_ROUNDING = 1e-6
+"""Nats a response below which a KL is shown as 0: two passes in float32 over the same weights differ by so much."""
 NONE_IF_ABSENT = ("share/", "reward/failed_tries/", "episodes/cause/")
 """Prefixes of metrics that a step's row has only if they are not 0."""
 METRICS: dict[str, Metric] = {
@@ -162,3 +168,19 @@ def better(name: str) -> Literal["higher", "lower"] | None:
                 "solved", "completed"}:
         return "higher"
     return None
+
+
+def shown(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    """Metrics of an evaluation or a step as people read them: a KL that is rounding is 0, and a reward's only component
+    is not repeated."""
+    reward = metrics.get("reward")
+    components = [name for name in metrics if name.startswith("reward/")]
+    found = dict(metrics)
+    if len(components) == 1 and reward is not None:
+        value = found[components[0]]
+        if value is not None and math.isclose(value, reward, rel_tol=1e-6):
+            del found[components[0]]
+    kl = found.get("kl")
+    if kl is not None and abs(kl) < KL_ROUNDING:
+        found["kl"] = cast(Value, 0.0)
+    return found

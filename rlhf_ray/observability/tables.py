@@ -16,7 +16,7 @@ from rich.text import Text
 
 from rlhf_ray.errors import DataError
 from rlhf_ray.observability.conversation import escaped, in_lines, turns_of
-from rlhf_ray.observability.metric_catalogue import better
+from rlhf_ray.observability.metric_catalogue import better, shown
 from rlhf_ray.observability.progress import is_terminal
 from rlhf_ray.observability.run_directory import read_json
 
@@ -54,7 +54,9 @@ class Change(NamedTuple):
 
 
 def changes(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> list[Change]:
-    """The two sides of an evaluation, metric by metric, in the order of `before`."""
+    """The two sides of an evaluation, metric by metric, in the order of `before`, as `metric_catalogue.shown`."""
+    before = shown(before)
+    after = shown(after)
     names = [*before, *(name for name in after if name not in before)]
     return [Change(name, before.get(name), after.get(name)) for name in names]
 

@@ -20,6 +20,7 @@ from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.sample_choice import Choice
 from rlhf_ray.observability.sample_view import extremes, print_samples, samples_of
+from rlhf_ray.observability.start_phases import START
 from rlhf_ray.observability.tables import print_numbers
 from rlhf_ray.roles.assembler import Assembler
 from rlhf_ray.roles.generator import Generator
@@ -60,6 +61,7 @@ async def _run(config: EvaluateConfig, directory: RunDirectory) -> dict[str, Any
             held_out, detectors = await _started(config, derived, runtime, roles, directory)
             samples = held_out.rows * config.evaluation.samples_per_prompt
             with StageProgress("evaluate", samples, unit="samples") as progress:
+                progress.note(START.ready())
                 printing = printing_roles(config, roles)
                 async with roles.health.at_work(detectors), prints_shown(printing, progress.note):
                     evaluation = await _measured(config, derived, roles, held_out, progress)

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
+from rlhf_ray.observability.start_phases import START
 from rlhf_ray.stages.preflight import with_gpu_settings
 from rlhf_ray.stages.runtime import owned_directory, run_stage
 
@@ -24,6 +25,7 @@ def run_in_one_go(
         RLHFError: as `preflight`, `owned_directory` and `run_stage`.
     """
     config = with_gpu_settings(config, resume)
+    START.begin("checks", "checking the configuration, models and data")
     preflight(config)
     if resume and (finished := read_json(RunDirectory(config.run.dir).summary)):
         return finished

@@ -23,6 +23,7 @@ from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.prometheus import Gauges
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.start_phases import START
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.audit import counts, require_sound
 from rlhf_ray.replay.ledger import Ledger, open_for_reading
@@ -69,6 +70,7 @@ def run(config: PPOConfig, resume: bool = False) -> dict[str, Any]:
     """
     config = with_gpu_settings(config, resume)
     configured = config.generator.workers
+    START.begin("checks", "checking the configuration, models and data")
     preflight(config)
     bounded = config.run.epochs is not None and config.algorithm.dynamic_sampling is not None
     config = with_steps(config, lambda: count_prompts(config), config.coordinator.prompts_per_step)
@@ -121,11 +123,13 @@ async def _run(
         phases = Phases(config.generator, config.policy, config.critic, roles)
         canary = canary_of(config, derived, roles)
         if canary is not None:
+            START.begin("comparison", "comparing generators and learner", progress.note)
             gap = await canary.compare_at_start()
             progress.note(f"generators and learner compute the same model: log-probabilities differ by {gap:.2g} nats")
         weights = WeightSync(config.weights, roles, timeout_s, phases, canary,
                              None if config.coordinator.max_staleness else timeout_s)
         detectors = await watched(roles, weights.catch_up, timeout_s)
+        progress.note(START.ready())
         learner_restart = LearnerRestart(config.cluster.max_learner_restarts, health, roles.learners(), store,
                                          partial(restart_learners, config, runtime, roles, progress.note),
                                          progress.warn, stop, files)

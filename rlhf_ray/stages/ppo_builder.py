@@ -24,6 +24,7 @@ from rlhf_ray.coordinator.stop import StopRequest
 from rlhf_ray.coordinator.weight_sync import WeightSync
 from rlhf_ray.data.contents import Contents
 from rlhf_ray.data.cursor import PromptCursor
+from rlhf_ray.observability.metric_catalogue import shown
 from rlhf_ray.observability.metrics import NOTHING, MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -97,7 +98,7 @@ class CoordinatorBuilder:
             metrics.write(step, {f"eval/{name}": value for name, value in evaluation.metrics.items()})
             evaluations.add(step, evaluation)
             progress.note(f"held-out at step {step}: "
-                          + ", ".join(f"{name} {value:.3g}" for name, value in evaluation.metrics.items()))
+                          + ", ".join(f"{name} {value:.3g}" for name, value in shown(evaluation.metrics).items()))
 
         coordinator = Coordinator(
             config=config, derived=derived, roles=roles, state=state, buffer=buffer, calls=calls, pipeline=pipeline,

@@ -22,11 +22,12 @@ from rlhf_ray.models.config_json import pretrained_config
 from rlhf_ray.models.generator_parity import SAMPLED, given_rows
 from rlhf_ray.models.model_families import Use, check_family, model_family
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.start_phases import START
 from rlhf_ray.roles.data_readers import DataReader, PromptReader
 from rlhf_ray.roles.policy_learner import PolicyLearner
 from rlhf_ray.stages.environment_preflight import in_words
 from rlhf_ray.stages.preflight import check_data, check_row_length
-from rlhf_ray.stages.runtime import Runtime, ending_note, learner_notes, probe_note, start_learners
+from rlhf_ray.stages.runtime import Runtime, ending_note, learner_notes, probes_note, start_learners
 from rlhf_ray.workers.detectors import HeartbeatDetector, TokenProgress
 from rlhf_ray.workers.health_monitor import Detector, HealthMonitor, Ready
 from rlhf_ray.workers.peer_tables import PeerTables
@@ -66,7 +67,8 @@ async def start_roles(
         reason = why_merged(config, model_family(config.model))
         note(f"publications contain weights with the adapters merged in, because {reason}" if reason else
                       "publications contain the adapters alone")
-    note(f"starting {workers} workers: " + ", ".join(f"{len(g)} {g.role}" for g in roles.groups()))
+    START.begin("workers", f"starting {workers} workers: "
+                + ", ".join(f"{len(g)} {g.role}" for g in roles.groups()), note)
     if ending := ending_note(config.model):
         note(ending)
     limit = config.cluster.start_timeout_s
@@ -88,10 +90,12 @@ async def start_roles(
         if roles.runners is not None and group.role == roles.runners.role:
             for name, facts in reports[0].items():
                 note(in_words(name, facts))
-    for group, reports in zip([*learners, *frozen], [*started, *of_frozen], strict=True):
-        if reports[0] and "probe_seconds" in reports[0]:
-            roles.probe_seconds[group.role] = round(max(one["probe_seconds"] for one in reports), 3)
-            note(probe_note(group.role, reports[0]))
+    probed = {group.role: reports for group, reports in zip([*learners, *frozen], [*started, *of_frozen], strict=True)
+              if reports[0] and "probe_seconds" in reports[0]}
+    roles.probe_seconds.update({role: round(max(one["probe_seconds"] for one in reports), 3)
+                                for role, reports in probed.items()})
+    if probed:
+        note(probes_note(reports[0] for reports in probed.values()))
     return sources
 
 

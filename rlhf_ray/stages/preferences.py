@@ -20,6 +20,7 @@ from rlhf_ray.models.model_families import Use, check_family
 from rlhf_ray.observability.faults import FaultLog
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.start_phases import START
 from rlhf_ray.records import SampleKey
 from rlhf_ray.replay.chunk import Chunk
 from rlhf_ray.roles.data_readers import PromptReader
@@ -88,11 +89,13 @@ async def _run(config: PreferencesStageConfig, directory: RunDirectory) -> dict[
 async def _sample_pairs(config: PreferencesStageConfig, directory: RunDirectory) -> tuple[list[dict[str, Any]], int]:
     async with open_runtime(config) as runtime:
         log = FaultLog(directory.faults, print, print, directory.term, directory.files.records)
+        START.begin("workers", "starting workers")
         sampler = await _Sampler.start(config, runtime, HealthMonitor(config.cluster, log))
         await write_left_out(directory, sampler.prompts.left_out)
         with StageProgress("preferences", sampler.prompts.rows) as progress:
             for report in sampler.prompts.reports:
                 progress.note(report)
+            progress.note(START.ready())
             async with sampler.watched(), sampler.prints_shown(progress):
                 pairs, left_out = await sampler.sample_all(progress)
             progress.note(f"{len(pairs)} pairs, {left_out} left out with a margin under {config.pairs.min_margin}")

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rlhf_ray.config.stages import ProcessRewardConfig
+from rlhf_ray.observability.start_phases import START
 from rlhf_ray.roles.data_readers import DataReader
 from rlhf_ray.roles.supervised_learner import ProcessRewardLearner
 from rlhf_ray.stages.preflight import with_gpu_settings
@@ -16,6 +17,7 @@ def run(config: ProcessRewardConfig, resume: bool = False) -> dict[str, Any]:
         RLHFError: the command failed; the message says what to do.
     """
     config = with_gpu_settings(config, resume)
+    START.begin("checks", "checking the configuration, models and data")
     preflight(config)
     return run_supervised(SupervisedStage(
         config=config, name="process_reward", title="process reward model", learner=ProcessRewardLearner,

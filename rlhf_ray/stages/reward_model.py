@@ -4,6 +4,7 @@ from typing import Any
 
 from rlhf_ray.config.stages import RewardModelConfig
 from rlhf_ray.models.loading import has_scalar_head, pads_with_end
+from rlhf_ray.observability.start_phases import START
 from rlhf_ray.roles.data_readers import DataReader
 from rlhf_ray.roles.supervised_learner import RewardModelLearner
 from rlhf_ray.stages.preflight import with_gpu_settings
@@ -17,6 +18,7 @@ def run(config: RewardModelConfig, resume: bool = False) -> dict[str, Any]:
         RLHFError: the command failed; the message says what to do.
     """
     config = with_gpu_settings(config, resume)
+    START.begin("checks", "checking the configuration, models and data")
     preflight(config)
     training, kept = config.training, _keeps_head(config)
     return run_supervised(SupervisedStage(

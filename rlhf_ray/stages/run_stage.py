@@ -13,6 +13,7 @@ from rlhf_ray.config.load import COMMANDS, module_of, resolve
 from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.errors import ConfigError, StoppedEarly
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.start_phases import START
 from rlhf_ray.planning.local_machine import gpus_here
 from rlhf_ray.roles.engines.vllm_adapter import generator_environment
 from rlhf_ray.stages.inputs import with_inputs
@@ -56,6 +57,8 @@ def _run(command: str, config: StageConfig, resume: bool) -> dict[str, Any]:
     try:
         with open_templates() as templates:
             start_templates(config, templates)  # which import while this process does
+            START.restart()
+            START.begin("libraries", "loading libraries")
             stage = import_module(f"rlhf_ray.stages.{module_of(command)}")
             summary: dict[str, Any] = stage.run(config, resume=resume)
     except StoppedEarly:

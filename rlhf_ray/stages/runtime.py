@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
 from rlhf_ray.checkpoint.uploader import Uploader, fetch_copy, fetch_newest
 from rlhf_ray.cluster.nodes import present_nodes
 from rlhf_ray.cluster.resource_pools import Pools
-from rlhf_ray.cluster.session import Session, ray_session, require_local_directories
+from rlhf_ray.cluster.session import Session, opening, ray_session, require_local_directories
 from rlhf_ray.cluster.shared_files import require_shared_files
 from rlhf_ray.cluster.worker_templates import LIBRARIES
 from rlhf_ray.config.derived import model_paths, placements_of
@@ -34,6 +34,8 @@ from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.sinks import require_trackers
+from rlhf_ray.observability.start_phases import START
+from rlhf_ray.observability.tables import counted
 from rlhf_ray.planning.findings import idle_gpus
 from rlhf_ray.planning.worker_placement import place
 from rlhf_ray.roles.learner import Learner
@@ -208,10 +210,11 @@ def owned_directory(config: StageConfig, resume: bool) -> Iterator[RunDirectory]
         yield directory
 
 
-def probe_note(role: str, started: Mapping[str, float]) -> str:
-    """A sentence about the comparison with transformers in a worker's `start` result."""
-    return (f"{role}: packed rows give what transformers gives, to {started['probe_difference']:.2g}; compared in "
-            f"{started['probe_seconds']:.1f} s")
+def probes_note(started: Iterable[Mapping[str, float]]) -> str:
+    """A sentence about the comparisons with transformers in the `start` results of roles, one of each."""
+    differences = [each["probe_difference"] for each in started]
+    return (f"self-checks passed, {counted(len(differences), 'role')}: packed rows give what transformers gives, to "
+            f"{max(differences):.2g}")
 
 
 def ending_note(model: ModelConfig | NewModelConfig) -> str | None:
@@ -240,6 +243,8 @@ def run_stage(
         files.records.do(directory.write_text, directory.config.name, as_yaml(config))
         metadata = {"directory": str(directory.path.resolve()), "steps": str(config.run.steps),
                     "stage": type(config).__name__.removesuffix("Config")}
+        if opens := opening(config.cluster):
+            START.begin("Ray", opens)
         try:
             with ray_session(config.cluster, config.pools, directory.path.name, metadata) as session:
                 summary = run_async(while_owned(directory.ownership, main(session)))

@@ -9,6 +9,7 @@ from rlhf_ray.config.combination_checks import check_combinations
 from rlhf_ray.config.data import DemonstrationsConfig
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.data.found_columns import with_found_columns
+from rlhf_ray.observability.start_phases import START
 from rlhf_ray.roles.data_readers import DataReader
 from rlhf_ray.roles.supervised_learner import SFTLearner
 from rlhf_ray.stages.preflight import former_config, with_gpu_settings
@@ -22,6 +23,7 @@ def run(config: SFTConfig, resume: bool = False) -> dict[str, Any]:
         RLHFError: the command failed; the message says what to do.
     """
     config = with_gpu_settings(config, resume)
+    START.begin("checks", "checking the configuration, models and data")
     preflight(config)
     config = with_columns(config, resume)
     return run_supervised(SupervisedStage(

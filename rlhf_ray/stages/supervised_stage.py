@@ -25,6 +25,8 @@ from rlhf_ray.observability.faults import FaultLog, note_restart
 from rlhf_ray.observability.metrics import MetricsWriter
 from rlhf_ray.observability.progress import StageProgress
 from rlhf_ray.observability.run_directory import RunDirectory
+from rlhf_ray.observability.start_phases import START
+from rlhf_ray.observability.tables import counted
 from rlhf_ray.roles.data_readers import DataReader, DataSummary
 from rlhf_ray.roles.supervised_learner import SupervisedLearner
 from rlhf_ray.stages.attempts import repeat_attempts
@@ -48,7 +50,7 @@ from rlhf_ray.stages.runtime import (
     newest_checkpoint,
     open_runtime,
     owned_directory,
-    probe_note,
+    probes_note,
     run_stage,
     start_learners,
     write_left_out,
@@ -182,7 +184,8 @@ async def _prepare(
         "config": config.learner, "model": config.model, "rank": rank, "world": config.learner.workers,
         "seed": config.run.seed, "total_steps": config.run.steps, "batch_size": config.training.batch_size,
         "longest": config.data.max_tokens, **stage.options})
-    progress.note(f"starting {len(learners)} learner(s) and reading {config.data.title}")
+    START.begin("workers", f"starting {counted(len(learners), 'learner')} and reading {config.data.title}",
+                progress.note)
     if note := ending_note(config.model):
         progress.note(note)
 
@@ -197,10 +200,11 @@ async def _prepare(
     (call, summary), started = await asyncio.gather(read(), start_learners(learners, config.cluster.start_timeout_s))
     for note in learner_notes(learners.role, started[0]):
         progress.note(note)
-    progress.note(probe_note(learners.role, started[0]))
+    progress.note(probes_note([started[0]]))
     data = _TrainingData(call.refs[:2], summary)
     await data.send_to(learners)
     reader.kill()
+    progress.note(START.ready())
     return learners, data, started[0]["probe_seconds"]
 
 
