@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable
 
 
-def _print(text: str) -> None:
-    print(text, flush=True)  # noqa: T201 - before there is a progress bar
+def announce(text: str) -> None:
+    """Print what is being done where there is no progress bar, before and after it."""
+    print(text, flush=True)  # noqa: T201
 
 
 class StartPhases:
@@ -28,7 +29,7 @@ class StartPhases:
     def __init__(self) -> None:
         self._begun: list[tuple[str, float]] = []
 
-    def begin(self, name: str, announcement: str, say: Callable[[str], None] = _print) -> None:
+    def begin(self, name: str, announcement: str, say: Callable[[str], None] = announce) -> None:
         """End the phase before and begin another one.
 
         Args:

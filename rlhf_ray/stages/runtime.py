@@ -34,7 +34,7 @@ from rlhf_ray.observability.ownership import Ownership
 from rlhf_ray.observability.report import write_report
 from rlhf_ray.observability.run_directory import RunDirectory, read_json
 from rlhf_ray.observability.sinks import require_trackers
-from rlhf_ray.observability.start_phases import START
+from rlhf_ray.observability.start_phases import START, announce
 from rlhf_ray.observability.tables import counted
 from rlhf_ray.planning.findings import idle_gpus
 from rlhf_ray.planning.worker_placement import place
@@ -243,11 +243,13 @@ def run_stage(
         files.records.do(directory.write_text, directory.config.name, as_yaml(config))
         metadata = {"directory": str(directory.path.resolve()), "steps": str(config.run.steps),
                     "stage": type(config).__name__.removesuffix("Config")}
-        if opens := opening(config.cluster):
+        opens = opening(config.cluster)
+        if opens is not None:
             START.begin("Ray", opens)
         try:
             with ray_session(config.cluster, config.pools, directory.path.name, metadata) as session:
                 summary = run_async(while_owned(directory.ownership, main(session)))
+                announce("ending Ray and writing the report" if opens else "writing the report")
         finally:  # until they end, workers may write to an abandoned checkpoint
             with suppress(OSError, DiskStalled, SupersededError):
                 files.checkpoints.do(CheckpointStore(directory.checkpoints, keep=1, term=directory.term).clean)
