@@ -18,7 +18,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.stages.quickstart import RECIPE
 
-GOAL_S = 25.0
+GOAL_S = 15.0
 STARTS = 3
 PROMPTS = 256
 TIMEOUT_S = 240.0
