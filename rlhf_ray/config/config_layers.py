@@ -155,8 +155,7 @@ def merge(cls: type[BaseModel], layers: list[Layer]) -> dict[str, Any]:
 
     If a field may be one of two sections (`SFTConfig.model`: a path, or an architecture), a later layer with a key that
     only one of them has selects it, and earlier keys that only the other one has are dropped. If `type` chooses between
-    sections and has a short form (`algorithm.estimator`), keys of all types are kept: those without effect are
-    reported.
+    sections (`algorithm.estimator`, `rewards.NAME`), keys of all types are kept: those without effect are reported.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -189,10 +188,7 @@ def _merge_value(members: tuple[type[BaseModel], ...], low: Any, high: Any) -> A
         return high
     if len(members) == 1:
         return _merge(members[0], low, high)
-    chosen = section_tagged(members, low | high)
-    if chosen and high.get("type", low.get("type")) != low.get("type"):  # the type changed
-        low = {key: value for key, value in low.items() if key in chosen.model_fields}
-    return _merge(chosen, low, high)
+    return _merge(section_tagged(members, low | high), low, high)
 
 
 def _without_rivals(members: tuple[type[BaseModel], ...], low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:

@@ -108,14 +108,14 @@ def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]
     if kind == "missing":
         return f"{name}: is required{_sentence(place)}; set it in the file or with --{name}{_first_key(place)}=..."
     if kind == "extra_forbidden":
-        return f"{name}: unknown key; {_meant(cls, place)}{_origin(place.path, layers)}"
+        return f"{name}: unknown key; {_meant(cls, place)}{origin(place.path, layers)}"
     if kind in _TYPE_ERRORS:
         types = ", ".join(tag for member in sections_of(place.annotation) if (tag := type_tag(member)))
         given = problem["input"].get("type") if isinstance(problem["input"], dict) else None
         what = f"is required (one of {types})" if given is None else f"must be one of {types}"
         shown = "" if given is None else f"={given!r}"
-        return f"{name}.type{shown}: {what}{_origin((*place.path, 'type'), layers)}"
-    return f"{name}={_shortened(problem['input'])}: {_rule(place, problem)}{_origin(place.path, layers)}"
+        return f"{name}.type{shown}: {what}{origin((*place.path, 'type'), layers)}"
+    return f"{name}={_shortened(problem['input'])}: {_rule(place, problem)}{origin(place.path, layers)}"
 
 
 NAMES_ELSEWHERE = {
@@ -138,8 +138,6 @@ def _meant(cls: type[BaseModel], place: _Place) -> str:
     if elsewhere.partition(".")[0] in cls.model_fields:
         return f"did you mean {elsewhere}?"
     key, known = place.path[-1], list(place.parent.model_fields) if place.parent else []
-    if place.branch and place.parent is place.branch and (owners := _types_with(cls, place, key)):
-        return f"it belongs to type {' or '.join(owners)}, but this is of type {type_tag(place.branch)}; remove it"
     paths = [f.path for f in describe_fields(cls)]
     if place.branch and "." not in key and ".".join(place.path) in paths:  # of the other section of a union
         return f"it does not go with the other keys of {place.path[-2]}; remove it"
@@ -173,12 +171,6 @@ def _first_key(place: _Place) -> str:
     return f".{keys[0]}" if keys else ""
 
 
-def _types_with(cls: type[BaseModel], place: _Place, key: str) -> list[str]:
-    """The other types of the surrounding union that have this key."""
-    members = sections_of(_place(cls, place.union).annotation)
-    return [tag for member in members if key in member.model_fields and (tag := type_tag(member))]
-
-
 def _rule(place: _Place, problem: Any) -> str:
     """The values that are allowed."""
     kind, context = problem["type"], problem.get("ctx") or {}
@@ -209,7 +201,7 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _origin(path: tuple[str, ...], layers: list[Layer]) -> str:
+def origin(path: tuple[str, ...], layers: list[Layer]) -> str:
     """' [file:line]' of the value, or of the nearest enclosing section."""
     for end in range(len(path), 0, -1):
         for layer in reversed(layers):
@@ -225,4 +217,4 @@ def _origin_within(path: tuple[str, ...], text: str, layers: list[Layer]) -> str
         for keys, place in layer.origins.items():
             if keys[: len(path)] == path and re.search(rf"\b{re.escape(keys[-1])}\b", text):
                 return f" [{place}]"
-    return _origin(path, layers)
+    return origin(path, layers)

@@ -90,12 +90,6 @@ class CheckpointConfig(Section):
         lower = {"loss", "perplexity", "kl"} & set(re.split(r"[/_]", name))
         return {**given, "best_metric": name, "best_mode": given.get("best_mode") or ("min" if lower else "max")}
 
-    @model_validator(mode="after")
-    def _mode_of_what(self) -> Self:
-        if self.best_mode and not self.best_metric:
-            raise ValueError(f"best_mode={self.best_mode} without best_metric; set best_metric, for example to reward")
-        return self
-
 
 class EarlyStopConfig(Section):
     """Ends a run whose KL is too high, or whose reward collapsed, for several consecutive steps."""

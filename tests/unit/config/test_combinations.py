@@ -176,12 +176,13 @@ def test_the_bytes_of_a_batch_are_those_of_its_experience(critic, reference):
     assert experience.nbytes - per_row == tokens * per_token
 
 
-def test_values_that_dropout_moves_are_clipped(write):
+def test_values_that_dropout_moves_are_clipped(write, caplog):
     one_step = ["--algorithm.epochs=1", "--algorithm.mini_batches=1", "--algorithm.value_clip=0.3"]
     for change in ("--critic.head_dropout=0.1", "--critic.lora.dropout=0.1", "--coordinator.max_staleness=1"):
         load(STAGES["ppo"], write("ppo"), [*one_step, change])
-    with pytest.raises(ConfigError, match=r"value_clip=0\.3 has no effect"):
-        load(STAGES["ppo"], write("ppo"), [*one_step, "--policy.lora.dropout=0.1"])
+    assert "value_clip" not in caplog.text
+    load(STAGES["ppo"], write("ppo"), [*one_step, "--policy.lora.dropout=0.1"])
+    assert "algorithm.value_clip=0.3 [--algorithm.value_clip] has no effect" in caplog.text
 
 
 def test_a_pool_without_roles_is_not_reserved(write, caplog):
@@ -190,10 +191,10 @@ def test_a_pool_without_roles_is_not_reserved(write, caplog):
     assert list(config.pools) == ["default"]
     assert "pools.other.cpus=1 has no effect: no role is placed in this pool" not in caplog.text  # 1 is the default
     load(STAGES["ppo"], write("ppo"), [*pools, "--pools.other.bundles=2"])
-    assert "pools.other.bundles=2 has no effect: no role is placed in this pool" in caplog.text
+    assert "pools.other.bundles=2 [--pools.other.bundles] has no effect: no role is placed in this pool" in caplog.text
     assert sorted(load(STAGES["ppo"], write("ppo"), [*pools, "--critic.pool=other"]).pools) == ["default", "other"]
-    with pytest.raises(ConfigError, match=r"critic\.pool=other has no effect: algorithm\.estimator=reinforce"):
-        load(STAGES["ppo"], write("ppo"), [*pools, "--critic.pool=other", "--algorithm.estimator=reinforce"])
+    config = load(STAGES["ppo"], write("ppo"), [*pools, "--critic.pool=other", "--algorithm.estimator=reinforce"])
+    assert list(config.pools) == ["default"] and "critic.pool=other [--critic.pool] has no effect" in caplog.text
 
 
 def test_k1_may_measure_a_penalty_that_is_off(write):
