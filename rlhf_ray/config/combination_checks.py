@@ -149,7 +149,8 @@ def check_prefill(config: PPOConfig | PreferencesStageConfig) -> None:
 def check_target_kl(config: PPOConfig) -> None:
     """The KL that ends an update is measured from the policy before it."""
     a, bound = config.algorithm, config.coordinator.max_staleness
-    if a.target_kl is not None and a.old_logprobs == "generator" and bound:
+    several_steps = a.epochs * a.mini_batches > 1
+    if a.target_kl is not None and a.old_logprobs == "generator" and bound and several_steps:
         raise ValueError(f"algorithm.target_kl={a.target_kl:g} limits how far an update moves the policy, but with "
                          "algorithm.old_logprobs=generator its KL is measured from the weights that sampled, up to "
                          f"coordinator.max_staleness={bound} versions before; set old_logprobs to policy")
@@ -157,7 +158,7 @@ def check_target_kl(config: PPOConfig) -> None:
 
 def check_backbone(config: PPOConfig) -> None:
     """A critic that is the policy's model needs the policy's own pass, and is trained with it only."""
-    if config.critic.backbone == "own":
+    if not derive(config).shares_backbone:
         return
     if config.algorithm.old_logprobs == "generator":
         raise ValueError("algorithm.old_logprobs=generator saves a forward pass of the policy, but "
@@ -517,7 +518,7 @@ def check_phases(config: PPOConfig) -> None:
 def check_schedules(config: PPOConfig) -> None:
     """The warm-up leaves steps for the policy, and the adaptive coefficient stays positive."""
     a, samples = config.algorithm, config.coordinator.samples_per_step
-    if config.run.epochs is None and a.critic_warmup_steps >= config.run.steps:
+    if config.run.epochs is None and a.warmup_steps >= config.run.steps:
         raise ValueError(
             f"algorithm.critic_warmup_steps={a.critic_warmup_steps} leaves no step of run.steps={config.run.steps} "
             "for the policy; lower it or raise run.steps")

@@ -122,9 +122,11 @@ def _layer(given: Iterable[tuple[Path_, str, str]], cls: type[BaseModel] | None)
         value = _parsed(text, origin)
         before = section.get(keys[-1])
         if isinstance(value, str) and isinstance(before, dict) and has_short_form(_annotation(cls, keys)):
-            value = {**before, **_long_form(value)}
-        section[keys[-1]] = value
-        origins |= dict.fromkeys(_paths(section[keys[-1]], keys), origin)
+            value = _long_form(value)
+            section[keys[-1]] = {**before, **value}
+        else:
+            section[keys[-1]] = value
+        origins |= dict.fromkeys(_paths(value, keys), origin)
     return Layer(values, origins)
 
 

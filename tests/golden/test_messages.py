@@ -1,4 +1,5 @@
-"""The wording of a hundred errors and warnings, as a person reads them: what happened, with the value; which field; what to do.
+"""The wording of a hundred errors and warnings, as a person reads them: what happened, with the value; which field;
+what to do.
 
 `messages.txt` holds the whole texts, and this test alone asserts them: other tests of errors assert type, field and
 value. After a change that is meant, `MESSAGES=write python -m pytest tests/golden/test_messages.py` writes them anew.
@@ -213,8 +214,8 @@ def test_no_text_is_left_over():
 
 @pytest.mark.skipif(os.environ.get("MESSAGES") != "write", reason="the texts are kept")
 def test_write_the_texts(tmp_path, caplog):
-    lines = ["Texts of errors and warnings, in the order of test_messages.py. DIR is the test's directory, CWD the working one.",
-             ""]
+    lines = ["Texts of errors and warnings, in the order of test_messages.py. DIR is the test's directory, CWD the "
+             "working one.", ""]
     for number, case in enumerate(CASES):
         (tmp_path / str(number)).mkdir()
         lines += [f"== {case}", told(case, tmp_path / str(number), caplog), ""]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rlhf_ray.config import combination_checks
+from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.combination_checks import BYTES_PER_TOKEN, BYTES_PER_VALUE, CHECKS
 from rlhf_ray.config.derived import placements_of
 from rlhf_ray.config.load import STAGES, load
@@ -103,19 +104,14 @@ from rlhf_ray.records import Experience, SampleKey
         ("ppo", ["--algorithm.estimator=rloo"], ["estimator=rloo", "samples_per_prompt=1"]),
         ("ppo", ["--algorithm.estimator=dr_grpo"], ["estimator=dr_grpo", "samples_per_prompt=1"]),
         ("ppo", ["--algorithm.estimator=reinforce_baseline"], ["estimator=reinforce_baseline", "samples_per_prompt=1"]),
-        ("ppo", ["--algorithm.estimator=reinforce", "--algorithm.critic_warmup_steps=3"], ["steps=3", "no critic"]),
         ("ppo", ["--critic.backbone=policy", "--critic.init=reward"],
          ["critic.init=reward", "or critic.backbone to own"]),
         ("ppo", ["--critic.backbone=policy", "--algorithm.critic_warmup_steps=3"], ["critic_warmup_steps=3", "to 0"]),
-        ("ppo", ["--critic.backbone=policy", "--algorithm.estimator=reinforce"],
-         ["critic.backbone=policy", "estimator=reinforce uses no critic"]),
         ("ppo", ["--critic.backbone=policy", "--critic.path=c"], ["critic.path=c", "or critic.backbone to own"]),
-        ("ppo", ["--algorithm.estimator=reinforce", "--critic.path=c"], ["critic.path=c", "uses no critic"]),
         ("ppo", ["--critic.init=reward", "--critic.path=c"], ["path='c' and init=reward", "leave path empty"]),
         ("ppo", ["--reference.shards=2", "--reference.workers=3"], ["workers=3 is not a multiple of shards=2", "4"]),
         ("ppo", ["--reward.shards=2", "--reward.workers=2", "--reward.gpus=0.5"], ["shards=2", "gpus=0.5", "to 1"]),
         ("ppo", ["--reference.revision=main"], ["revision='main' without path", "set path"]),
-        ("ppo", ["--policy.lora={}", "--reference.threads=2"], ["reference.threads=2", "frozen base"]),
         ("ppo", ["--rewards.main.weight=0"], ["the weight of each of main is 0"]),
         ("ppo", ["--prompts.held_out=0.1"], ["prompts.held_out=0.1", "add one, e.g. evaluation.every=10"]),
         ("ppo", ["--prompts.held_out=0.1", "--evaluation.prompts=e.jsonl"], ["'e.jsonl'; leave that empty"]),
@@ -138,6 +134,32 @@ def test_refused(write, command, overrides, words):
         load(STAGES[command], write(command), overrides)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("one", "other", "idle"), [
+    ("algorithm.mini_batches", ["1", "4"], "algorithm.loss.clip_high=0.3"),
+    ("algorithm.estimator", ["reinforce", "gae"], "algorithm.estimator.lam=0.9"),
+    ("policy.optimizer.decay", ["constant", "cosine"], "policy.optimizer.min_ratio=0.1"),
+    ("algorithm.estimator", ["reinforce", "gae"], "algorithm.critic_warmup_steps=300"),
+    ("algorithm.estimator", ["reinforce", "gae"], "critic.backbone=policy"),
+    ("algorithm.importance.tokens", ["truncate", "band"], "algorithm.importance.band=[0.4, 4.0]"),
+    ("algorithm.kl.kind", ["fixed", "adaptive"], "algorithm.kl.target=3.0"),
+    ("coordinator.max_staleness", ["0", "1"], "weights.in_flight=abort"),
+])
+def test_a_sweep_warns_where_a_value_is_idle(write, caplog, one, other, idle):
+    """Of both runs with the same value, the first cannot use it."""
+    given = ["--algorithm.epochs=1", "--run.steps=400", f"--{idle}"]
+    for value in other:
+        caplog.clear()
+        load(STAGES["ppo"], write("ppo"), [*given, f"--{one}={value}"])
+        warned = f"\n  {idle} [--{idle.partition('=')[0]}] has no effect: " in caplog.text
+        assert warned == (value == other[0]) and len(caplog.records) == warned
+
+
+def test_without_a_critic_there_is_no_warm_up():
+    """The loop would leave the policy untrained for the steps in which a critic that is not there is trained alone."""
+    assert AlgorithmConfig(critic_warmup_steps=3).warmup_steps == 3
+    assert AlgorithmConfig(critic_warmup_steps=3, estimator="reinforce").warmup_steps == 0
 
 
 def test_every_check_is_in_the_list():

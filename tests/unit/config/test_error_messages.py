@@ -44,9 +44,7 @@ def problems(cls, path, overrides=()):
         ("--algorithm.kl_coef=5", "algorithm.kl_coef: unknown key; did you mean algorithm.kl.coef?"),
         ("--pools.a.bundels=5", "pools.a.bundels: unknown key; did you mean bundles?"),
         ("--evaluation.every=5", "evaluation.prompts is empty and prompts.held_out=0, so the evaluation"),
-        ("--rewards={a: {type: model, path: r, function: f}}",
-         "rewards.a.function: unknown key; it belongs to type function, but this is of type model; remove it "
-         "[--rewards]"),
+        ("--rewards={a: {type: model, path: r, functoin: f}}", "rewards.a.functoin: unknown key"),
         ("--bogus", "--bogus: there is no section bogus"),
         ("--polcy", "--polcy: there is no section polcy; did you mean policy?"),
         ("--run.steps", "--run.steps has no value"),

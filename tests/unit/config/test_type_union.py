@@ -67,9 +67,9 @@ class TestKeysOfOtherTypes:
             config = load(PPOConfig, path, ["--algorithm.estimator=reinforce", "--algorithm.loss=cispo"])
         assert caplog.messages == [
             "the configuration has values without effect:\n"
-            f"  algorithm.estimator.lam=0.9 [{path}:9] has no effect: algorithm.estimator is of type reinforce, and "
+            f"  algorithm.estimator.lam=0.9 [{path}:11] has no effect: algorithm.estimator is of type reinforce, and "
             "only gae has lam; leave it out\n"
-            f"  algorithm.loss.clip_low=0.1 [{path}:11] has no effect: algorithm.loss is of type cispo, and only clip "
+            f"  algorithm.loss.clip_low=0.1 [{path}:13] has no effect: algorithm.loss is of type cispo, and only clip "
             "has clip_low; leave it out"]
         assert "lam" not in config.algorithm.estimator.model_fields_set
 
