@@ -26,7 +26,7 @@ from rlhf_ray.config.derived import (
     transport_of,
     unset_micro_batches,
 )
-from rlhf_ray.config.error_messages import explain, origin, suggestion
+from rlhf_ray.config.error_messages import explain, explain_option, origin, suggestion
 from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.given_objects import GivenRows
 from rlhf_ray.config.presets import PRESETS
@@ -297,8 +297,7 @@ def _refuse_unknown_options(cls: type[StageConfig], overrides: list[str]) -> Non
         section = argument.removeprefix("--").split(".")[0]
         bare = argument.startswith("--") and "=" not in argument and following.startswith("--")
         if bare and section not in cls.model_fields:
-            meant = suggestion(section, list(cls.model_fields))
-            raise ConfigError(f"{argument}: there is no section {section}; {meant}")
+            raise ConfigError(explain_option(cls, argument))
 
 
 def _refuse_unknown_variables(cls: type[StageConfig]) -> None:

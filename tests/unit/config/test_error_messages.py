@@ -2,8 +2,6 @@
 
 import pytest
 
-from rlhf_ray.config.error_messages import NAMES_ELSEWHERE
-from rlhf_ray.config.fields import describe_fields
 from rlhf_ray.config.load import load
 from rlhf_ray.config.stages import PPOConfig, ProcessRewardConfig, SFTConfig
 from rlhf_ray.errors import ConfigError
@@ -146,10 +144,3 @@ def test_an_empty_file_says_what_is_required(tmp_path):
 )
 def test_arguments_that_are_no_overrides(write, overrides, message):
     assert message in problems(PPOConfig, write("ppo"), overrides)[0]
-
-
-@pytest.mark.parametrize("name", NAMES_ELSEWHERE)
-def test_the_names_of_other_trainers_are_translated(write, name):
-    assert f"did you mean {NAMES_ELSEWHERE[name]}?" in problems(PPOConfig, write("ppo", **{name: 1}))[0]
-    known = {field.path for field in describe_fields(PPOConfig)}
-    assert NAMES_ELSEWHERE[name] in known | {path.partition(".")[0] for path in known}

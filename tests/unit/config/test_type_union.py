@@ -169,7 +169,7 @@ def test_a_penalty_of_k1_in_the_loss_needs_the_ratio():
     ("clip_low", "loss.clip_low"), ("clip_high", "loss.clip_high"), ("dual_clip", "loss.dual_clip"),
     ("ratio", "loss.ratio"), ("gamma", "estimator.gamma"), ("lam", "estimator.lam"),
     ("lam_alpha", "estimator.lam_alpha"), ("lam_critic", "estimator.lam_critic"),
-    ("whiten_advantages", "estimator.whiten"), ("importance_cap", "importance.cap"),
+    ("importance_cap", "importance.cap"),
     ("importance_level", "importance.level")])
 def test_a_name_of_another_place_leads_there(old, new, write):
     with pytest.raises(ConfigError, match=rf"algorithm\.{old}: unknown key; did you mean algorithm\.{new}\?"):
