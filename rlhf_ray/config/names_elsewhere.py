@@ -105,7 +105,7 @@ NAMES_ELSEWHERE = (
          "actor_rollout_ref.model.enable_gradient_checkpointing", example="true"),
     _row("critic.path", "", "critic.model_name_or_path critic_pretrain", "critic.model.path", example="org/m"),
     _row("model.float32_head", "cast_lm_head_to_fp32", example="true"),
-    _row("policy.lora learner.lora", "use_peft", carried=False,
+    _row("policy.lora learner.lora", "use_peft peft_config", carried=False,
          note="adapters are trained where the section is given: lora: {rank: 16}"),
     _row("policy.lora.rank learner.lora.rank", "lora_r", "ds.lora.rank", "actor_rollout_ref.model.lora_rank",
          "lora_rank", example="16"),
@@ -118,8 +118,8 @@ NAMES_ELSEWHERE = (
     _row("model.dtype", "load_in_4bit load_in_8bit", "ds.load_in_4bit", carried=False,
          note="weights are not quantised here; bfloat16 halves those of a frozen base"),
     # Data
-    _row("prompts.path data.path", "dataset_name", "data.prompt_dataset data.dataset prompt_data", "data.train_files",
-         "train_dataset train_file", example="org/d"),
+    _row("prompts.path data.path", "dataset_name train_dataset", "data.prompt_dataset data.dataset prompt_data",
+         "data.train_files", "train_file", example="org/d"),
     _row("prompts.subset data.subset", "dataset_config", common="dataset_config_name", example="main"),
     _row("prompts.split data.split", "dataset_train_split", "data.prompt_split data.dataset_split", example="train"),
     _row("evaluation.split", "dataset_test_split", "eval.split", carried=False,
@@ -260,14 +260,19 @@ NAMES_ELSEWHERE = (
     _row("algorithm.aggregate", "loss_type", carried=False, example="grpo",
          values={"dapo": "token", "grpo": "sequence"},
          note="token is dapo's mean, sequence grpo's; algorithm.loss has cispo"),
+    _row("algorithm.aggregate", "", "actor.loss_agg_mode", carried=False,
+         note="token or sequence: the mean over tokens, or over rows"),
+    _row("algorithm.loss", "", "", "actor_rollout_ref.actor.policy_loss.loss_mode", carried=False,
+         note="clip or cispo; gspo is clip with algorithm.loss.ratio=sequence"),
     _row("algorithm.aggregate", "", "", "actor_rollout_ref.actor.loss_agg_mode", carried=False, example="token-mean",
          values={"token-mean": "token", "seq-mean-token-mean": "sequence"}),
     _row("algorithm.value_clip", "cliprange_value", "critic.value_clip value_clip", "critic.cliprange_value",
          example="0.5"),
     _row("algorithm.value_coef", "vf_coef", carried=False,
          note="it acts only where critic.backbone=policy; a critic of its own has a loss of its own"),
-    _row("algorithm.estimator.gamma", "gamma", "algo.advantage.gamma", example="1.0"),
-    _row("algorithm.estimator.lam", "lam", "algo.advantage.lambd lambd", common="gae_lambda", example="1.0"),
+    _row("algorithm.estimator.gamma", "gamma", "algo.advantage.gamma", "algorithm.gamma", example="1.0"),
+    _row("algorithm.estimator.lam", "lam", "algo.advantage.lambd lambd", "algorithm.lam", "gae_lambda",
+         example="1.0"),
     _row("algorithm.estimator.whiten", "", common="whiten_advantages", example="true"),
     _row("algorithm.entropy_coef", "entropy_coef", "actor.entropy_coef", "actor_rollout_ref.actor.entropy_coeff",
          example="0.001"),
@@ -282,11 +287,16 @@ NAMES_ELSEWHERE = (
     _row("algorithm.kl.estimator", "", "", "actor_rollout_ref.actor.kl_loss_type", carried=False,
          example="low_var_kl", values={"kl": "k1", "mse": "k2", "low_var_kl": "k3", "abs": "abs"}),
     _row("algorithm.kl.unbiased", "use_bias_correction_kl", "algo.kl.unbiased_gradient", example="false"),
+    _row("algorithm.kl.kind", "", "", "algorithm.kl_ctrl.type", carried=False, example="fixed",
+         values={"fixed": "fixed", "adaptive": "adaptive"}),
     _row("algorithm.kl.target", "", "algo.kl.target kl_target", "algorithm.kl_ctrl.target_kl", carried=False,
          note="with algorithm.kl.kind=adaptive, in nats of a response (verl: of a token)"),
     _row("algorithm.kl.horizon", "", "algo.kl.horizon kl_horizon", "algorithm.kl_ctrl.horizon", example="10000"),
     _row("algorithm.importance.tokens", "vllm_importance_sampling_correction", carried=False, example="false",
          values={"false": "none"}, note="on by default"),
+    _row("algorithm.importance.tokens", "", "algo.advantage.is_correction_level algo.advantage.is_correction_enable",
+         "algorithm.rollout_correction.rollout_is", carried=False,
+         note="truncate by default; none, mask or band with algorithm.importance.cap and band"),
     _row("algorithm.importance.cap", "vllm_importance_sampling_clip_max vllm_importance_sampling_cap", example="3.0"),
     _row("algorithm.overlong_filter", "mask_truncated_completions", example="true"),
     _row("algorithm.overlong_buffer", "", "reward.overlong_buffer_len", example="32"),
@@ -315,6 +325,8 @@ NAMES_ELSEWHERE = (
          values={"-1": 0}),
     _row("generator.sampling.min_p", "min_p", carried=False,
          note="in training it needs generator.sampling.top_k of 2 or more"),
+    _row("generator.vllm", "", "", "actor_rollout_ref.rollout.engine_kwargs.vllm", carried=False,
+         note="a mapping of the engine's arguments"),
     _row("generator.workers", "", "vllm.num_engines vllm_num_engines", example="2"),
     _row("generator.tensor_parallel", "vllm_tensor_parallel_size",
          "vllm.tensor_parallel_size", "actor_rollout_ref.rollout.tensor_model_parallel_size", "tensor_parallel_size",
@@ -343,19 +355,15 @@ NAMES_ELSEWHERE = (
 """Row by row; of several rows with the same name, the first that a stage has counts."""
 
 
-def normalised(name: str) -> str:
-    """A name as it is looked up: with underscores."""
-    return name.replace("-", "_").lower()
-
-
 def rows_named(name: str) -> Iterator[tuple[NameElsewhere, str]]:
-    """Rows with a name and whose it is, in order; the end of a name with a dot (`rollout.n`) is sufficient."""
-    wanted = normalised(name)
-    for whole in (True, False):
-        for row in NAMES_ELSEWHERE:
-            for system, names in row.names.items():
-                if wanted in names if whole else "." in wanted and any(n.endswith(f".{wanted}") for n in names):
-                    yield row, system
+    """Rows with a name and whose it is, in order. After those with the whole name, those that end with it, if it has
+    several words: `rollout.n`, `clip_ratio_low`."""
+    wanted = name.replace("-", "_").lower()
+    named = [(row, system, names) for row in NAMES_ELSEWHERE for system, names in row.names.items()]
+    yield from ((row, system) for row, system, names in named if wanted in names)
+    if "." in wanted or "_" in wanted:
+        yield from ((row, system) for row, system, names in named
+                    if any(each.endswith(f".{wanted}") for each in names))
 
 
 def meaning_elsewhere(name: str, value: Any, known: set[str], inside: str = "", python: bool = False) -> str | None:

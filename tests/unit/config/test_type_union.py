@@ -167,7 +167,7 @@ def test_a_penalty_of_k1_in_the_loss_needs_the_ratio():
 
 @pytest.mark.parametrize(("old", "new"), [
     ("clip_low", "loss.clip_low"), ("clip_high", "loss.clip_high"), ("dual_clip", "loss.dual_clip"),
-    ("ratio", "loss.ratio"), ("gamma", "estimator.gamma"), ("lam", "estimator.lam"),
+    ("ratio", "loss.ratio"),
     ("lam_alpha", "estimator.lam_alpha"), ("lam_critic", "estimator.lam_critic"),
     ("importance_cap", "importance.cap"),
     ("importance_level", "importance.level")])
