@@ -33,9 +33,10 @@ Values come from four sources; each takes precedence over those after it:
 
 On the command line and in the environment, lists, mappings and text in double quotes are written as in YAML,
 `[0.9, 0.95]` or `"\\n"`, and `null` (or nothing) means empty. Relative paths are relative to the working directory of
-the command, not to the file. In paths, `~`, `~user`, `$NAME` and `${NAME}` are replaced, also in arguments of commands; an unknown user or
-variable is refused, and a [job](submit.md) may contain none of them, because it runs on other machines. The resolved
-configuration, with every derived value filled in, is saved as `config.yaml` in the run's directory.
+the command, not to the file. In paths, `~`, `~user`, `$NAME` and `${NAME}` are replaced, also in arguments of commands;
+an unknown user or variable is refused, and a [job](submit.md) may contain none of them, because it runs on other
+machines. The resolved configuration, with every derived value filled in, is saved as `config.yaml` in the run's
+directory.
 
 Before anything starts,
 

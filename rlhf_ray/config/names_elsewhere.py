@@ -79,7 +79,8 @@ def _row(
     fields: str, trl: str = "", openrlhf: str = "", verl: str = "", common: str = "", **more: Any
 ) -> NameElsewhere:
     """A row whose names are separated by spaces."""
-    return NameElsewhere(*(tuple(names.split()) for names in (fields, trl, openrlhf, verl, common)), **more)
+    return NameElsewhere(tuple(fields.split()), tuple(trl.split()), tuple(openrlhf.split()), tuple(verl.split()),
+                         tuple(common.split()), **more)
 
 
 def _optimizer(name: str) -> str:

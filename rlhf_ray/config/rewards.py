@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -266,14 +266,12 @@ def _with_type(given: Any) -> Any:
     return given
 
 
-REWARDS = (ModelReward, ProcessReward, HTTPReward, FunctionReward, ExactMatchReward, NumberReward, RegexReward,
-           JSONSchemaReward, CodeReward, VaderReward, EnvironmentReward)
-"""All of the union."""
-RewardConfig = Annotated[
+AnyReward = (
     ModelReward | ProcessReward | HTTPReward | FunctionReward | ExactMatchReward | NumberReward | RegexReward
-    | JSONSchemaReward | CodeReward | VaderReward | EnvironmentReward,
-    Field(discriminator="type"), one_of(REWARDS, None), BeforeValidator(_with_type),
-]
+    | JSONSchemaReward | CodeReward | VaderReward | EnvironmentReward
+)
+RewardConfig = Annotated[
+    AnyReward, Field(discriminator="type"), one_of(get_args(AnyReward), None), BeforeValidator(_with_type)]
 
 
 def rewards_in_words(rewards: Mapping[str, Mapping[str, Any]]) -> str:

@@ -105,7 +105,7 @@ class TestDerived:
 
 
 def test_values_without_effect_are_named(caplog):
-    assert plan(RECIPE, "--critic.head_dropout=0.3").exit_code == 0
+    assert plan(RECIPE, "--critic.head_dropout=0.3", "--nodes=1x1xH100").exit_code == 0
     assert "critic.head_dropout=0.3 [--critic.head_dropout] has no effect" in caplog.text
 
 
