@@ -155,7 +155,8 @@ class BackgroundTaskError(RLHFError):
 
 
 class UploadError(RLHFError):
-    """The upload of a run (`run.upload`) is incomplete, but the run itself completed. Exit code 74 (EX_IOERR)."""
+    """The upload of a run (`run.upload`) is incomplete, but the run itself completed; or that of an exported model to
+    the Hub. Exit code 74 (EX_IOERR)."""
 
     exit_code = 74
 

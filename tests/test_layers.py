@@ -152,7 +152,8 @@ def test_what_is_private_in_a_library_is_used_in_the_module_about_its_internals_
     }, "os._exit and sys._current_frames are public despite their names"
 
 
-@pytest.mark.parametrize("module", ["rlhf_ray", "rlhf_ray.cli.main", "rlhf_ray.config.load", "rlhf_ray.errors"])
+@pytest.mark.parametrize("module", ["rlhf_ray", "rlhf_ray.cli.main", "rlhf_ray.config.load", "rlhf_ray.errors",
+                                    "rlhf_ray.rewards.judges"])
 def test_importing_pulls_nothing_heavy(module):
     code = f"import sys, {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -51,6 +52,16 @@ class ModelCardInfo:
     """Whether the model was trained to answer conversations."""
     license: str | None = None
     """Hub licence id; none is assumed, since it depends on base model and data."""
+    repository: str | None = None
+    """Repository of the Hub that the model is going to be in; None for a directory."""
+    subfolder: str | None = None
+    """Of the repository."""
+
+    @property
+    def place(self) -> str:
+        """The arguments of `from_pretrained` that name the model, as code."""
+        subfolder = f', subfolder="{self.subfolder}"' if self.repository and self.subfolder else ""
+        return f'"{self.repository or "path/to/this/directory"}"{subfolder}'
 
 
 def card_of(config: SFTConfig | RewardModelConfig | ProcessRewardConfig | PPOConfig, step: int,
@@ -103,7 +114,8 @@ def model_card(info: ModelCardInfo, name: str, adapters: bool = False) -> ModelC
     scoring = ""
     if info.stage == "reward_model":
         scoring = _SCORING + (_ONE_ROW if adapters else _PADDED)
-    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, name, loading, scoring)}")
+    title = (info.subfolder or info.repository) if info.repository else name
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, title, loading, scoring)}")
 
 
 def _tag(info: ModelCardInfo) -> str:
@@ -133,9 +145,10 @@ def _text(info: ModelCardInfo, name: str, loading: str, scoring: str) -> str:
     others = "".join(f"\n- {part}: {model}" for part, model in info.other_models.items())
     weights = f"\n- Weights: {info.weights}" if info.weights else ""
     method = info.method or _STAGES[info.stage]
+    today = datetime.now(UTC).date().isoformat()
     return f"""# {name}
 
-Trained by {method} with `rlhf_ray`, {info.step} updates, on {datetime.now(UTC).date().isoformat()}.
+Trained by {method} with `rlhf_ray` {version("rlhf-ray")}, {info.step} updates, on {today}.
 
 - Base model: `{info.base_model}`{reward}{others}
 - Trained on: {info.trained_on}{weights}
@@ -169,8 +182,8 @@ text = tokenizer.decode(tokens, skip_special_tokens=True)"""
         use = 'text = tokenizer.decode(model.generate(**tokenizer("a prompt", return_tensors="pt"))[0])'
     return f"""from transformers import AutoTokenizer, {head}
 
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
-model = {head}.from_pretrained("path/to/this/directory")
+tokenizer = AutoTokenizer.from_pretrained({info.place})
+model = {head}.from_pretrained({info.place})
 {use}"""
 
 
@@ -186,7 +199,7 @@ def _adapter_loading(info: ModelCardInfo) -> str:
 from transformers import {head}
 
 base = {head}.from_pretrained("{info.base_model}"{options}){setting}
-model = PeftModel.from_pretrained(base, "path/to/this/directory")  # model.merge_and_unload() gives it as one model"""
+model = PeftModel.from_pretrained(base, {info.place})  # model.merge_and_unload() gives it as one model"""
 
 
 def _table(metrics: Mapping[str, float]) -> str:

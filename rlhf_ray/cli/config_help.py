@@ -92,6 +92,13 @@ def print_all_fields(command: str) -> None:
         console.print()
 
 
+def fields_that_begin(command: str, typed: str) -> list[FieldDescription]:
+    """The fields of a stage whose paths begin with what is typed, without those of sections that users name."""
+    cls = COMMANDS[command]
+    used = _fields_used(cls)
+    return [f for f in describe_fields(cls) if f.path.startswith(typed) and f.section in used and "NAME" not in f.path]
+
+
 def _fields_used(cls: type[StageConfig]) -> dict[str, Any]:
     """The sections that act in a stage."""
     unused = TRAINING if issubclass(cls, EvaluateConfig) else ()

@@ -51,8 +51,7 @@ def inspect(
     if not is_local(path):
         check_data_set_on_hub(path, given.get("revision"))
     if kind is None:
-        kind, columns = _kind(path, given)
-        given = {**columns, **given}
+        kind = _kind(path, given)
     section, steps = _sections(kind, path, given)
     named = ModelConfig(path=model)
     tokenizer = load_tokenizer(named)
@@ -80,15 +79,14 @@ def _given(arguments: list[str]) -> dict[str, Any]:
     return {f"steps.{name}" if name in StepsConfig.model_fields else name: value for name, value in given.items()}
 
 
-def _kind(path: str, given: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The kind and the column fields, detected from the columns of the first usable row and the fields that name them.
-    """
+def _kind(path: str, given: dict[str, Any]) -> Any:
+    """The kind, detected from the columns of the first usable row and the fields that name them."""
     from rlhf_ray.data.inspection import kind_of
     from rlhf_ray.data.load_report import RowErrors
-    from rlhf_ray.data.row_readers import stream_rows
+    from rlhf_ray.data.row_readers import Split, stream_rows
 
-    rows = stream_rows(path, RowErrors(lenient=True), given.get("split") or "train", None, given.get("subset"),
-                       given.get("revision"))
+    split = Split(given.get("split"), field="--split")
+    rows = stream_rows(path, RowErrors(lenient=True), split, None, given.get("subset"), given.get("revision"))
     first = next((block.records[0] for block in rows if len(block)), None)
     if first is None:
         raise DataError(f"{path}: no row can be read; add --kind to see what is wrong with them")

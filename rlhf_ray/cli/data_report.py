@@ -25,6 +25,8 @@ def print_inspection(found: Inspection, kind: str, has_template: bool, stream: T
     report, row_errors = found.report, found.row_errors
     console.print(Text(f"{report.source}, as {kind}: {report.kept:,} rows to use, {row_errors.count:,} malformed, "
                        f"{report.rows - report.kept:,} left out", style="bold"))
+    if report.form:
+        console.print(Text(f"read as {report.form}"))
     _print_row_errors(found, console)
     if len(found.lengths):
         _print_lengths(found.lengths, console)

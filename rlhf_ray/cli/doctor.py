@@ -30,7 +30,7 @@ SLOW_WAYS = {"NCCL_P2P_DISABLE": "GPUs of a node communicate through main memory
 PORTS = {6379: "`ray start --head` (--port)", 8265: "Ray's dashboard and job API (--dashboard-port)",
          10001: "Ray's client server (--ray-client-server-port)"}
 """Default ports of a head node, and the option that changes each. A private local cluster uses free ports."""
-OTHERS_MAY_READ = 0o077
+OTHERS_MAY_READ, OTHERS_MAY_WRITE = 0o055, 0o022
 
 
 def doctor() -> None:
@@ -254,6 +254,9 @@ def check_token(environment: Mapping[str, str] = os.environ, home: Path | None =
     if not file.is_file():
         return Finding("ok", "auth", "no token yet: a local cluster creates one. To join or start others: "
                                      "ray get-auth-token --generate")
-    if file.stat().st_mode & OTHERS_MAY_READ:
-        return Finding("warn", "auth", f"a token in {file}, which other users can read", f"chmod 600 {file}")
+    permissions = file.stat().st_mode
+    if permissions & OTHERS_MAY_WRITE:
+        return Finding("warn", "auth", f"a token in {file}, which other users can change", f"chmod 600 {file}")
+    if permissions & OTHERS_MAY_READ:  # as Ray creates it
+        return Finding("ok", "auth", f"a token in {file}", f"if other people use this machine: chmod 600 {file}")
     return Finding("ok", "auth", f"a token in {file}")

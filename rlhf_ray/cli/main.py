@@ -96,7 +96,6 @@ app = typer.Typer(
     cls=Commands,
     epilog="Start with: rlhf-ray quickstart",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # it rewraps docstrings
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -174,7 +173,7 @@ def main() -> None:
 
 def _run() -> None:
     try:
-        app()
+        app(prog_name="rlhf-ray")  # also with `python -m`; the name of the completion's variable follows from it
     except RLHFError as error:
         ended = isinstance(error, RunInterrupted | StoppedEarly)  # not an error; the message explains it
         _say("" if ended else "error: ", str(error))

@@ -164,7 +164,7 @@ def write_configuration(config: StageConfig, file: Path) -> None:
 def shapes_of(like: list[str]) -> Shapes:
     """Shapes of models from directories, the table, the Hub, or those that `like` says (MODEL=LIKE)."""
     from rlhf_ray.config.model import ModelConfig, NewModelConfig
-    from rlhf_ray.models.config_json import file_from_hub
+    from rlhf_ray.models.hub import config_from_hub
     from rlhf_ray.planning.model_lookup import shape_of
     from rlhf_ray.planning.model_shape import ModelShape
 
@@ -174,7 +174,7 @@ def shapes_of(like: list[str]) -> Shapes:
         named = model.path if isinstance(model, ModelConfig) else ""
         if isinstance(model, ModelConfig) and named in pairs:
             model = model.model_copy(update={"path": pairs[named]})
-        return shape_of(model, field, file_from_hub)
+        return shape_of(model, field, config_from_hub)
 
     return shapes
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rlhf_ray.config.fields import format_value
 from rlhf_ray.config.settled import value_at
-from rlhf_ray.config.stages import PPOConfig
+from rlhf_ray.config.stages import EvaluateConfig, PPOConfig, StageConfig
 from rlhf_ray.planning.device_memory import Load
 from rlhf_ray.planning.gpu_settings import REASONS
 from rlhf_ray.planning.memory_breakdown import PARTS, gib
@@ -148,8 +148,8 @@ def _bar(load: Load, width: int) -> Text:
 
 def _facts(plan: Plan) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    if isinstance(plan.config, PPOConfig):
-        table.add_row("method", plan.config.algorithm.method)
+    if (method := _method(plan.config)) is not None:
+        table.add_row("method", method)
     for name, text in plan.geometry.items():
         table.add_row(name, text)
     files = ", ".join(f"{gib(amount)} {name}" for name, amount in plan.disk.items())
@@ -163,6 +163,13 @@ def _facts(plan: Plan) -> Table:
             table.add_row("", f"all {run.steps} steps: about {seconds_of(step * run.steps)}; an estimate, within a "
                               "factor of two")
     return table
+
+
+def _method(config: StageConfig) -> str | None:
+    """The algorithm of a run that trains a policy."""
+    if not isinstance(config, PPOConfig) or isinstance(config, EvaluateConfig):
+        return None
+    return config.algorithm.method
 
 
 def _derived(plan: Plan) -> Table:
@@ -189,7 +196,7 @@ def seconds_of(seconds: float) -> str:
 
 
 def _finding(level: str, text: str) -> Text:
-    colours: Mapping[str, str] = {"refused": "bold red", "tight": "yellow", "idle": "yellow"}
+    colours: Mapping[str, str] = {"refused": "bold red", "tight": "yellow", "idle": "yellow", "assumed": "yellow"}
     return Text.assemble((f"{level}: ", colours[level]), text)
 
 
@@ -207,7 +214,7 @@ def plan_as_values(plan: Plan) -> dict[str, Any]:
     """The same as a dictionary."""
     config = plan.config
     return {
-        "method": config.algorithm.method if isinstance(config, PPOConfig) else None,
+        "method": _method(config),
         "fits": not plan.refused,
         "nodes": [{"name": n.name, "cpus": n.cpus, "gpus": n.gpus, "gpu": n.gpu.name if n.gpu else None,
                    "memory_bytes": n.memory_bytes, "labels": dict(n.labels), "resources": n.custom}

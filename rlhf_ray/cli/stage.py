@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from itertools import chain, count, islice
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import CompletionItem, TyperCommand
 
 from rlhf_ray.cli.paths import local_path
 from rlhf_ray.errors import ConfigError, RLHFError
@@ -47,6 +48,18 @@ class StageCommand(TyperCommand):
         from rlhf_ray.cli.config_help import print_common_fields
 
         print_common_fields(str(self.name))
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
+        """The command's options, and those fields of its configuration that begin with what is typed: at least a
+        letter, since there are hundreds."""
+        options = super().shell_complete(ctx, incomplete)
+        if not incomplete.startswith("--") or incomplete == "--":
+            return options
+        from rlhf_ray.cli.config_help import fields_that_begin
+
+        found = fields_that_begin(str(self.name), incomplete.removeprefix("--"))
+        # Shorter than a line of a terminal: fish would take a wrapped line for another completion.
+        return options + [CompletionItem(f"--{f.path}", help=shorten(f.sentence, 70, placeholder="...")) for f in found]
 
 
 def sft(arguments: Arguments = None, resume: Resume = False, help_all: HelpAll = False) -> None:

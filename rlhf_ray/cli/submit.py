@@ -43,6 +43,7 @@ def submit(
     from rlhf_ray.cli.jobs import follow_job
     from rlhf_ray.cluster.jobs.package import MIB, check_module_names, check_paths, environment_of, list_package
     from rlhf_ray.cluster.jobs.submission_client import connect
+    from rlhf_ray.internals.ray import where_the_token_is
     from rlhf_ray.stages.submission_checks import (
         about_run,
         check_before_submission,
@@ -66,8 +67,9 @@ def submit(
     about = about_run(stage, config, package.directory, [*arguments, *kept])
     job_id = server.submit(
         _entrypoint(stage, path, package, overrides, resume), new_job_id(config),
-        environment_of(package, variables_of(config, _values(env or [])), _lines(requirements)), about)
-    typer.echo(f"submitted {job_id} to {server.url}")
+        environment_of(package, variables_of(config, _values(env or [])), _lines(requirements)), about, typer.echo)
+    hint = f"; its dashboard asks for a token: {where_the_token_is()}" if server.protected else ""
+    typer.echo(f"submitted {job_id} to {server.url}{hint}")
     if follow:
         raise typer.Exit(follow_job(server, job_id, address))
     typer.echo(f"follow it with: rlhf-ray logs {job_id} --follow")

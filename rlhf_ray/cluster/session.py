@@ -36,6 +36,8 @@ from rlhf_ray.internals.ray import (
     own_process_groups,
     start_options,
     temporary_directory,
+    token_hint,
+    write_token,
 )
 
 LEAVE_S = 15.0
@@ -59,6 +61,14 @@ class Session:
     dashboard_url: str | None
     logs: str | None
     """Folder of the workers' logs on the head node, for a local cluster."""
+
+    @property
+    def dashboard_line(self) -> str | None:
+        """The dashboard's address, and how to get in where it asks for a token; None without a dashboard."""
+        if self.dashboard_url is None:
+            return None
+        hint = token_hint()
+        return f"Ray dashboard at {self.dashboard_url}" + (f"; it asks for a token: {hint}" if hint else "")
 
 
 @contextmanager
@@ -165,6 +175,8 @@ def _start_local(config: ClusterConfig, pools: dict[str, PoolConfig], name: str,
     custom: Counter[str] = Counter()
     for pool in pools.values():
         custom.update({kind: amount * pool.bundles for kind, amount in pool.resources.items()})
+    if (token := new_token_file()) is not None:
+        write_token(token)
     until = time.monotonic() + config.start_timeout_s
     while True:
         before = set(psutil.Process().children())

@@ -93,11 +93,13 @@ def _values_move(config: PPOConfig, _: Any) -> bool:
 
 
 def _writes_prompts(_: Any, data: DemonstrationsConfig) -> bool:
-    return any(part.prompt is not None for part in data.parts())
+    """Whether there are prompts with responses, or may be: of a format that nobody sets."""
+    return any(part.prompt is not None or not part.names_format for part in data.parts())
 
 
 def _has_conversations(_: Any, data: DemonstrationsConfig) -> bool:
-    return any(part.messages is not None for part in data.parts())
+    """Whether there are conversations, or may be."""
+    return any(part.messages is not None or not part.names_format for part in data.parts())
 
 
 def _rounds_logits(config: StageConfig, _: Any) -> bool:

@@ -76,6 +76,8 @@ class DataSection(Section):
     """Name of the section in a stage's configuration."""
     PATH: ClassVar[str] = "path"
     """Name of the field `path` in that section."""
+    SPLIT: ClassVar[str] = "train"
+    """Split that is read if `split` is empty."""
     COLUMNS: ClassVar[tuple[str, ...]] = ()
     """Fields that name columns."""
 
@@ -86,8 +88,8 @@ class DataSection(Section):
     """Subset (configuration) of a Hub data set."""
     revision: str | None = None
     """Revision of a Hub data set (branch, tag or commit); the newest if empty."""
-    split: str = "train"
-    """Split of a Hub data set, or of a directory saved by `datasets` that has several."""
+    split: str | None = None
+    """Split of a Hub data set, or of a directory saved by `datasets` that has several; `train` if empty."""
     limit: int | None = Field(None, ge=1)
     """Use only the first rows (of each data set of a mix)."""
 
@@ -126,7 +128,8 @@ class DataSection(Section):
     @property
     def selection(self) -> str:
         """The data set of a section that is not a mix, and which of its rows: "eval.jsonl (split=train, limit=100)"."""
-        chosen = {name: getattr(self, name) for name in ("subset", "revision", "split", "limit")}
+        chosen = {"subset": self.subset, "revision": self.revision, "split": self.split or self.SPLIT,
+                  "limit": self.limit}
         return f"{self.location} ({', '.join(f'{k}={v}' for k, v in chosen.items() if v is not None)})"
 
     def parts(self) -> list[Self]:
@@ -221,6 +224,7 @@ class EvaluationPrompts(PromptsConfig):
 
     SECTION = "evaluation"
     PATH = "prompts"
+    SPLIT = "test"
 
 
 class DemonstrationsSource(MixedSource):
@@ -237,31 +241,51 @@ class DemonstrationsSource(MixedSource):
 
 
 class DemonstrationsConfig(ChatSection):
-    """Texts to imitate: whole texts, or prompts with responses, or conversations."""
+    """Texts to imitate: prompts with responses, conversations, or whole texts. Columns that are not set are found by
+    their usual names: prompt and completion (or response), messages (or conversations), or text, in this order (TRL's);
+    the run saves those that it found."""
 
     COLUMNS = ("text", "prompt", "response", "messages")
 
     mix: list[DemonstrationsSource] = Field(default_factory=list)
     """Several data sets in place of `path`, visited in turns that follow their weights."""
-    text: str = "text"
-    """Column with the whole text, if there is no prompt column."""
+    text: str | None = None
+    """Column with the whole text; if no column is set, `text`, where the columns below are not found."""
     prompt: str | None = None
-    """Column with the prompt (text or chat messages); its tokens carry no loss."""
-    response: str = "response"
-    """Column with the response, if `prompt` is set."""
+    """Column with the prompt (text or chat messages); its tokens carry no loss. If no column is set, `prompt`, where
+    there is one with a response."""
+    response: str | None = None
+    """Column with the response to `prompt`; if empty, `completion` or `response`."""
     messages: str | None = None
-    """Column with whole conversations as chat messages; the assistant's turns carry loss."""
+    """Column with whole conversations as chat messages; the assistant's turns carry loss. If no column is set,
+    `messages` or `conversations`."""
     max_tokens: int = Field(512, ge=2)
     """Longer rows are left out, counted and reported; never cut."""
     held_out: float = Field(0.01, ge=0, lt=1)
     """Share of rows held out to measure the loss: the last ones of each data set."""
 
     @property
+    def named_columns(self) -> dict[str, str]:
+        """The columns that are set, by field."""
+        return {field: column for field in self.COLUMNS if (column := getattr(self, field)) is not None}
+
+    @property
+    def names_format(self) -> bool:
+        """Whether the format is set, not found."""
+        return bool(self.text or self.prompt or self.messages)
+
+    @property
+    def names_all_columns(self) -> bool:
+        """Whether every column that is read is set."""
+        return bool(self.text or self.messages or (self.prompt and self.response))
+
+    @property
     def column_fields(self) -> dict[str, str]:
         """Also names the fields for rows of another form."""
-        other = {} if self.prompt or self.messages else {
+        if self.text is None or self.prompt or self.messages:
+            return super().column_fields
+        return super().column_fields | {
             self.text: "data.text (or data.prompt and data.response, or data.messages)"}
-        return super().column_fields | other
 
     @model_validator(mode="after")
     def _one_format(self) -> Self:

@@ -27,6 +27,7 @@ from rlhf_ray.config.derived import (
     unset_micro_batches,
 )
 from rlhf_ray.config.error_messages import explain, explain_option, origin, suggestion
+from rlhf_ray.config.estimators import GROUP_ESTIMATORS
 from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.given_objects import GivenRows
 from rlhf_ray.config.presets import PRESETS
@@ -245,8 +246,9 @@ def resolve(config: C) -> C:
 
 
 def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
-    """The values of `STARTED_WITH` of the run in `run.dir`; empty without a checkpoint there, where the command and the
-    run have the defaults of `ppo`, and for an estimator, or a preset of one, that is set now and is another one."""
+    """The values of `STARTED_WITH` of the run in `run.dir`; empty without a checkpoint there, and for an estimator, or
+    a preset of one, that is set now and is another one. Where the command and the run have the defaults of `ppo`, only
+    the samples of a group, whose default follows from the estimator."""
     run = values.get("run")
     named = run.get("dir") if isinstance(run, dict) else None
     try:
@@ -269,9 +271,11 @@ def _started_with(cls: type[PPOConfig], values: dict[str, Any]) -> Layer:
     given = algorithm if isinstance(algorithm, dict) else {}
     preset = PRESETS.get(str(given.get("preset")))
     set_now = tag_of(given.get("estimator", {}), preset.estimator if preset else str(estimator))
-    own_defaults = cls is PPOConfig and estimator not in COMMANDS
-    another = set_now is not None and set_now != estimator
-    return Layer({}) if own_defaults or another else Layer(started, saved.origins)
+    if set_now is not None and set_now != estimator:
+        return Layer({})
+    if cls is PPOConfig and estimator not in COMMANDS:
+        started = {"coordinator": started["coordinator"]} if estimator in GROUP_ESTIMATORS else {}
+    return Layer(started, saved.origins)
 
 
 def _still_derived(layers: list[Layer]) -> list[str]:

@@ -168,7 +168,7 @@ NAMES_ELSEWHERE = (
     _row("", "resume_from_checkpoint", "ckpt.load_enable load_checkpoint", "trainer.resume_mode", carried=False,
          note="repeat the command with --resume"),
     _row("", "push_to_hub hub_model_id", carried=False,
-         note="runs upload nothing to the Hub: `rlhf-ray export RUN` gives the model's directory"),
+         note="the model of a run is uploaded afterwards: rlhf-ray export RUN --push-to-hub REPO"),
     _row("", "", common="config config_file", carried=False, note="the file is an argument: rlhf-ray STAGE FILE"),
     # Logging and evaluation
     _row("logging.wandb_project", "report_to", "", "trainer.logger", carried=False,

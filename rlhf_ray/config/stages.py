@@ -20,8 +20,10 @@ from rlhf_ray.config.data import (
     ProcessRowsConfig,
     PromptsConfig,
     StepsConfig,
+    is_file_of_rows,
 )
 from rlhf_ray.config.environments import EnvironmentConfig, EpisodeRunnerConfig
+from rlhf_ray.config.estimators import GROUP_ESTIMATORS
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig, WeightsConfig
 from rlhf_ray.config.learner import PolicyConfig, PPOLearnerConfig, RewardLearnerConfig, SFTLearnerConfig
 from rlhf_ray.config.model import ModelConfig, StartModel
@@ -40,6 +42,7 @@ from rlhf_ray.config.training_loop import (
     LoggingConfig,
     RLOOGroups,
 )
+from rlhf_ray.config.type_union import tag_of
 
 
 def _default_pools() -> dict[str, PoolConfig]:
@@ -350,6 +353,22 @@ class PPOConfig(StageConfig):
 
     @model_validator(mode="before")
     @classmethod
+    def _samples_of_groups(cls, given: Any) -> Any:
+        """Fill in the samples of a prompt that nobody set, for an estimator that compares them: the default of the
+        command that is named after it, or else of `grpo`. Such commands have it themselves. The preset is filled in
+        before: pydantic calls the later of these methods first."""
+        if cls is not PPOConfig or not isinstance(given, dict):
+            return given
+        estimator = tag_of((as_set(given.get("algorithm")) or {}).get("estimator"), "gae")
+        coordinator = as_set(given.get("coordinator", {}))
+        if estimator not in GROUP_ESTIMATORS or coordinator is None:
+            return given
+        groups = RLOOGroups if estimator == "rloo" else GRPOGroups
+        default = groups.model_fields["samples_per_prompt"].default
+        return {**given, "coordinator": {"samples_per_prompt": default, **coordinator}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _from_preset(cls, given: Any) -> Any:
         """Fill in what `algorithm.preset` has for several sections and nobody set."""
         preset = (as_set(given.get("algorithm")) or {}).get("preset") if isinstance(given, dict) else None
@@ -412,6 +431,9 @@ class EvaluateConfig(PPOConfig):
             return given
         names = ("subset", "revision", "split", "column")
         taken: dict[str, Any] = {name: prompts[name] for name in names if name in prompts}
+        paths = [prompts.get("path"), *((as_set(part) or {}).get("path") for part in prompts.get("mix") or ())]
+        if any(path and not is_file_of_rows(str(path)) for path in paths) and not taken.get("split"):
+            taken["split"] = PromptsConfig.SPLIT
         if prompts.get("path") is not None:
             taken["prompts"] = prompts["path"]
         if prompts.get("numbered") is not None:

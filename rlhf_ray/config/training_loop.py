@@ -21,7 +21,8 @@ class CoordinatorConfig(Section):
     prompts_per_step: int = Field(128, ge=1)
     """Prompts of one update."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Responses per prompt."""
+    """Responses per prompt. Unless set, 8 with an estimator that compares them (reinforce_baseline, grpo, dr_grpo,
+    gdpo), and 4 with rloo, as in the commands `grpo` and `rloo`."""
     max_staleness: int = Field(0, ge=0)
     """η: no token older than η versions is trained on. 0 is synchronous PPO; higher values overlap rollouts and
     updates."""
@@ -117,8 +118,10 @@ class EvaluationConfig(Section):
     """Subset (configuration) of a Hub data set."""
     revision: str | None = None
     """Revision of a Hub data set (branch, tag or commit); the newest if empty."""
-    split: str = "train"
-    """Split of a Hub data set; use one that training does not read."""
+    split: str | None = None
+    """Split of `prompts` (or of each data set of `mix`) whose rows are the held-out prompts, where that is a Hub data
+    set, or a directory saved by `datasets` that has several; if empty `test`, as TRL's `dataset_test_split`. Files have
+    no splits, and the rows of `prompts.held_out` are of the training split."""
     column: str = "prompt"
     """Column that holds the prompt."""
     limit: int | None = Field(512, ge=1)

@@ -86,7 +86,9 @@ def checked_messages(value: Any, place: str, column: str) -> Messages:
     for message in value:
         calls = isinstance(message, dict) and message.get(TOOL_CALLS)
         if not isinstance(message, dict) or not {"role", *(() if calls else ("content",))} <= message.keys():
-            raise DataError(f"{place}: column {column!r}: each message must be an object with role and content")
+            sharegpt = isinstance(message, dict) and {"from", "value"} <= message.keys()
+            fix = "; rename ShareGPT's from and value, and its human and gpt to user and assistant" if sharegpt else ""
+            raise DataError(f"{place}: column {column!r}: each message must be an object with role and content{fix}")
         checked_text(message["role"], place, f"{column}.role")
         if not calls or message.get("content") is not None:
             checked_text(message["content"], place, f"{column}.content", may_be_empty=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from rlhf_ray.data.chat import (
     template_options,
 )
 from rlhf_ray.data.encoding import Encoded, Piece, begins_already, encode_pieces
+from rlhf_ray.data.found_columns import USUAL, columns_found, in_words, with_found_columns
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.row_readers import usable_blocks
 from rlhf_ray.data.rows import Rows
@@ -43,7 +45,7 @@ def load_demonstrations(config: DemonstrationsConfig, tokenizer: PreTrainedToken
     conversation, those of the assistant's turns.
 
     Args:
-        config: a section that is not a mix.
+        config: a section that is not a mix. Columns that it does not name are found, see `found_columns`.
         row_errors: collects malformed rows; None raises an error instead.
         model: as in `named_stop_tokens`.
 
@@ -52,9 +54,11 @@ def load_demonstrations(config: DemonstrationsConfig, tokenizer: PreTrainedToken
         ModelError: no end-of-sequence token, or chat messages without a template.
     """
     row_errors = row_errors or RowErrors()
+    config = with_found_columns(config)
     form = DemonstrationFormat(config, tokenizer, model)
     report, blocks, shortest = LoadReport(config.location, already=form.already), [], np.inf
     for rows, values in usable_blocks(config, row_errors, form.read):
+        report.form = report.form or _form(config, rows.records[0])
         sequences = sequences_of(form.encode(values))
         shortest = min(shortest, sequences.lengths.min())
         kept = report.keep(rows, {
@@ -65,8 +69,14 @@ def load_demonstrations(config: DemonstrationsConfig, tokenizer: PreTrainedToken
     return Sequences.concat([sequences_of([]), *blocks]), report
 
 
+def _form(config: DemonstrationsConfig, row: Mapping[str, Any]) -> str:
+    """The format that is read, in words, and the columns of others that are not."""
+    others = sorted(USUAL & row.keys() - set(config.named_columns.values()))
+    return in_words(config.named_columns) + (f", not {' nor '.join(others)}" if others else "")
+
+
 class DemonstrationFormat:
-    """How the columns of one data set are read."""
+    """How the columns of one data set are read; the section names them all."""
 
     def __init__(self, config: DemonstrationsConfig, tokenizer: PreTrainedTokenizerBase,
                  model: ModelConfig | NewModelConfig | None = None) -> None:
@@ -85,17 +95,34 @@ class DemonstrationFormat:
             DataError, ModelError: the row cannot be used.
         """
         config, place = self._config, rows.place(i)
+        self._check_columns(rows, i)
         if config.messages is not None:
             return self._conversation(rows, i, config.messages)
         if config.prompt is None:
-            text = checked_response(rows.value(i, config.text), place, config.text)
+            column = config.text or ""
+            text = checked_response(rows.value(i, column), place, column)
             return [Piece(self._ends.with_one_end(text), loss=True, leading=True)]
+        column = config.response or ""
         prompt = self._prompts.read(rows, i)
-        response = checked_response(rows.value(i, config.response), place, config.response)
-        response = self._ends.body(response, place, config.response)
+        response = checked_response(rows.value(i, column), place, column)
+        response = self._ends.body(response, place, column)
         if prompt.messages is not None:
             response = self._answers.of_text(prompt, response, place)
         return [Piece.of(prompt), Piece(response, loss=True)]
+
+    def _check_columns(self, rows: Rows, i: int) -> None:
+        """Where a column that is set is missing, and others would be found, say so.
+
+        Raises:
+            DataError: a column is missing, and the row has those of a usual format.
+        """
+        row, named = rows.records[i], self._config.named_columns
+        missing = next((column for column in named.values() if column not in row), None)
+        found = None if missing is None or isinstance(self._config, TextsConfig) else columns_found(row)
+        if found is not None:
+            fields = " and ".join(f"data.{field}" for field in named)
+            raise DataError(f"{rows.place(i)}: no column {missing!r}; the row has {sorted(row)}. Leave {fields} out, "
+                            f"and {in_words(found)} are found")
 
     def encode(self, values: list[list[Piece] | Encoded]) -> list[Encoded]:
         """[N] rows of tokens with their ends."""
@@ -154,7 +181,7 @@ class TextsConfig(DemonstrationsConfig):
     @property
     def column_fields(self) -> dict[str, str]:
         """The one column that is read."""
-        return {self.text: "ptx.column"}
+        return dict.fromkeys(self.named_columns.values(), "ptx.column")
 
 
 def load_pretraining_text(config: PtxConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[Sequences, LoadReport]:

@@ -25,6 +25,7 @@ from rlhf_ray.data.answers import turns_with_loss
 from rlhf_ray.data.chat import ASSISTANT, Messages, carries_loss, checked_messages, tools_of
 from rlhf_ray.data.demonstrations import DemonstrationFormat, load_demonstrations, load_pretraining_text
 from rlhf_ray.data.encoding import decode_after
+from rlhf_ray.data.found_columns import columns_found, with_found_columns
 from rlhf_ray.data.load_report import LoadReport, RowErrors
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompts import stream_prompts
@@ -71,21 +72,17 @@ class Inspection:
     """The first rows; a pair is two examples."""
 
 
-def kind_of(columns: set[str]) -> tuple[str, dict[str, str]]:
-    """The kind of data set with these columns, and the configuration fields that name columns without a default.
+def kind_of(columns: set[str]) -> str:
+    """The kind of data set with these columns.
 
     Raises:
         ConfigError: the columns match no kind.
     """
-    marks: list[tuple[set[str], str, dict[str, str]]] = [
-        ({"chosen", "rejected"}, "preferences", {}), ({"steps", "labels"}, "process", {}),
-        ({"messages"}, "demonstrations", {"messages": "messages"}),
-        ({"prompt", "response"}, "demonstrations", {"prompt": "prompt"}),
-        ({"text"}, "demonstrations", {}), ({"prompt"}, "prompts", {}),
-    ]
-    for needed, kind, fields in marks:
-        if needed <= columns:
-            return kind, fields
+    marks = {"preferences": {"chosen", "rejected"} <= columns, "process": {"steps", "labels"} <= columns,
+             "demonstrations": columns_found(columns) is not None, "prompts": "prompt" in columns}
+    for kind, matches in marks.items():
+        if matches:
+            return kind
     raise ConfigError(f"the columns {sorted(columns)} match no kind of data; set --kind={'|'.join(KINDS)}, and the "
                       "columns (--column=..., --text=..., --chosen=...)")
 
@@ -101,6 +98,8 @@ def inspect(config: DataSection, tokenizer: PreTrainedTokenizerBase, rows: int,
     Raises:
         DataError, ModelError: the data set cannot be read.
     """
+    if isinstance(config, DemonstrationsConfig):
+        config = with_found_columns(config)
     inspection = Inspection(LoadReport(config.location), RowErrors(lenient=True))
     lengths = []
     for block in _blocks(config, tokenizer, inspection, steps, model):

@@ -51,6 +51,8 @@ class LoadReport:
     kept: int = 0
     left_out: dict[str, LeftOut] = field(default_factory=dict)
     """By reason, in the order in which reasons were first met. Reasons that left nothing out are absent."""
+    form: str = ""
+    """The format of the rows and its columns, in words, where there are several: "conversations (column messages)"."""
     held_out: int = 0
     """Of those kept, how many are not trained on."""
     digest: RowDigest = field(default_factory=RowDigest, repr=False, compare=False)
@@ -62,7 +64,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         held_out = f", {self.held_out} of them held out" if self.held_out else ""
-        parts = [f"{self.source}: {self.kept} of {self.rows} rows used{held_out}"]
+        form = f", as {self.form}" if self.form else ""
+        parts = [f"{self.source}: {self.kept} of {self.rows} rows used{held_out}{form}"]
         parts += [f"{left_out.count} left out: {reason} ({left_out.named(NAMED_LINES, self.source)})"
                   for reason, left_out in self.left_out.items()]
         return "; ".join([*parts, *self.remarks()])

@@ -13,8 +13,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from glob import escape, glob, has_magic
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlhf_ray.config.data import DataSection, NumberedRows
 from rlhf_ray.data.load_report import RowErrors
 from rlhf_ray.data.rows import Rows, brief
 from rlhf_ray.errors import DataError, first_line
-from rlhf_ray.models.config_json import HUB_TIMEOUT_S
+from rlhf_ray.models.hub import HUB_TIMEOUT_S, why_unreachable
 
 T = TypeVar("T")
 Numbered = Iterator[tuple[int, dict[str, Any] | DataError]]
@@ -33,11 +33,32 @@ BLOCK = 1000
 """Rows that are read, tokenised and written together."""
 
 
-def read_rows(path: str, split: str = "train", limit: int | None = None, subset: str | None = None,
+@dataclass(frozen=True)
+class Split:
+    """Which split is read, where a data set has several."""
+
+    name: str | None = None
+    """As somebody set it."""
+    default: str = DataSection.SPLIT
+    """If nobody did."""
+    field: str = "split"
+    """The field that sets it, for messages."""
+
+    def __str__(self) -> str:
+        return self.name or self.default
+
+    def missing(self, source: str, there: Iterable[str]) -> DataError:
+        """The error that a data set has only other splits."""
+        by_default = "" if self.name else " (the default)"
+        return DataError(f"{source} has no split {str(self)!r}{by_default}; it has {sorted(there)}. Set {self.field} "
+                         "to one of them")
+
+
+def read_rows(path: str, split: str | None = None, limit: int | None = None, subset: str | None = None,
               revision: str | None = None) -> Rows:
     """All rows, or the first `limit`, at once; see `stream_rows`."""
     row_errors = RowErrors()
-    blocks = list(stream_rows(path, row_errors, split, limit, subset, revision))
+    blocks = list(stream_rows(path, row_errors, Split(split), limit, subset, revision))
     row_errors.check()
     return Rows(path, [r for block in blocks for r in block.records], [n for block in blocks for n in block.lines])
 
@@ -47,8 +68,14 @@ def section_rows(config: DataSection, row_errors: RowErrors) -> Iterator[Rows]:
     if config.numbers is not None:
         yield from _numbered_rows(config.location, config.numbers, config.limit)
         return
-    for rows in stream_rows(config.location, row_errors, config.split, config.limit, config.subset, config.revision):
+    split = split_of(config)
+    for rows in stream_rows(config.location, row_errors, split, config.limit, config.subset, config.revision):
         yield replace(rows, fields=config.column_fields)
+
+
+def split_of(config: DataSection) -> Split:
+    """The split that a section reads."""
+    return Split(config.split, config.SPLIT, f"{config.SECTION}.split")
 
 
 def _numbered_rows(source: str, numbers: NumberedRows, limit: int | None) -> Iterator[Rows]:
@@ -70,7 +97,11 @@ def usable_blocks(
             yield rows, values
 
 
-def stream_rows(path: str, row_errors: RowErrors, split: str = "train", limit: int | None = None,
+WHOLE = Split()
+"""Of a data set that has no splits, or `train`."""
+
+
+def stream_rows(path: str, row_errors: RowErrors, split: Split = WHOLE, limit: int | None = None,
                 subset: str | None = None, revision: str | None = None) -> Iterator[Rows]:
     """Blocks of rows, all or the first `limit`. No more than a block is in memory at a time.
 
@@ -144,8 +175,9 @@ def _may_be_on_hub(path: str) -> bool:
     return named and Path(path).suffix.lower() not in READERS
 
 
-def check_data_set_on_hub(name: str, revision: str | None) -> None:
-    """Refuse a data set that is neither on the Hub nor in the local cache. Reading it would try for half a minute.
+def check_data_set_on_hub(name: str, revision: str | None, subset: str | None = None, split: Split = WHOLE) -> None:
+    """Refuse a data set that is neither on the Hub nor in the local cache, whose reading would try for half a minute,
+    and a split that it does not declare.
 
     Raises:
         DataError: with the Hub's answer.
@@ -157,16 +189,42 @@ def check_data_set_on_hub(name: str, revision: str | None) -> None:
     *owner, last = name.split("/")
     if (Path(config.HF_DATASETS_CACHE) / "___".join([*owner, camelcase_to_snakecase(last)])).is_dir():
         return
+    if (reason := why_unreachable()) is not None:
+        raise DataError(f"{name} is neither a local file nor a data set in the local cache, and {reason}")
     try:
-        HfApi().dataset_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+        found = HfApi().dataset_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
     except Exception as error:  # unknown, gated, offline, ...: the library raises its own kinds and its client's
         at = f" at revision {revision!r}" if revision else ""
         raise DataError(f"{name} is neither a local file nor a data set in the local cache, and could not be found on "
                         f"the Hub{at}: {type(error).__name__}: {first_line(error)}. Correct the path, or go online "
                         "(and `hf auth login` for a private one)") from error
+    declared = declared_splits(found.card_data.to_dict() if found.card_data else {}, subset)
+    if declared and re.split(r"[\[+]", str(split))[0] not in declared:
+        raise split.missing(name, declared)
 
 
-def _open(path: str, split: str, subset: str | None, revision: str | None) -> Iterator[tuple[str, Numbered]]:
+def declared_splits(card: Mapping[str, Any], subset: str | None) -> set[str]:
+    """The splits that the card of a data set declares for a subset (None: its default); empty if it declares none, and
+    for a card of another form.
+
+    Args:
+        card: the metadata of README.md, with `configs` and `dataset_info` as on
+            https://huggingface.co/docs/hub/datasets-manual-configuration.
+    """
+    parts = [part for key in ("dataset_info", "configs") for part in _as_list(card.get(key)) if isinstance(part, dict)]
+    subsets = {part.get("config_name", "default") for part in parts}
+    chosen = subset or (subsets.pop() if len(subsets) == 1 else "default")
+    splits = [split for part in parts if part.get("config_name", "default") == chosen
+              for split in _as_list(part.get("splits")) + _as_list(part.get("data_files"))]
+    names = [split.get("name", split.get("split")) for split in splits if isinstance(split, dict)]
+    return {name for name in names if isinstance(name, str)}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _open(path: str, split: Split, subset: str | None, revision: str | None) -> Iterator[tuple[str, Numbered]]:
     """Each file of `path` with its rows."""
     if (files := local_files(path)) is not None:
         yield from ((str(file) if has_magic(path) else path, _open_file(file)) for file in files)
@@ -245,7 +303,7 @@ READERS = {".jsonl": _read_json_lines, ".json": _read_json_lines, ".csv": _read_
 """By suffix."""
 
 
-def _read_saved(directory: Path, split: str) -> Numbered:
+def _read_saved(directory: Path, split: Split) -> Numbered:
     """A directory written by `datasets`: one split, or several by name."""
     from datasets import DatasetDict, load_from_disk
 
@@ -257,21 +315,27 @@ def _read_saved(directory: Path, split: str) -> Numbered:
     except Exception as error:  # a damaged file raises errors of pyarrow or json
         raise DataError(f"{directory}: not a readable data set: {type(error).__name__}: {error}") from error
     if isinstance(saved, DatasetDict):
-        if split not in saved:
-            raise DataError(f"{directory} has no split {split!r}; it has {sorted(saved)}. Choose one of them")
-        saved = saved[split]
-    elif split not in ("train", str(saved.split)):
-        raise DataError(f"{directory} is one data set without splits, and split={split!r} would be all of it; name "
-                        "the directory of that split, and leave split out")
+        if str(split) not in saved:
+            raise split.missing(str(directory), saved)
+        saved = saved[str(split)]
+    elif split.name not in (None, "train", str(saved.split)):
+        raise DataError(f"{directory} is one data set without splits, and {split.field}={split.name!r} would be all of "
+                        f"it; name the directory of that split, and leave {split.field} out")
     return enumerate(saved, start=1)
 
 
-def _read_hub(name: str, split: str, subset: str | None, revision: str | None) -> Numbered:
+UNKNOWN_SPLIT = re.compile(r'Unknown split "[^"]*"\. Should be one of \[(.*)\]')
+"""The message of `datasets`, which has no class of its own for it."""
+
+
+def _read_hub(name: str, split: Split, subset: str | None, revision: str | None) -> Numbered:
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(name, subset, split=split, revision=revision)
+        rows = load_dataset(name, subset, split=str(split), revision=revision)
     except Exception as error:  # datasets raises a dozen kinds: offline, unknown name, unknown split, gated
-        raise DataError(f"{name} is neither a local file nor a Hub data set that could be read (split {split!r}): "
+        if unknown := UNKNOWN_SPLIT.search(str(error)):
+            raise split.missing(name, re.findall(r"'([^']*)'", unknown[1])) from None
+        raise DataError(f"{name} is neither a local file nor a Hub data set that could be read (split {str(split)!r}): "
                         f"{type(error).__name__}: {error}. Correct the path, or go online for the Hub") from error
     yield from enumerate(rows, start=1)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +67,20 @@ SLOW_START = "The current node timed out during startup"
 Source: 2.60.0, _private/node.py (`Node.__init__`).
 Missing: a setting for that time, and a type for the exception.
 Otherwise: on a machine that is busy a local cluster is not started again.
+"""
+NO_AGENT = "No available agent to submit job"
+"""Beginning of the answer of a job server that found no agent on the head within 10 s.
+
+Source: 2.60.0, dashboard/modules/job/job_head.py (`submit_job`).
+Missing: a status code of its own; it is 500, as of every other failure.
+Otherwise: a job that is submitted while its cluster starts is refused.
+"""
+JOB_EXISTS = "already exists"
+"""Part of the answer to a job whose id was submitted before.
+
+Source: 2.60.0, dashboard/modules/job/job_manager.py (`submit_job`).
+Missing: as for `NO_AGENT`.
+Otherwise: a job whose first submission arrived although its answer said otherwise counts as refused.
 """
 PACKAGING_LOGGER = "ray._private.runtime_env.packaging"
 """Logger of the code that packs a job's directory.
@@ -217,6 +233,46 @@ def new_token_file() -> Path | None:
         return None
     path: Path = _get_default_token_path()
     return path
+
+
+def write_token(file: Path) -> None:
+    """Write a new token that only this user can read, unless there is a file already. Where links cannot be made, Ray
+    writes its own.
+
+    Source: 2.60.0, _private/authentication/authentication_token_setup.py (`generate_and_save_token`).
+    Missing: the file that Ray writes has the permissions of the umask, so that usually all users can read it.
+    Otherwise: another user of the machine who can enter the home directory can run code in the cluster.
+    """
+    from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
+
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent) as new:  # which has mode 0600
+            new.write(generate_new_authentication_token())
+            new.flush()
+            os.link(new.name, file)  # never half a token, and never one in place of another's
+
+
+def token_hint() -> str | None:
+    """Where a person finds the token that this process's cluster requires; None if it requires none.
+
+    Source: 2.60.0, `_raylet` (`get_authentication_mode`), and scripts/scripts.py (`get_auth_token`), which prints the
+        token from the first of two variables and a file.
+    Missing: the mode as part of a public interface.
+    Otherwise: nobody is told how to open the dashboard.
+    """
+    from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
+
+    return where_the_token_is() if get_authentication_mode() == AuthenticationMode.TOKEN else None
+
+
+def where_the_token_is() -> str:
+    """The command that prints the token, or the variable that holds it; in Ray's own order."""
+    if os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return "the value of RAY_AUTH_TOKEN"
+    if file := os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return f"`RAY_AUTH_TOKEN_PATH={shlex.quote(file)} ray get-auth-token` prints it"
+    return "`ray get-auth-token` prints it"
 
 
 def job_config(metadata: Mapping[str, str]) -> JobConfig:

@@ -13,8 +13,6 @@ from rlhf_ray.errors import ModelError, first_line
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-HUB_TIMEOUT_S = 10.0
-
 
 def local_configuration(config: ModelConfig) -> dict[str, Any]:
     """config.json of a local model, without transformers' defaults; {} for a model on the Hub.
@@ -50,14 +48,3 @@ def context_of(config: PretrainedConfig) -> int | None:
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
     return longest if longest and longest > 0 else None
-
-
-def file_from_hub(model: ModelConfig, file: str = "config.json") -> dict[str, Any] | None:
-    """A JSON file of a model on the Hub or in its local cache, without any weights; None if it is not available."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        found = hf_hub_download(model.path, file, revision=model.revision, etag_timeout=HUB_TIMEOUT_S)
-        return dict(json.loads(Path(found).read_text(encoding="utf-8")))
-    except Exception:  # no such name, gated, offline, no JSON: callers report it
-        return None

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError, first_line
-from rlhf_ray.models.config_json import HUB_TIMEOUT_S, is_classifier, local_configuration, pretrained_config
+from rlhf_ray.models.config_json import is_classifier, local_configuration, pretrained_config
+from rlhf_ray.models.hub import check_on_hub, check_tokenizer_reachable
 from rlhf_ray.models.model_families import why_padded
 from rlhf_ray.models.scalar_head import classifier_class, new_classifier
 
@@ -62,29 +63,6 @@ def _checkpoints_of(path: Path) -> str | None:
     return "the directory of a run with checkpoints" if any(path.glob("checkpoints/step_*")) else None
 
 
-def check_on_hub(name: str, revision: str | None, field: str) -> None:
-    """Reject a name that is neither in the local cache nor on the Hub.
-
-    Loading by name retries for most of a minute if there is no such model or no network; this check fails sooner.
-
-    Raises:
-        ModelError: names the configuration field, the name and the Hub's message.
-    """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-
-    if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-        return
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=HUB_TIMEOUT_S)
-    except Exception as error:  # unknown, gated, offline, ...: the library raises its own kinds and its client's
-        message = str(error).strip().splitlines() or [""]
-        raise ModelError(
-            f"{field}={name!r} is not a local directory, not in the local cache, and could not be found on the Hub"
-            f"{f' at revision {revision!r}' if revision else ''}: {type(error).__name__}: {message[0]}. Correct the "
-            "path, or go online (and `hf auth login` for a gated model)."
-        ) from error
-
-
 def load_tokenizer(config: ModelConfig | NewModelConfig, require_eos: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of a model: its own, or the one that the configuration names.
 
@@ -95,8 +73,11 @@ def load_tokenizer(config: ModelConfig | NewModelConfig, require_eos: bool = Tru
         ModelError: the tokenizer cannot be loaded, or has no end-of-sequence token.
     """
     source = config.tokenizer or str(getattr(config, "path", ""))
+    trust = _tokenizer_trust(config)
+    if not Path(source).is_dir():
+        check_tokenizer_reachable(source, trust.get("revision"))
     try:
-        tokenizer = _tokenizer_class(Path(source)).from_pretrained(source, **_tokenizer_trust(config))
+        tokenizer = _tokenizer_class(Path(source)).from_pretrained(source, **trust)
     except Exception as error:  # a damaged tokenizer.json raises the library's own kinds, or a plain Exception
         raise ModelError(f"no tokenizer could be loaded from {source!r}: {first_line(error)}") from error
     if require_eos and tokenizer.eos_token_id is None:

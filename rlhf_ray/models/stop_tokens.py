@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
-from rlhf_ray.models.config_json import file_from_hub
+from rlhf_ray.models.hub import file_from_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

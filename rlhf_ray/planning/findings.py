@@ -8,8 +8,9 @@ from rlhf_ray.config.derived import derive, open_episodes, over_context, trainin
 from rlhf_ray.config.generation import BUCKETS_IN_STORE, GenerationConfig
 from rlhf_ray.config.learner import LearnerConfig
 from rlhf_ray.config.settled import is_set
-from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, StageConfig
+from rlhf_ray.config.stages import EvaluateConfig, PPOConfig, PreferencesStageConfig, StageConfig
 from rlhf_ray.planning.device_memory import Load
+from rlhf_ray.planning.hardware import GPUS, H100
 from rlhf_ray.planning.inference_memory import cache_sequences
 from rlhf_ray.planning.memory_breakdown import MIB, Memory, gib
 from rlhf_ray.planning.node_spec import Node
@@ -25,7 +26,7 @@ TIGHT = 0.9
 class Finding:
     """One problem of a plan."""
 
-    level: Literal["refused", "tight", "idle"]
+    level: Literal["refused", "tight", "idle", "assumed"]
     text: str
 
 
@@ -66,6 +67,18 @@ def idle_gpus(config: StageConfig, placement: Placement, nodes: Sequence[Node]) 
            "set pools, and the workers and gpus of roles" if not config.cluster.derived else
            "raise the workers of a role, or leave them out")
     return f"{free - used} of {free} GPUs are idle: {on_cpus}; {fix}"
+
+
+def unknown_gpus(nodes: Sequence[Node]) -> Iterator[Finding]:
+    """What is assumed about GPUs that are not in `hardware.GPUS`."""
+    known = {gpu.name for gpu in GPUS.values()}
+    for name in dict.fromkeys(node.gpu.name for node in nodes if node.gpu and node.gpu.name not in known):
+        yield Finding("assumed", f"{name} is none of the GPUs with known figures ({', '.join(GPUS)}): it is planned "
+                                 f"with its own memory and with the rates of an {H100.name}, so times are a guess")
+    for node in nodes:
+        if node.gpus and node.gpu is None:
+            yield Finding("assumed", f"{node.name} has GPUs of a kind without known figures ({', '.join(GPUS)}), whose "
+                                     "memory is not known either: plan with --nodes for one of about the same size")
 
 
 def _sequences(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory]) -> Iterator[Finding]:
@@ -116,7 +129,9 @@ def _open_episodes(config: StageConfig, roles: Sequence[Role], memory: dict[str,
 
 def _store(config: StageConfig, roles: Sequence[Role], loads: Sequence[Load]) -> Iterator[Finding]:
     """The object store holds three buckets of a publication at a time."""
-    if not isinstance(config, PPOConfig) or config.weights.transport != "object_store":
+    if not isinstance(config, PPOConfig) or isinstance(config, EvaluateConfig):
+        return
+    if config.weights.transport != "object_store":
         return
     shape = roles[0].models[0]
     bucket = bucket_bytes(config, shape)

@@ -51,6 +51,11 @@ H100 = Hardware(
 )
 """NVIDIA's data sheet (989 TFLOP/s without sparsity, 80 GB, 3.35 TB/s, NVLink 900 GB/s in both directions), in nodes
 with a 400 Gb/s card a GPU as NVIDIA's DGX H100 has; PCIe 5 x16 gives 64 GB/s, of which about 50 are seen."""
+H100_PCIE = replace(H100, name="H100 PCIe", flops=756e12, memory_bandwidth=2e12, link_bandwidth=50e9)
+"""NVIDIA's data sheet (756 TFLOP/s without sparsity, 80 GB, 2 TB/s); PCIe 5 x16 is also the link, since bridges of
+NVLink join two cards only."""
+H100_NVL = replace(H100_PCIE, name="H100 NVL", flops=835e12, memory_bytes=94e9, memory_bandwidth=3.9e12)
+"""NVIDIA's data sheet (835 TFLOP/s without sparsity, 94 GB, 3.9 TB/s); the rest as the H100 PCIe."""
 H200 = Hardware(
     name="H200 SXM", flops=989e12, memory_bytes=141e9, memory_bandwidth=4.8e12, gpus_per_node=8,
     link_bandwidth=450e9, network_bandwidth=400e9, host_bandwidth=50e9, cards=8,
@@ -72,7 +77,12 @@ B200 = Hardware(
     name="B200 SXM", flops=2250e12, memory_bytes=180e9, memory_bandwidth=8e12, gpus_per_node=8,
     link_bandwidth=900e9, network_bandwidth=400e9, host_bandwidth=50e9, cards=8,
 )
-"""NVIDIA's data sheet of the DGX B200 (1,440 GB and 64 TB/s for eight, NVLink 1.8 TB/s in both directions)."""
+"""NVIDIA's data sheets of the DGX B200 (1,440 GB and 64 TB/s for eight, NVLink 1.8 TB/s in both directions) and of the
+HGX B200 (36 PFLOP/s in bfloat16 for eight with sparsity, half of that without)."""
+B300 = replace(B200, name="B300 SXM", memory_bytes=270e9, network_bandwidth=800e9)
+"""NVIDIA's figures of the HGX B300: 36 PFLOP/s in bfloat16 for eight with sparsity, as the B200; 8 TB/s each; NVLink as
+the B200; an 800 Gb/s card a GPU. Memory as in the system's name in NVIDIA's MLPerf results (B300-SXM-270GB); some
+documents say 288 GB, the bytes of which the driver reports 275,040 MiB."""
 L40S = Hardware(
     name="L40S", flops=362e12, memory_bytes=48e9, memory_bandwidth=864e9, gpus_per_node=4,
     link_bandwidth=25e9, network_bandwidth=25e9, host_bandwidth=25e9,
@@ -83,8 +93,15 @@ L4 = replace(L40S, name="L4", flops=121e12, memory_bytes=24e9, memory_bandwidth=
 """NVIDIA's data sheet (121 TFLOP/s without sparsity, 24 GB, 300 GB/s)."""
 RTX4090 = replace(L40S, name="GeForce RTX 4090", flops=165e12, memory_bytes=24e9, memory_bandwidth=1008e9)
 """NVIDIA's Ada architecture paper, appendix A (165 TFLOP/s in bfloat16 with float32 sums, 24 GB, 1,008 GB/s)."""
-GPUS = {"h100": H100, "h200": H200, "a100": A100, "a100-40gb": A100_40, "a800": A800, "h20": H20, "b200": B200,
-        "l40s": L40S, "l4": L4, "rtx4090": RTX4090}
+RTX5090 = replace(RTX4090, name="GeForce RTX 5090", flops=209.5e12, memory_bytes=32e9, memory_bandwidth=1792e9,
+                  link_bandwidth=50e9, host_bandwidth=50e9)
+"""NVIDIA's RTX Blackwell architecture paper, appendix A (209.5 TFLOP/s in bfloat16 with float32 sums, 32 GB, 1,792
+GB/s); PCIe 5 x16, which is also the link."""
+GPUS = {
+    "h100": H100, "h100-pcie": H100_PCIE, "h100-nvl": H100_NVL, "h200": H200, "h20": H20, "a100": A100,
+    "a100-40gb": A100_40, "a800": A800, "b200": B200, "b300": B300, "l40s": L40S, "l4": L4, "rtx4090": RTX4090,
+    "rtx5090": RTX5090,
+}
 """By the name that a person types."""
 CORE = Hardware(
     name="CPU core", flops=100e9, memory_bytes=inf, memory_bandwidth=10e9, gpus_per_node=1,
@@ -97,11 +114,14 @@ finds on two cores of an AMD EPYC (docs/benchmarks.md). Other processors differ 
 
 
 def gpu_of(name: str) -> Hardware | None:
-    """The accelerator whose type `name` contains, such as "H100" or "NVIDIA-A100-SXM4-40GB"; None for others.
+    """The accelerator whose type `name` contains, such as "H100", "NVIDIA-A100-SXM4-40GB" or "NVIDIA B300 SXM6 AC".
+    None for others, among them the smaller chips that laptops have under a desktop card's name.
 
     Ray's label `ray.io/accelerator-type` and `nvidia-smi` spell types differently.
     """
     letters = name.lower().replace("_", "-").replace(" ", "-")
+    if "laptop" in letters:
+        return None
     if "a100" in letters and "40g" in letters:
         return A100_40
     plain = letters.replace("-", "")

@@ -13,8 +13,9 @@ from rlhf_ray.config.model import ModelConfig, NewModelConfig
 from rlhf_ray.errors import ModelError
 from rlhf_ray.planning.model_shape import ModelShape
 
-Fetch = Callable[[ModelConfig], Mapping[str, Any] | None]
-"""Fetches the config.json of a model that is not on this machine; None if it cannot."""
+Fetch = Callable[[ModelConfig], Mapping[str, Any]]
+"""Fetches the config.json of a model that is no local directory; raises ModelError, whose message is the end of a
+sentence, if it cannot."""
 UNGATED = frozenset({"gpt2", "gpt_neox", "opt", "phi", "bert", "roberta", "distilbert", "electra"})
 """Architectures (`model_type`) whose feed-forward layer has two matrices; encoders among them may be rewards."""
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -46,16 +47,28 @@ def shape_of(model: ModelConfig | NewModelConfig, field: str, fetch: Fetch | Non
     if file.is_file():
         return read_shape(_read(file, field), f"{field}.path={model.path!r}").in_bytes(BYTES[model.dtype])
     shape = known_shape(model.path)
-    if shape is None and fetch is not None and (values := fetch(model)) is not None:
-        shape = read_shape(values, f"{field}.path={model.path!r}")
     if shape is None:
-        raise ModelError(
-            f"{field}.path={model.path!r}: the shape of this model is not known. There is no such directory with a "
-            f"config.json (relative paths start at {Path.cwd()}), it is not among the "
-            f"{sum(len(k.names) for k in KNOWN)} names that are known without a network, and the Hub did not provide "
-            "it. Correct the path, or name a model of the same shape: "
-            f"--shape {model.path}=Qwen/Qwen2.5-0.5B")
+        shape = read_shape(_fetched(model, field, fetch), f"{field}.path={model.path!r}")
     return shape.in_bytes(BYTES[model.dtype])
+
+
+def _fetched(model: ModelConfig, field: str, fetch: Fetch | None) -> Mapping[str, Any]:
+    """config.json of a model that is neither a local directory nor in the table.
+
+    Raises:
+        ModelError: it could not be fetched.
+    """
+    reason = "the Hub was not asked. Correct the path"
+    if fetch is not None:
+        try:
+            return fetch(model)
+        except ModelError as error:
+            reason = str(error)
+    raise ModelError(
+        f"{field}.path={model.path!r}: the shape of this model is not known. There is no such directory with a "
+        f"config.json (relative paths start at {Path.cwd()}), it is not among the "
+        f"{sum(len(k.names) for k in KNOWN)} names that are known without a network, and {reason}. "
+        f"`rlhf-ray plan` also takes a model of the same shape: --shape {model.path}=Qwen/Qwen2.5-0.5B")
 
 
 def read_shape(values: Mapping[str, Any], what: str) -> ModelShape:

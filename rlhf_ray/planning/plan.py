@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from rlhf_ray.config.combination_checks import experience_bytes_per_token
 from rlhf_ray.config.derived import training_sample
 from rlhf_ray.config.learner import LearnerConfig
-from rlhf_ray.config.stages import PPOConfig, StageConfig
+from rlhf_ray.config.stages import EvaluateConfig, PPOConfig, StageConfig
 from rlhf_ray.planning.batch_layout import batch_layout_of, counted
 from rlhf_ray.planning.config_suggestions import suggest_change
 from rlhf_ray.planning.device_memory import Load, loads_of, worker_memories
-from rlhf_ray.planning.findings import Finding, find_problems, idle_gpus
+from rlhf_ray.planning.findings import Finding, find_problems, idle_gpus, unknown_gpus
 from rlhf_ray.planning.learner_memory import MOMENTS, trained
 from rlhf_ray.planning.memory_breakdown import Memory, gib
 from rlhf_ray.planning.node_spec import Node
@@ -72,10 +72,11 @@ def make_plan(config: StageConfig, nodes: Sequence[Node], shapes: Shapes, free_d
     findings += find_problems(config, roles, memory, loads, sum(disk.values()), free_disk)
     if idle := idle_gpus(config, placement, nodes):
         findings.append(Finding("idle", idle))
+    findings += unknown_gpus(nodes)
     findings.sort(key=lambda finding: finding.level != "refused")
     placed = not placement.shortages
     layout = batch_layout_of(config)
-    if isinstance(config, PPOConfig):
+    if isinstance(config, PPOConfig) and not isinstance(config, EvaluateConfig):
         layout["weights"] = publication_in_words(config, shapes(config.model, "model"))
     return Plan(config, tuple(nodes), tuple(roles), memory, placement, tuple(loads), layout, disk,
                 estimate_step_time(config, roles, placement, nodes, work) if placed else None, tuple(findings))

@@ -9,8 +9,9 @@ from decimal import Decimal
 from typing import Any
 
 from rlhf_ray.config.rewards import ExactMatchReward, NumberReward
+from rlhf_ray.rewards.judges import Verdict, answer_text
 from rlhf_ray.rewards.number_reading import exact_context, number_in, only_number
-from rlhf_ray.rewards.rules import RuleSource, Verdict, after_marker, answer_text
+from rlhf_ray.rewards.rules import RuleSource, after_marker
 
 
 def number_source(name: str, config: NumberReward) -> RuleSource:

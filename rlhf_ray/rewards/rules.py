@@ -1,14 +1,12 @@
 """Rule-based rewards: a rule gives a verdict on a response and a row's answer; verdicts become scores.
 
-Rules only read text: a response is never run as code. Rules that may not end on some texts (regular expressions,
-schemas that contain one) run in a process that can be killed.
+Rules only read text: a response is never run as code. Rules that may not end on some texts (regular expressions, JSON
+schemas) run in a process that can be killed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -16,20 +14,13 @@ import numpy as np
 from rlhf_ray.config.rewards import VerifiableReward
 from rlhf_ray.errors import SampleError
 from rlhf_ray.rewards.function_source import KillableFunction
+from rlhf_ray.rewards.judges import Verdict
 from rlhf_ray.rewards.protocol import RewardAnswer, RewardRequest, RewardSource, sample_names, shown_sample
-
-
-class Verdict(IntEnum):
-    """The result of a rule for one response."""
-
-    RIGHT = 1
-    WRONG = 0
-    UNREADABLE = -1
-    """Wrong, because the response lacks what the rule needs: no number, no JSON, no marker."""
-
 
 Rule = Callable[[str, Any], Verdict]
 """(response, answer) -> verdict."""
+Judge = Callable[[dict[str, Any], Sequence[str], Sequence[Any]], list[Verdict]]
+"""(settings, responses, answers) -> verdicts."""
 
 
 class RuleSource(RewardSource):
@@ -56,19 +47,21 @@ class RuleSource(RewardSource):
 
 
 class GuardedRuleSource:
-    """A rule in a process of its own, named as `module:function`; it gets `settings`, `responses` and `answers`."""
+    """A rule in a process of its own: a function of a module that is quick to import."""
 
-    def __init__(self, name: str, config: VerifiableReward, function: str, settings: dict[str, Any],
+    def __init__(self, name: str, config: VerifiableReward, judge: Judge, settings: dict[str, Any],
                  column: str | None, timeout_s: float, usable: Callable[[Any], bool],
                  read: Callable[[RewardRequest], str] = RewardRequest.text) -> None:
         """
         Args:
+            settings: given to `judge`; `what` is the rule in words, for messages.
             read: the text of a request that the rule judges.
         """
         self._name, self._config, self._settings, self._column = name, config, settings, column
         self._read = read
         self.usable = usable
-        self._process = KillableFunction(f"rewards.{name} ({settings['what']})", function,
+        self._process = KillableFunction(f"rewards.{name} ({settings['what']})",
+                                         f"{judge.__module__}:{judge.__name__}",
                                          ("settings", "responses", "answers"), timeout_s)
 
     async def start(self) -> None:
@@ -118,14 +111,6 @@ def answers_of(requests: Sequence[RewardRequest], column: str | None, name: str,
                               f"{sample_names([request.key])} cannot be compared with a response; correct the row or "
                               "remove it")
     return [request.metadata[column] for request in requests]
-
-
-def answer_text(answer: Any) -> str | None:
-    """An answer as text: "5" for the number 5.0, as parquet and JSON may give a whole number. None for what has no one
-    text: a list, an object, bytes, null, a number that is not finite."""
-    if isinstance(answer, list | dict | bytes | None) or (isinstance(answer, float) and not math.isfinite(answer)):
-        return None
-    return str(int(answer) if isinstance(answer, float) and answer.is_integer() else answer)
 
 
 def after_marker(text: str, marker: str | None) -> str | None:

@@ -7,13 +7,14 @@ checkpoint's format does not depend on ranks or ZeRO stages.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
 from pydantic import ValidationError
 
-from rlhf_ray.checkpoint.model_card import card_of, card_of_average
+from rlhf_ray.checkpoint.model_card import ModelCardInfo, card_of, card_of_average
 from rlhf_ray.checkpoint.store import Checkpoint, CheckpointStore
 from rlhf_ray.config.derived import derive
 from rlhf_ray.config.learner import LearnerConfig
@@ -48,7 +49,7 @@ class Exported(NamedTuple):
 
 
 def export_checkpoint(path: Path, step: int | Literal["best"] | None = None, output: Path | None = None,
-                      say: Callable[[str], None] = print) -> Exported:
+                      say: Callable[[str], None] = print, repository: str | None = None) -> Exported:
     """Write the model of a checkpoint.
 
     Args:
@@ -56,6 +57,7 @@ def export_checkpoint(path: Path, step: int | Literal["best"] | None = None, out
         step: of the checkpoint; "best" is the one that `checkpoint.best_metric` chose, None the newest intact one.
         output: a new directory for the model; by default `export/step_N` in the run's directory.
         say: receives a line about the checkpoint before its model is loaded, and warnings.
+        repository: of the Hub, to which the model is going to be uploaded: its card says how to load it from there.
 
     Raises:
         ConfigError: the step, the output or the run's configuration cannot be used.
@@ -74,7 +76,8 @@ def export_checkpoint(path: Path, step: int | Literal["best"] | None = None, out
     if isinstance(config.model, ModelConfig):
         check_model_directory(config.model, "model")
     try:
-        files = _write(config, checkpoint, learner_directory, place, _last_evaluation(run, checkpoint.step))
+        card = replace(card_of(config, checkpoint.step, _last_evaluation(run, checkpoint.step)), repository=repository)
+        files = _write(config, card, learner_directory, place)
     except OSError as error:
         if not checkpoint.path.exists():
             raise CheckpointError(f"{checkpoint.path} was removed meanwhile: the run goes on, and keeps its newest "
@@ -84,16 +87,14 @@ def export_checkpoint(path: Path, step: int | Literal["best"] | None = None, out
     return Exported(checkpoint.step, config.run.steps, files)
 
 
-def _write(config: TrainedConfig, checkpoint: Checkpoint, learner_directory: Path, place: Path,
-           metrics: Mapping[str, float]) -> dict[str, Path]:
-    card = card_of(config, checkpoint.step, metrics)
+def _write(config: TrainedConfig, card: ModelCardInfo, learner_directory: Path, place: Path) -> dict[str, Path]:
     learner = _learner(config)
     saved = learner.open_saved(learner_directory)
     files = {"model": place}
     learner.export(str(place), card)
     if learner.adapters:
         files["adapter"] = place / "adapter"
-        learner.export_adapter(str(files["adapter"]), card)
+        learner.export_adapter(str(files["adapter"]), replace(card, subfolder="adapter"))
     if isinstance(learner, ActorCriticLearner):
         files["value_head"] = place / "value_head" / "value_head.safetensors"  # apart: loaders read *.safetensors
         files["value_head"].parent.mkdir(exist_ok=True)
@@ -101,7 +102,8 @@ def _write(config: TrainedConfig, checkpoint: Checkpoint, learner_directory: Pat
     if isinstance(config, PPOConfig) and config.policy.ema_decay is not None:
         files["model_ema"] = place / "model_ema"
         average = saved.average()
-        learner.whole_model.export(str(files["model_ema"]), card_of_average(card, config.policy.ema_decay), None,
+        averaged = replace(card_of_average(card, config.policy.ema_decay), subfolder="model_ema")
+        learner.whole_model.export(str(files["model_ema"]), averaged, None,
                                    lambda names, wanted: saved.gather_average(average, names, wanted))
     return files
 

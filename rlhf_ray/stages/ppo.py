@@ -101,8 +101,8 @@ async def _run(
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(
             StageProgress(config.algorithm.method, config.run.steps, start.step if start else 0))
-        if session.dashboard_url:
-            progress.note(f"Ray dashboard at {session.dashboard_url}")
+        if session.dashboard_line:
+            progress.note(session.dashboard_line)
         stop = StopRequest(progress.warn, files.hurry)
         stack.enter_context(stop.listening())
         runtime = await stack.enter_async_context(open_runtime(config, progress.note))

@@ -26,10 +26,11 @@ from rlhf_ray.config.settled import is_set, value_at, with_derived
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.coordinator.recovery import Geometry, check_geometry
 from rlhf_ray.data.inspection import inspect
-from rlhf_ray.data.row_readers import check_data_set_on_hub, has_local_rows, local_files
+from rlhf_ray.data.row_readers import WHOLE, Split, check_data_set_on_hub, has_local_rows, local_files, split_of
 from rlhf_ray.data.tokenizer import check_vocabulary, tokenizer_digest
 from rlhf_ray.errors import CheckpointError, ConfigError, DataError, ModelError
-from rlhf_ray.models.config_json import context_of, file_from_hub, local_configuration, pretrained_config
+from rlhf_ray.models.config_json import context_of, local_configuration, pretrained_config
+from rlhf_ray.models.hub import config_from_hub
 from rlhf_ray.models.loading import check_model_directory, load_tokenizer
 from rlhf_ray.models.lora_targets import check_targets
 from rlhf_ray.models.stop_tokens import named_stop_tokens
@@ -62,7 +63,7 @@ def check_data(config: DataSection) -> None:
     for field, part in config.named_parts():
         if part.numbers is not None:
             continue
-        check_data_file(part.location, field, part.revision)
+        check_data_file(part.location, field, part.revision, part.subset, split_of(part))
         for key in ("subset", "revision"):
             if (value := getattr(part, key)) is not None and Path(part.location).is_dir():
                 raise DataError(f"{config.SECTION}.{key}={value!r} has no effect: {part.location} is a directory, not "
@@ -92,8 +93,10 @@ def check_first_rows(
                 found.report.require_rows()
 
 
-def check_data_file(path: str, field: str, revision: str | None = None) -> None:
-    """Refuse a data file that is missing, empty or of an unknown format, and a name that is not on the Hub.
+def check_data_file(path: str, field: str, revision: str | None = None, subset: str | None = None,
+                    split: Split = WHOLE) -> None:
+    """Refuse a data file that is missing, empty or of an unknown format, and a name that is not on the Hub, or has no
+    such split there.
 
     Raises:
         DataError: naming the field and the path.
@@ -101,7 +104,7 @@ def check_data_file(path: str, field: str, revision: str | None = None) -> None:
     try:
         files = local_files(path)
         if files is None and not Path(path).is_dir():
-            check_data_set_on_hub(path, revision)
+            check_data_set_on_hub(path, revision, subset, split)
     except DataError as error:
         raise DataError(f"{field}={error}") from None  # it begins with the path
     for file in files or ():
@@ -284,7 +287,7 @@ def with_gpu_settings(config: C, resume: bool) -> C:
             say(f"the machines have no GPUs now, so the run's settings for them are left out: {', '.join(names)}")
         return checked(config) if former or "pools" in names else config
     try:
-        config = derive_gpu_settings(config, nodes, partial(shape_of, fetch=file_from_hub))
+        config = derive_gpu_settings(config, nodes, partial(shape_of, fetch=config_from_hub))
     except ModelError as error:
         say(f"no settings for {machines.gpus} x {machines.device.name} can be derived: {error}; set pools, and the "
             "workers and gpus of roles, or the run stays on CPUs")
@@ -310,7 +313,7 @@ def _with_kept_or_derived_micro_batches(config: C, former: Mapping[str, Any] | N
     found = config
     if machines is not None:
         try:
-            found = derive_gpu_settings(config, nodes, partial(shape_of, fetch=file_from_hub))
+            found = derive_gpu_settings(config, nodes, partial(shape_of, fetch=config_from_hub))
             why = f"the largest that fit {machines.gpus} x {machines.device.name}" if found is not config else ""
         except ModelError as error:
             why = str(error)
@@ -323,7 +326,7 @@ def _with_kept_or_derived_micro_batches(config: C, former: Mapping[str, Any] | N
 def _former_settings(config: StageConfig) -> dict[str, Any] | None:
     """The derived values in config.yaml of the run that is resumed, of fields that this configuration has too; None
     without such a run."""
-    text = _former_config(config)
+    text = former_config(config)
     if text is None:
         return None
     try:
@@ -342,7 +345,7 @@ def _former_settings(config: StageConfig) -> dict[str, Any] | None:
     return found
 
 
-def _former_config(config: StageConfig) -> str | None:
+def former_config(config: StageConfig) -> str | None:
     """The text of config.yaml of the run that is resumed; None without such a run. Another machine may have made it,
     and uploaded it."""
     file = RunDirectory(config.run.dir).config
@@ -372,7 +375,7 @@ def _machines(config: StageConfig) -> list[Node]:
 def _can_give(config: StageConfig, nodes: Sequence[Node]) -> bool:
     """Whether nodes can give the settings that were derived for others."""
     try:
-        return fits(checked(config), [_with_margin(node) for node in nodes], partial(shape_of, fetch=file_from_hub))
+        return fits(checked(config), [_with_margin(node) for node in nodes], partial(shape_of, fetch=config_from_hub))
     except ConfigError:
         return False
     except ModelError:

@@ -21,7 +21,7 @@ from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.load import module_of
 from rlhf_ray.config.stages import StageConfig
 from rlhf_ray.errors import ConfigError, ModelError, first_line
-from rlhf_ray.models.config_json import file_from_hub
+from rlhf_ray.models.hub import config_from_hub
 from rlhf_ray.planning.gpu_settings import derive_gpu_settings, machine_fields, machines_of
 from rlhf_ray.planning.model_lookup import shape_of
 from rlhf_ray.planning.node_spec import Node
@@ -64,7 +64,7 @@ def check_plan(config: StageConfig, nodes: Sequence[Node], where: str) -> list[s
     if unknown and any(pool.gpus for pool in config.pools.values()):
         return [f"no plan was made for the cluster: {unknown[0]} has GPUs of an unknown kind"]
     try:
-        config = derive_gpu_settings(config, nodes, partial(shape_of, fetch=file_from_hub))
+        config = derive_gpu_settings(config, nodes, partial(shape_of, fetch=config_from_hub))
         require_fit(config, nodes)
     except ModelError as error:
         return [f"no plan was made for the cluster: {first_line(error)}"]

@@ -107,8 +107,8 @@ async def _run(
     store = checkpoint_store(config, directory, config.checkpoint.keep)
     start = await files.checkpoints.run(newest_checkpoint, store, resume, directory)
     with StageProgress(stage.title, config.run.steps, start.step if start else 0) as progress:
-        if session.dashboard_url:
-            progress.note(f"Ray dashboard at {session.dashboard_url}")
+        if session.dashboard_line:
+            progress.note(session.dashboard_line)
         stop = StopRequest(progress.warn, files.hurry)
         log = FaultLog(directory.faults, progress.warn, progress.note, directory.term, files.records)
         try:

@@ -46,7 +46,9 @@ OVERRIDES = [
     "--generator.sampling.min_tokens=300", "--generator.sampling.stop=['']",
     "--reference.shards=2 --reference.workers=3", "--reward.shards=2 --reward.workers=2 --reward.gpus=0.5",
     "--reference.revision=v1", "--critic.init=reward --critic.path=other",
-    "--algorithm.estimator=grpo", "--algorithm.kl.kind=adaptive --algorithm.kl.coef=0", "--evaluation.every=5",
+    "--algorithm.estimator=grpo --coordinator.samples_per_prompt=1",
+    "--algorithm.kl.kind=adaptive --algorithm.kl.coef=0",
+    "--evaluation.every=5",
     "--algorithm.estimator=reinforce --critic.cpus=0.2 --critic.zero_stage=0",
     "--algorithm.clip_lo=0.1", "--algorithm.importance=none", "--algorithm.estimator.lamda=0.9",
     "--algorithm.loss=cispo --algorithm.importance.tokens=mask",
@@ -97,9 +99,9 @@ def file(tmp_path, text):
 def rows(tmp_path, text):
     if text is not None:
         (tmp_path / "rows.jsonl").write_text(text)
-    section, row_errors = DemonstrationsConfig(path=str(tmp_path / "rows.jsonl")), RowErrors()
+    section, row_errors = DemonstrationsConfig(path=str(tmp_path / "rows.jsonl"), text="text"), RowErrors()
     for block in section_rows(section, row_errors):
-        row_errors.values(block, lambda rows, i: rows.text(i, section.text))
+        row_errors.values(block, lambda rows, i: rows.text(i, "text"))
     row_errors.check()
 
 

@@ -6,7 +6,8 @@ request without one, only to that server, and to other machines only by https.
 
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +23,24 @@ from rlhf_ray.cluster.jobs.job import Job
 from rlhf_ray.cluster.nodes import as_node, head_first
 from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.errors import ClusterError, first_line
-from rlhf_ray.internals.ray import PACKAGING_LOGGER, direct_job_client, get_from_job_server, version_of_server
+from rlhf_ray.internals.ray import (
+    JOB_EXISTS,
+    NO_AGENT,
+    PACKAGING_LOGGER,
+    direct_job_client,
+    get_from_job_server,
+    version_of_server,
+)
 from rlhf_ray.observability.progress import has_finished
 from rlhf_ray.planning.node_spec import Node
 
 DEFAULT_URL = "http://127.0.0.1:8265"
 """Ray's default address, on the head node."""
 TIMEOUT_S = 20.0
+AGENT_S = 60.0
+"""Time for the agent of a cluster that has just started. The server itself waits 10 s for it before each answer."""
+AGENT_PAUSE_S = 1.0
+"""Between two submissions, in case the server answers without waiting."""
 OVERRIDING_VARIABLES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
 """Variables that Ray's client prefers over the address in its arguments."""
 REFUSED = (401, 403)
@@ -39,14 +51,43 @@ VERBOSE_LOGGERS = ("ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules
 class JobServer:
     """The requests that this project makes; Ray's errors are raised as `ClusterError`."""
 
-    def __init__(self, client: JobSubmissionClient, url: str) -> None:
-        self._client, self.url = client, url
+    def __init__(self, client: JobSubmissionClient, url: str, protected: bool = False) -> None:
+        """
+        Args:
+            protected: the server required a token.
+        """
+        self._client, self.url, self.protected = client, url, protected
 
-    def submit(self, entrypoint: str, job_id: str, environment: dict[str, Any], about: Mapping[str, str]) -> str:
-        """Pack the files that `environment` names, send them, and start the job; returns its id."""
-        with ray_errors_as_ours(self.url):
-            return str(self._client.submit_job(entrypoint=entrypoint, submission_id=job_id, runtime_env=environment,
-                                               metadata=dict(about)))
+    def submit(self, entrypoint: str, job_id: str, environment: dict[str, Any], about: Mapping[str, str],
+               say: Callable[[str], None]) -> str:
+        """Pack the files that `environment` names, send them, and start the job; returns its id. Tries for `AGENT_S`
+        where the head has no agent, which starts jobs and is ready some seconds after the job server.
+
+        Args:
+            say: is given a line when it tries again.
+
+        Raises:
+            ClusterError: the job was refused, or there was no agent in time.
+        """
+        until = time.monotonic() + AGENT_S
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                with ray_errors_as_ours(self.url):
+                    return str(self._client.submit_job(entrypoint=entrypoint, submission_id=job_id,
+                                                       runtime_env=environment, metadata=dict(about)))
+            except ClusterError as error:
+                if tries > 1 and JOB_EXISTS in str(error):  # an earlier try arrived after all
+                    return job_id
+                if NO_AGENT not in str(error):
+                    raise
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise ClusterError(_without_agent(self.url, tries)) from error
+            if tries == 1:
+                say(f"the head of {self.url} has no agent yet that starts jobs; trying again for {left:.0f} s")
+            time.sleep(min(AGENT_PAUSE_S, left))
 
     def run_on(self, node: str, entrypoint: str, environment: Mapping[str, Any]) -> str:
         """Run a command on one node of the cluster; returns the id of its job."""
@@ -148,7 +189,14 @@ def connect(address: str | None, allow_open: bool = False, allow_plain_http: boo
     with _own_address(), ray_errors_as_ours(url):
         client = direct_job_client(url, headers)
         _check_version(url, client)
-    return JobServer(client, url)
+    return JobServer(client, url, protected=bool(headers))
+
+
+def _without_agent(url: str, tries: int) -> str:
+    return (f"the job server at {url} found no agent on its node in {tries} tries over {AGENT_S:g} s, so it cannot "
+            "start a job. Usually another Ray on that machine has the agent's port (52365 unless set): start one of "
+            "the two with `ray start --head --dashboard-agent-listen-port=0`, which takes a free one, or end one. "
+            "Else logs/dashboard_agent.log in the head's /tmp/ray/session_latest says why it did not start")
 
 
 def url_of(address: str) -> str:

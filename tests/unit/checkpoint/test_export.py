@@ -1,7 +1,9 @@
 """Exported models load in transformers and compute what the trained ones did."""
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +39,8 @@ def card(stage="ppo", **kwargs):
     ("GRPO", "grpo"), ("PPO from human feedback", "ppo"), ("REINFORCE++-baseline", "reinforce++-baseline")])
 def test_the_card_names_what_the_run_did(method, tag):
     made = model_card(card(method=method), "mine")
-    assert f"Trained by {method} with `rlhf_ray`, 12 updates" in made.text and tag in made.data.tags
+    assert f"Trained by {method} with `rlhf_ray` {version('rlhf-ray')}, 12 updates" in made.text
+    assert tag in made.data.tags
 
 
 @pytest.fixture(params=["tied", "untied", "reward"])
@@ -395,3 +398,12 @@ def test_the_card_of_a_model_that_answers_conversations_asks_it_in_one(tmp_path)
     found = {}
     exec(code.replace("path/to/this/directory", str(directory)), found)
     assert isinstance(found["text"], str) and len(found["tokens"]) > 0
+
+
+def test_the_card_of_a_model_for_the_hub_loads_it_from_there():
+    there = card(stage="sft", repository="me/mine")
+    assert 'from_pretrained("me/mine")' in model_card(there, "step_4").text
+    assert "\n# me/mine\n" in model_card(there, "step_4").text
+    adapters = model_card(replace(there, subfolder="adapter"), "adapter", adapters=True).text
+    assert 'PeftModel.from_pretrained(base, "me/mine", subfolder="adapter")' in adapters
+    assert 'from_pretrained("path/to/this/directory")' in model_card(card(stage="sft", subfolder="x"), "x").text

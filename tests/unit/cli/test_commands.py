@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -249,13 +250,45 @@ def test_an_error_in_a_pipe_is_plain_text():
     assert answer.stdout == ""
 
 
-def test_help_imports_no_library_that_takes_its_time():
-    code = ("import atexit, sys; from rlhf_ray.cli.main import main; sys.argv = ['rlhf-ray', '--help'];"
+@pytest.mark.parametrize(("typed", "shown", "light"), [
+    (None, "quickstart", set()),  # --help
+    ("rlhf-ray reward-model --learner.zero", "--learner.zero_stage\n", {"pydantic", "yaml"}),
+])
+def test_neither_help_nor_completion_imports_a_library_that_takes_its_time(typed, shown, light):
+    arguments = ["rlhf-ray", "--help"] if typed is None else ["rlhf-ray"]
+    code = (f"import atexit, sys; from rlhf_ray.cli.main import main; sys.argv = {arguments};"
             "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()")
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    completing = {} if typed is None else _completing(typed)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
+                            env={**os.environ, **completing})
     heavy = {"torch", "transformers", "ray", "vllm", "deepspeed", "datasets", "numpy", "pandas", "pydantic", "yaml"}
-    assert "quickstart" in answer.stdout and "rlhf_ray" in answer.stderr.split()
-    assert not heavy & set(answer.stderr.split())
+    assert shown in answer.stdout and "rlhf_ray" in answer.stderr.split()
+    assert not (heavy - light) & set(answer.stderr.split())
+
+
+def _completing(typed: str) -> dict[str, str]:
+    """The environment in which bash asks what could follow."""
+    return {"_RLHF_RAY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+
+
+@pytest.mark.parametrize(("typed", "completed"), [
+    ("rlhf-ray rein", ["reinforce"]), ("rlhf-ray ppo --res", ["--resume"]), ("rlhf-ray data ", ["inspect"]),
+    ("rlhf-ray export --pri", ["--private"]), ("rlhf-ray ppo c.yaml --critic.ba", ["--critic.backbone"]),
+    ("rlhf-ray evaluate --critic.ba", []),  # an evaluation has no critic
+    ("rlhf-ray ppo c", []),  # the shell completes files where there is nothing else
+])
+def test_a_shell_completes_commands_options_and_fields(typed, completed, command_line, monkeypatch):
+    for name, value in _completing(typed).items():
+        monkeypatch.setenv(name, value)
+    assert command_line().out.split() == completed
+
+
+def test_what_a_shell_shows_beside_a_field_is_one_line(command_line, monkeypatch):
+    monkeypatch.setenv("_RLHF_RAY_COMPLETE", "complete_fish")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "rlhf-ray ppo --critic.")
+    lines = command_line().out.splitlines()
+    assert len(lines) > 20 and all(line.startswith("--critic.") for line in lines)
 
 
 def test_a_finished_run_shows_what_it_reached_and_where(tmp_path, capsys):

@@ -53,6 +53,9 @@ def test_every_malformed_row_is_named_and_the_others_are_shown(tmp_path, model):
     ({"prompt": "w2", "response": "w3"}, "demonstrations", ["row 1: 3 tokens, 2 with loss\n  w2«w3 </s>»"]),
     ({"messages": [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]}, "demonstrations",
      ["row 1: 5 tokens, 2 with loss\n  w5 </s> w3«w6 </s>»"]),
+    ({"prompt": "w2", "completion": "w3", "text": "w4"}, "demonstrations",
+     ["read as prompts with responses (columns prompt and completion), not text\n",
+      "row 1: 3 tokens, 2 with loss\n  w2«w3 </s>»"]),
     ({"prompt": "w2", "chosen": "w3", "rejected": "w4 w5"}, "preferences",
      ["row 1, chosen: 3 tokens, 2 with loss\n  w2«w3 </s>»", "row 1, rejected: 4 tokens, 3 with loss"]),
 ])

@@ -138,8 +138,11 @@ class TestNetwork:
         file = tmp_path / ".ray" / "auth_token"
         file.parent.mkdir()
         file.write_text("0123secret")
-        file.chmod(0o644)
-        assert doctor.check_token({}, tmp_path).advice == f"chmod 600 {file}"
+        file.chmod(0o644)  # as Ray creates it
+        assert doctor.check_token({}, tmp_path).status == "ok"
+        assert doctor.check_token({}, tmp_path).advice.endswith(f"chmod 600 {file}")
+        file.chmod(0o666)
+        assert doctor.check_token({}, tmp_path).status == "warn"
         file.chmod(0o600)
         assert doctor.check_token({}, tmp_path) == Finding("ok", "auth", f"a token in {file}")
         assert doctor.check_token({"RAY_AUTH_MODE": "disabled"}, tmp_path).status == "warn"

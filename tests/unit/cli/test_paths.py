@@ -14,6 +14,7 @@ NO_PATHS = {
     "prompt", "step", "stop", "column", "address", "job", "nodes", "cluster", "stage", "env", "host", "dtype",
     "revision",
     "label", "name", "arguments", "tls_cert", "tls_key", "tokenizer", "shape", "skip", "cause",
+    "push_to_hub",
 }
 """Parameters with text that are no path, or whose command expands them as the configuration does."""
 

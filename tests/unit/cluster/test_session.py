@@ -187,6 +187,14 @@ def test_a_directory_that_a_local_cluster_cannot_use_is_refused(places, monkeypa
     session.require_local_directories(ClusterConfig(address="host:6379"))
 
 
+@pytest.mark.parametrize(("hint", "line"), [
+    (None, ""), ("`ray get-auth-token` prints it", "; it asks for a token: `ray get-auth-token` prints it")])
+def test_the_dashboard_s_address_comes_with_the_way_in(monkeypatch, hint, line):
+    monkeypatch.setattr(session, "token_hint", lambda: hint)
+    assert session.Session("h:2", "http://h:1", None).dashboard_line == f"Ray dashboard at http://h:1{line}"
+    assert session.Session("h:2", None, None).dashboard_line is None
+
+
 def test_a_temporary_directory_that_is_full_is_refused(places, monkeypatch):
     monkeypatch.setattr(session.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 * 2**20))
     with pytest.raises(ConfigError, match="RAY_TMPDIR=/tmp is on a disk with 5 MiB free, and .* needs 64 MiB"):

@@ -343,9 +343,9 @@ ROWS: list[Row] = [
           stages=("sft",)),
     Shown(("data.messages",), "tests/unit/data/test_conversations.py::"
           "test_the_assistants_turns_carry_loss_with_their_ends_and_nothing_else_does"),
-    Refused(("data.response",), "answer", "data.prompt is empty", stages=("sft",)),
-    Refused(("data.as_chat",), True, "data.prompt is empty", stages=("sft",)),
-    Refused(("data.system",), "Be brief.", "whole texts", stages=("sft",)),
+    Refused(("data.response",), "answer", "data.prompt is empty", stages=("sft",), given={"data.text": "body"}),
+    Refused(("data.as_chat",), True, "data.prompt is empty", stages=("sft",), given={"data.text": "body"}),
+    Refused(("data.system",), "Be brief.", "whole texts", stages=("sft",), given={"data.text": "body"}),
     Refused(("data.text",), "body", "other formats", stages=("sft",), given={"data.prompt": "q"}),
     Shown(("data.prompt", "data.chosen", "data.rejected"),
           "tests/unit/data/test_preferences.py::test_sides_hold_prompt_response_and_end_with_loss_on_the_response",

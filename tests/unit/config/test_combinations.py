@@ -100,10 +100,9 @@ from rlhf_ray.records import Experience, SampleKey
          ["buffer.capacity_mb=15 may not hold one batch", "are 16 MiB"]),
         ("ppo", ["--generator.tensor_parallel=2", "--generator.engine=in_process"], ["engine=async"]),
         ("ppo", ["--algorithm.kl.kind=adaptive", "--algorithm.kl.coef=0"], ["kl.coef=0"]),
-        ("ppo", ["--algorithm.estimator=grpo"], ["estimator=grpo", "samples_per_prompt=1", "raise it to at least 2"]),
-        ("ppo", ["--algorithm.estimator=rloo"], ["estimator=rloo", "samples_per_prompt=1"]),
-        ("ppo", ["--algorithm.estimator=dr_grpo"], ["estimator=dr_grpo", "samples_per_prompt=1"]),
-        ("ppo", ["--algorithm.estimator=reinforce_baseline"], ["estimator=reinforce_baseline", "samples_per_prompt=1"]),
+        *(("ppo", [f"--algorithm.estimator={estimator}", "--coordinator.samples_per_prompt=1"],
+           [f"estimator={estimator}", "samples_per_prompt=1", "raise it to at least 2"])
+          for estimator in ("grpo", "rloo", "dr_grpo", "reinforce_baseline")),
         ("ppo", ["--critic.backbone=policy", "--critic.init=reward"],
          ["critic.init=reward", "or critic.backbone to own"]),
         ("ppo", ["--critic.backbone=policy", "--algorithm.critic_warmup_steps=3"], ["critic_warmup_steps=3", "to 0"]),

@@ -19,6 +19,7 @@ from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.config.training_loop import BufferConfig, CoordinatorConfig
+from rlhf_ray.data.row_readers import split_of
 from rlhf_ray.errors import ConfigError
 from tests.unit.config.conftest import MINIMAL
 
@@ -77,7 +78,8 @@ def test_other_held_out_rows_of_a_data_set_are_another_data_set(write):
                       ).evaluation_prompts.selection
 
     assert selection() == selection("--evaluation.every=7")
-    assert len({selection(), selection("--evaluation.limit=3"), selection("--evaluation.split=test")}) == 3
+    assert len({selection(), selection("--evaluation.limit=3"), selection("--evaluation.split=dev")}) == 3
+    assert selection() == selection("--evaluation.split=test") == "team/set (split=test, limit=512)"
 
 
 ONE_STEP = ["--algorithm.epochs=1", "--algorithm.mini_batches=1", "--algorithm.kl.placement=loss"]
@@ -119,11 +121,12 @@ def test_the_buffer_has_half_of_a_local_store_and_no_bound_on_a_joined_cluster()
 
 
 def test_prompts_of_an_evaluation_are_read_as_those_of_training_but_for_what_is_given():
-    prompts = {"path": "p", "max_tokens": 9, "system": "be brief", "column": "text", "split": "test"}
+    prompts = {"path": "p", "max_tokens": 9, "system": "be brief", "column": "text", "split": "dev"}
     config = PPOConfig(**MINIMAL["ppo"] | {"prompts": prompts, "evaluation": {"prompts": "e", "limit": 5}})
     found = derive(config).evaluation_prompts
     assert (found.path, found.max_tokens, found.system) == ("e", 9, "be brief")
-    assert (found.column, found.split, found.limit, found.SECTION) == ("prompt", "train", 5, "evaluation")
+    assert (found.column, str(split_of(found)), found.limit, found.SECTION) == ("prompt", "test", 5, "evaluation")
+    assert (str(split_of(config.prompts)), split_of(found).field) == ("dev", "evaluation.split")
     assert derive(PPOConfig(**MINIMAL["ppo"])).evaluation_prompts is None
 
 

@@ -71,6 +71,21 @@ class TestCommands:
             by_estimator.kl.placement, by_estimator.kl.estimator, by_estimator.whitens)
         assert derive(config).starts_reference is (command != "grpo") and not derive(config).starts_critic
 
+    @pytest.mark.parametrize(("estimator", "samples"), [
+        ("gae", 1), ("reinforce", 1), ("reinforce_pp", 1), ("rloo", 4),
+        *((name, 8) for name in GROUPS if name != "rloo")])
+    def test_ppo_samples_the_groups_that_its_estimator_compares(self, estimator, samples, write):
+        chosen = f"--algorithm.estimator={estimator}"
+        config = load(PPOConfig, write("ppo"), [chosen])
+        assert config.coordinator.samples_per_prompt == samples
+        assert load(PPOConfig, write("ppo", coordinator={"samples_per_prompt": 16}), [chosen, "--generator.chunk=16"]
+                    ).coordinator.samples_per_prompt == 16
+        preset = load(PPOConfig, write("ppo"), ["--algorithm.estimator=grpo", "--algorithm.preset=dapo"])
+        assert preset.coordinator.samples_per_prompt == 16, "the preset's"
+        rest = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": {"r": NumberReward(type="number")}}
+        made = PPOConfig(**rest, algorithm=AlgorithmConfig(estimator=estimator), coordinator=CoordinatorConfig())
+        assert made.coordinator.samples_per_prompt == samples, "in Python"
+
     @pytest.mark.parametrize("command", NAMED)
     def test_only_the_fields_that_a_resume_keeps_have_other_defaults(self, command):
         usual = {f.path: f.default for f in describe_fields(PPOConfig)}
@@ -144,6 +159,12 @@ class TestResume:
         assert load(PPOConfig, path, [], resume=True).model_dump() == config.model_dump()
         assert load(cls, path, [], resume=True) == config
         assert load(PPOConfig, path, []).algorithm.estimator.type == "gae", "a new run"
+
+    @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo"])
+    def test_the_samples_of_a_group_are_those_of_the_run(self, estimator, run):
+        chosen = f"--algorithm.estimator={estimator}"
+        path, _ = run(PPOConfig, chosen, "--coordinator.samples_per_prompt=16")
+        assert load(PPOConfig, path, [chosen], resume=True).coordinator.samples_per_prompt == 16
 
     def test_a_command_resumes_what_ppo_started(self, run):
         path, config = run(PPOConfig, coordinator={"samples_per_prompt": 4}, algorithm={"estimator": "grpo"})

@@ -5,6 +5,7 @@ import pytest
 from rlhf_ray.config.derived import derive, placements_of
 from rlhf_ray.config.load import as_yaml, load
 from rlhf_ray.config.stages import TRAINING, EvaluateConfig
+from rlhf_ray.data.row_readers import split_of
 from rlhf_ray.errors import ConfigError
 
 TRAINED = {
@@ -60,6 +61,8 @@ def test_without_held_out_rows_all_prompts_are_taken(write):
     assert [part.path for part in taken.mix] == ["a.jsonl", "b.jsonl"] and (taken.column, taken.limit) == ("q", 9)
     plain = load(EvaluateConfig, write("ppo"), ["--evaluation.limit=5"]).evaluation
     assert (plain.prompts, plain.limit) == ("p.jsonl", 5)
+    hub = load(EvaluateConfig, write("ppo", prompts={"path": "team/set"}), [])
+    assert str(split_of(derive(hub).evaluation_prompts)) == "train", "the rows of prompts, not a test split"
     held_out = load(EvaluateConfig, write("ppo", prompts={"path": "p.jsonl", "held_out": 0.2}), [])
     assert not held_out.evaluation.has_data and derive(held_out).evaluation_prompts is None
 

@@ -175,9 +175,9 @@ def test_the_test_that_shows_it_exists(row):
 
 
 def test_a_system_message_acts_where_any_part_of_a_mix_has_conversations(tmp_path):
-    parts = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
+    parts = [{"path": "a.jsonl", "text": "text"}, {"path": "b.jsonl", "text": "text"}]
     values = {"model": {"path": "m"}, "data": {"system": "Be brief.", "mix": parts}}
     assert "whole texts" in refusal("sft", values, tmp_path)
-    parts[1]["messages"] = "talk"
+    parts[1] = {"path": "b.jsonl", "messages": "talk"}
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(values))
     assert load(STAGES["sft"], tmp_path / "c.yaml", []).data.system == "Be brief."

@@ -6,6 +6,7 @@ import pytest
 from rlhf_ray.config.data import DemonstrationsConfig
 from rlhf_ray.data import demonstrations
 from rlhf_ray.data.demonstrations import load_demonstrations
+from rlhf_ray.data.found_columns import with_found_columns
 from rlhf_ray.data.synthetic_reviews import ReviewFiles
 from rlhf_ray.errors import DataError, ModelError
 from tests.unit.data.left_out import left_out
@@ -47,6 +48,52 @@ def test_bad_rows_are_named_by_line(write_jsonl, tokenizer):
     config = DemonstrationsConfig(path=write_jsonl({"prompt": "We", "answer": "x"}), prompt="prompt")
     with pytest.raises(DataError, match=r"line 1: no column 'response'; the row has \['answer', 'prompt'\]"):
         load_demonstrations(config, tokenizer)
+
+
+TALK = [{"role": "user", "content": "We saw"}, {"role": "assistant", "content": "it"}]
+TEXT, PAIR = {"text": "x"}, {"prompt": "We saw", "response": " it"}
+
+
+@pytest.mark.parametrize(("row", "given", "found"), [
+    (TEXT, {}, {"text": "text"}), (PAIR, {}, {"prompt": "prompt", "response": "response"}),
+    ({"prompt": "We saw", "completion": " it"}, {}, {"prompt": "prompt", "response": "completion"}),
+    ({"messages": TALK}, {}, {"messages": "messages"}), ({"conversations": TALK}, {}, {"messages": "conversations"}),
+    ({"messages": TALK, "prompt": "a title", **TEXT}, {}, {"messages": "messages"}),
+    ({"messages": TALK, **PAIR, "completion": "y"}, {}, {"prompt": "prompt", "response": "completion"}),
+    ({"q": "We saw", "completion": " it", **TEXT}, {"prompt": "q"}, {"prompt": "q", "response": "completion"}),
+    ({"prompt": "We saw", "a": " it", **TEXT}, {"response": "a"}, {"prompt": "prompt", "response": "a"}),
+    ({"messages": TALK, **TEXT}, {"text": "text"}, {"text": "text"}),
+])
+def test_columns_that_nobody_names_are_found_in_a_stated_order(write_jsonl, row, given, found):
+    config = DemonstrationsConfig(path=write_jsonl("{torn", row), **given)
+    assert with_found_columns(config).named_columns == found
+
+
+def test_each_data_set_of_a_mix_has_columns_of_its_own(write_jsonl):
+    mix = [{"path": write_jsonl(PAIR, name="a.jsonl")}, {"path": write_jsonl({"messages": TALK}, name="b.jsonl")},
+           {"path": "unread.jsonl", "text": "mine"}]
+    parts = with_found_columns(DemonstrationsConfig(mix=mix)).parts()
+    assert [part.named_columns for part in parts] == [
+        {"prompt": "prompt", "response": "response"}, {"messages": "messages"}, {"text": "mine"}]
+
+
+def test_the_report_says_which_columns_were_read_and_which_were_not(write_jsonl, tokenizer):
+    path = write_jsonl({"text": "We", "prompt": "I", "completion": " read", "id": 7})
+    _, report = load_demonstrations(DemonstrationsConfig(path=path), tokenizer)
+    assert str(report).endswith("1 of 1 rows used, as prompts with responses (columns prompt and completion), not text")
+
+
+@pytest.mark.parametrize(("row", "given", "said"), [
+    ({"body": "x", "id": 1}, {}, r"line 1: no columns of demonstrations are found; the row has \['body', 'id'\]. Set "
+     r"data.messages .*, data.prompt and data.response, or data.text"),
+    ({"messages": TALK}, {"text": "body"}, r"no column 'body'; the row has \['messages'\]. Leave data.text out, and "
+     r"conversations \(column messages\) are found"),
+    (PAIR, {"prompt": "q", "response": "a"}, "no column 'q'; .* Leave data.prompt and data.response out"),
+    ({"conversations": [{"from": "human", "value": "x"}]}, {}, "role and content; rename ShareGPT's from and value"),
+])
+def test_columns_that_are_not_there_are_named_with_the_fix(write_jsonl, tokenizer, row, given, said):
+    with pytest.raises(DataError, match=said):
+        load_demonstrations(DemonstrationsConfig(path=write_jsonl(row), **given), tokenizer)
 
 
 def test_a_tokenizer_without_an_end_is_refused(write_jsonl, tokenizer_directory):

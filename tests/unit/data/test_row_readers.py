@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from rlhf_ray.config.data import DemonstrationsConfig, PreferencesConfig, PromptsConfig
+from rlhf_ray.config.data import DemonstrationsConfig, EvaluationPrompts, PreferencesConfig, PromptsConfig
 from rlhf_ray.data.demonstrations import load_demonstrations
 from rlhf_ray.data.load_report import MOST, LoadReport, RowErrors
 from rlhf_ray.data.preferences import load_preferences
 from rlhf_ray.data.prompt_table import open_prompts
-from rlhf_ray.data.row_readers import BLOCK, is_local, read_rows, stream_rows
+from rlhf_ray.data.row_readers import BLOCK, declared_splits, is_local, read_rows, section_rows, stream_rows
 from rlhf_ray.errors import DataError
 
 
@@ -45,12 +45,26 @@ def test_a_directory_that_datasets_saved_is_read_by_split(tmp_path: Path):
     datasets.DatasetDict({"test": table}).save_to_disk(str(tmp_path / "many"))
     for path, split in ((tmp_path / "one", "train"), (tmp_path / "many", "test")):
         assert read_rows(str(path), split).records == [{"prompt": "a"}, {"prompt": "b"}]
-    with pytest.raises(DataError, match=r"has no split 'train'; it has \['test'\]"):
-        read_rows(str(tmp_path / "many"))
+    with pytest.raises(DataError, match=r"has no split 'train' \(the default\); it has \['test'\]. Set data.split to"):
+        list(section_rows(DemonstrationsConfig(path=str(tmp_path / "many")), RowErrors()))
+    for path in (tmp_path / "one", tmp_path / "many"):  # `test` by default, of a data set that has splits
+        [block] = section_rows(EvaluationPrompts(path=str(path)), RowErrors())
+        assert len(block) == 2
     datasets.Dataset.from_dict({"prompt": ["c"]}, split="test").save_to_disk(str(tmp_path / "held"))
     assert len(read_rows(str(tmp_path / "held"), "test")) == len(read_rows(str(tmp_path / "held"))) == 1
     with pytest.raises(DataError, match=r"one data set without splits, and split='test' would be all of it"):
         read_rows(str(tmp_path / "one"), "test")
+
+
+@pytest.mark.parametrize(("card", "subset", "splits"), [
+    ({}, None, set()), ({"dataset_info": {"splits": [{"name": "train"}, {"name": "test"}]}}, None, {"train", "test"}),
+    ({"configs": [{"config_name": "main", "data_files": [{"split": "train", "path": "*"}]}]}, None, {"train"}),
+    ({"configs": [{"config_name": "a", "data_files": [{"split": "train", "path": "*"}]},
+                  {"config_name": "b", "data_files": [{"split": "dev", "path": "*"}]}]}, "b", {"dev"}),
+    ({"configs": [{"config_name": "a"}, {"config_name": "b"}], "dataset_info": "odd"}, None, set()),
+    ({"configs": {"data_files": "rows.jsonl"}}, None, set())])
+def test_the_splits_that_a_data_set_declares(card, subset, splits):
+    assert declared_splits(card, subset) == splits
 
 
 def bad_prompts(write_jsonl: Any) -> str:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlhf_ray.data.row_readers import read_rows
+from rlhf_ray.config.data import EvaluationPrompts
+from rlhf_ray.data.row_readers import _read_hub, read_rows, split_of
 from rlhf_ray.data.rows import Rows
 from rlhf_ray.errors import DataError
 
@@ -77,6 +78,15 @@ def test_a_hub_name_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(DataError, match=r"someone/set is neither a local file .* 'test'.*ConnectionError: no route"):
         read_rows("someone/set", split="test")
+
+
+def test_a_split_that_a_hub_data_set_does_not_have_is_named_with_those_it_has(tmp_path: Path):
+    """A directory of files is read by `datasets` as a Hub data set is."""
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"prompt": "a"}\n')
+    wrong = _read_hub(str(tmp_path / "set"), split_of(EvaluationPrompts(path="someone/set")), None, None)
+    with pytest.raises(DataError, match=r"no split 'test' \(the default\); it has \['train'\]. Set evaluation.split"):
+        list(wrong)
 
 
 def test_a_hub_data_set_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch):

@@ -229,4 +229,24 @@ def test_a_new_token_is_written_where_ray_writes_it(monkeypatch, tmp_path):
     monkeypatch.delenv("RAY_AUTH_MODE")
     assert internals.new_token_file() == tmp_path / ".ray/auth_token"
     setup.generate_and_save_token()
-    assert (tmp_path / ".ray/auth_token").is_file() and internals.new_token_file() is None
+    token = tmp_path / ".ray/auth_token"
+    assert token.is_file() and internals.new_token_file() is None
+    rays = token.read_text()
+    internals.write_token(token)
+    assert token.read_text() == rays  # an existing one stays
+    token.unlink()
+    internals.write_token(token)
+    assert re.fullmatch("[0-9a-f]{64}", token.read_text()) and token.stat().st_mode & 0o777 == 0o600
+    assert list(token.parent.iterdir()) == [token]
+    assert internals.where_the_token_is() == "`ray get-auth-token` prints it"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/a b")
+    assert internals.where_the_token_is() == "`RAY_AUTH_TOKEN_PATH='/a b' ray get-auth-token` prints it"
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123secret")
+    assert internals.where_the_token_is() == "the value of RAY_AUTH_TOKEN"
+    assert "get_raw_token(ignore_auth_mode=True)" in (HOME / "scripts/scripts.py").read_text(), READ_AGAIN
+
+
+def test_the_answers_of_a_job_server_without_an_agent():
+    jobs = HOME / "dashboard/modules/job"
+    assert internals.NO_AGENT in (jobs / "job_head.py").read_text(), READ_AGAIN
+    assert internals.JOB_EXISTS in (jobs / "job_manager.py").read_text(), READ_AGAIN

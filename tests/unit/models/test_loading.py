@@ -56,32 +56,6 @@ def test_what_cannot_be_a_hub_name_is_a_missing_directory(path, tmp_path, monkey
         check_model_directory(config(path), "model")
 
 
-def test_the_hub_is_asked_once_about_a_hub_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    asked = []
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda url, timeout: asked.append((url, timeout)))
-    check_model_directory(config("Qwen/Qwen3-0.6B", revision="abc"), "model")
-    assert asked == [("https://huggingface.co/Qwen/Qwen3-0.6B/resolve/abc/config.json", 10.0)]
-
-
-def test_a_hub_name_that_the_hub_does_not_know_is_named_with_its_field(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def unknown(url, timeout):
-        raise ConnectionError("404, no such model\nand more")
-
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unknown)
-    with pytest.raises(ModelError, match=r"^model\.path='Qwen/Qwen9' is not a local directory,.* "
-                                         r"ConnectionError: 404, no such model\. Correct"):
-        check_model_directory(config("Qwen/Qwen9"), "model")
-
-
-def test_a_model_in_the_local_cache_needs_no_hub(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "config.json"))
-    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", None)
-    check_model_directory(config("Qwen/Qwen3-0.6B"), "model")
-
-
 def test_a_directory_without_config_is_no_model(copy):
     (copy / "config.json").unlink()
     with pytest.raises(ModelError, match=r"^model\.path='.*copy' has no config\.json"):

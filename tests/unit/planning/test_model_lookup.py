@@ -76,6 +76,15 @@ def test_the_hub_is_asked_last():
     assert asked == ["somebody/else"]
 
 
+def test_why_the_hub_has_no_shape_is_said_with_another_way():
+    def fetch(model):
+        raise ModelError("the Hub cannot be reached")
+
+    with pytest.raises(ModelError, match=r"^model\.path='some/model': .* and the Hub cannot be reached\. .*"
+                                         r"--shape some/model="):
+        shape_of(ModelConfig(path="some/model"), "model", fetch)
+
+
 def test_a_mixture_of_experts_that_is_not_counted_is_refused():
     with pytest.raises(ModelError, match="num_local_experts=8 .* mixture of experts, and only those of .*mixtral"):
         read_shape({**LLAMA, "num_local_experts": 8}, "m")
@@ -156,7 +165,7 @@ def test_hand_counted_weights_of_a_mixture():
 
 def test_what_nobody_knows_is_refused_with_a_way_out(tmp_path):
     with pytest.raises(ModelError, match=r"model.path='no/such'.*--shape no/such="):
-        shape_of(ModelConfig(path="no/such"), "model", lambda _: None)
+        shape_of(ModelConfig(path="no/such"), "model")
     with pytest.raises(ModelError, match="no num_hidden_layers and no vocab_size"):
         shape_of(written(tmp_path / "m", {"hidden_size": 8, "num_attention_heads": 2}), "model")
     (tmp_path / "m" / "config.json").write_text("{")

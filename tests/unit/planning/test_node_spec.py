@@ -6,7 +6,20 @@ import pytest
 
 from rlhf_ray.config.run import PlacementConfig, PoolConfig
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.planning.hardware import A100, A100_40, H100, H200, L40S, gpu_of
+from rlhf_ray.planning.hardware import (
+    A100,
+    A100_40,
+    B200,
+    B300,
+    H100,
+    H100_NVL,
+    H100_PCIE,
+    H200,
+    L40S,
+    RTX4090,
+    RTX5090,
+    gpu_of,
+)
 from rlhf_ray.planning.node_spec import GIB, Node, parse_nodes
 from rlhf_ray.planning.worker_placement import place
 
@@ -42,11 +55,15 @@ class TestSpec:
         with pytest.raises(ConfigError, match=told):
             parse_nodes(spec)
 
-    def test_types_are_found_as_others_write_them(self):
-        assert gpu_of("NVIDIA H100 80GB HBM3") is H100
-        assert gpu_of("NVIDIA-A100-SXM4-40GB") is A100_40
-        assert gpu_of("NVIDIA A100-SXM4-80GB") is A100
-        assert gpu_of("TPU-V4") is None and gpu_of("NVIDIA-L40") is None and gpu_of("NVIDIA-L40S") is L40S
+    @pytest.mark.parametrize(("name", "gpu"), [
+        ("NVIDIA H100 80GB HBM3", H100), ("NVIDIA-A100-SXM4-40GB", A100_40), ("NVIDIA A100-SXM4-80GB", A100),
+        ("TPU-V4", None), ("NVIDIA-L40", None), ("NVIDIA-L40S", L40S), ("NVIDIA B200", B200),
+        ("NVIDIA H100 PCIe", H100_PCIE), ("NVIDIA H100 NVL", H100_NVL),
+        ("NVIDIA B300 SXM6 AC", B300), ("NVIDIA GeForce RTX 4090", RTX4090), ("GeForce-RTX-5090", RTX5090),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None), ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None)])
+    def test_types_are_found_as_others_write_them(self, name, gpu):
+        """`nvidia-smi` and Ray's label."""
+        assert gpu_of(name) is gpu
 
 
 def node(name="n", cpus=8.0, gpus=0, **more):

@@ -11,7 +11,7 @@ import pytest
 from rlhf_ray.cli.plan_report import plan_as_json, plan_as_values
 from rlhf_ray.config.learner import SHARDED_BUCKET, LearnerConfig, PolicyConfig
 from rlhf_ray.config.load import load
-from rlhf_ray.config.stages import PPOConfig, ScorerConfig
+from rlhf_ray.config.stages import EvaluateConfig, PPOConfig, ScorerConfig
 from rlhf_ray.planning.activations import MicroBatch, layer_bytes
 from rlhf_ray.planning.inference_memory import scorer_memory
 from rlhf_ray.planning.learner_memory import Training, learner_memory
@@ -82,6 +82,13 @@ class TestPlaced:
         assert plan.memory["policy"].host_bytes < plan.roles[0].models[0].weight_bytes / 2
         assert sum(first.holders["policy/0"].values()) > plan.roles[0].models[0].weight_bytes
         assert [sum(other.holders["policy/8"].values()) for other in others] == [plan.memory["policy"].host_bytes]
+
+
+def test_an_evaluation_s_plan_says_nothing_of_training():
+    config = load(EvaluateConfig, PLACED / "one_gpu_0.5b_grpo.yaml", [])
+    plan = make_plan(config, parse_nodes("1x1xH100"), shape_of)
+    assert list(plan.geometry) == ["samples"] and plan_as_values(plan)["method"] is None
+    assert planned("one_gpu_0.5b_grpo.yaml", "1x1xH100").geometry["weights"]
 
 
 class TestEpisodes:

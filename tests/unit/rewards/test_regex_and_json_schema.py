@@ -117,11 +117,17 @@ def test_a_schema_fetches_nothing_and_follows_itself_safely(ask):
     assert by_schema(ask, [("[[[]]]", None), ("[" * 900 + "]" * 900, None)], accepts=nested)[0][0] == 1
 
 
-def test_a_schema_s_pattern_that_takes_for_ever_stops_at_its_deadline(ask):
-    source = json_schema_source("form", JSONSchemaReward(
-        type="json_schema", accepts={"pattern": "(a+)+$"}, timeout_s=0.5))
+OFTEN = {"properties": {"a": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize("accepts, value", [
+    ({"pattern": "(a+)+$"}, "a" * 40 + "b"),
+    ({"anyOf": [{**OFTEN, "required": [key]} for key in "bc"]}, json.loads('{"a":' * 40 + "1" + "}" * 40)),
+], ids=["a pattern", "two references to itself"])
+def test_a_schema_that_takes_for_ever_stops_at_its_deadline(ask, accepts, value):
+    source = json_schema_source("form", JSONSchemaReward(type="json_schema", accepts=accepts, timeout_s=0.5))
     with pytest.raises(RewardError, match="TooSlow: no verdict within 0.5 s"):
-        told(source, [ask(json.dumps("a" * 40 + "b"))])
+        told(source, [ask(json.dumps(value))])
 
 
 def test_a_group_may_come_as_text_from_the_command_line():

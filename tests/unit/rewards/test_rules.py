@@ -18,9 +18,8 @@ from rlhf_ray.rewards.answer_matching import (
     number_match,
     number_source,
 )
+from rlhf_ray.rewards.judges import Verdict, same_json
 from rlhf_ray.rewards.number_reading import number_in
-from rlhf_ray.rewards.regex_and_json_schema import same_json
-from rlhf_ray.rewards.rules import Verdict
 
 RIGHT, WRONG, UNREADABLE = Verdict.RIGHT, Verdict.WRONG, Verdict.UNREADABLE
 

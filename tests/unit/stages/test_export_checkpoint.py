@@ -24,6 +24,7 @@ from rlhf_ray.stages.export_checkpoint import export_checkpoint
 from rlhf_ray.stages.resolve_model import model_at
 from tests.blocked_packages import without
 from tests.checkpoints import new_checkpoint
+from tests.hub_server import hub_server
 from tests.models import make_tiny_llama
 
 RANKS = 3
@@ -236,6 +237,22 @@ def test_a_directory_that_is_no_model_and_no_run_has_no_such_advice(tmp_path):
 
     with pytest.raises(ModelError, match="has no config.json.*Name the directory of one"):
         check_model_directory(ModelConfig(path=str(tmp_path)), "model")
+
+
+def test_the_command_uploads_what_it_exported(run, tmp_path):
+    from typer.testing import CliRunner
+
+    from rlhf_ray.cli.main import app
+
+    out = tmp_path / "out"
+    with hub_server() as server:
+        result = CliRunner().invoke(app, ["export", str(run.path), "--output", str(out), "--push-to-hub=me/mine"])
+        assert result.exit_code == 0 and f"on the Hub: {server.url}/me/mine\n" in result.output
+        [[header, *files]] = server.commits
+    assert header["value"]["summary"].startswith("rlhf-ray export, step 4 of 9")
+    sent = {each["value"]["path"] for each in files}
+    assert sent == {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} >= {"model.safetensors"}
+    assert 'from_pretrained("me/mine")' in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("given", "answer"), [("2", 0), ("best", 2), ("last", 2), ("-1", 2)])

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,10 @@ from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.run import ClusterConfig
 from rlhf_ray.config.stages import PPOConfig
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.planning.findings import unknown_gpus
+from rlhf_ray.planning.hardware import H100
 from rlhf_ray.planning.local_machine import as_hardware, read_gpu
+from rlhf_ray.planning.node_spec import parse_nodes
 from rlhf_ray.stages import preflight
 from rlhf_ray.stages.preflight import check_engine, check_fit
 
@@ -64,6 +68,11 @@ def test_a_gpu_of_an_unknown_kind_has_the_memory_that_it_tells():
     gpu = as_hardware(read_gpu("Quadro Z9, 10240, 580.95.05"))
     assert (gpu.name, gpu.memory_bytes) == ("Quadro Z9", 10 * 2**30)
     assert as_hardware(read_gpu("NVIDIA H100 80GB HBM3, 81559, 580.95.05")).name == "H100 SXM"
+    kinds = (gpu, gpu, None, H100)
+    nodes = [replace(node, gpu=kind) for node, kind in zip(parse_nodes("4x1xH100"), kinds, strict=True)]
+    assumed, unknown = unknown_gpus(nodes)
+    assert assumed.text.startswith("Quadro Z9 is none of") and "rates of an H100 SXM" in assumed.text
+    assert unknown.text.startswith("node-2 has GPUs of a kind without known figures")
 
 
 @pytest.mark.parametrize("line", ["NVIDIA GB10, [N/A], 580.95", "", "Unable to determine the device handle of GPU0"])

@@ -193,7 +193,7 @@ def test_a_supervised_stage_is_placed_too(given, machine):
 
 
 def test_a_model_of_no_known_shape_stays_on_cpus_with_a_warning(given, machine, caplog, monkeypatch):
-    monkeypatch.setattr(preflight, "file_from_hub", lambda _: None)
+    monkeypatch.setattr(preflight, "config_from_hub", None)
     machine("1x2xH100")
     config = config_of(given, "--model.path=nobody/knows")
     assert with_gpu_settings(config, resume=False) == config
@@ -242,7 +242,7 @@ class TestOwnPools:
         assert "policy.micro_batch_tokens=6000, which nobody set: no GPU of a known kind was found" in caplog.text
 
     def test_a_model_of_no_known_shape_leaves_the_default(self, given, machine, caplog, monkeypatch):
-        monkeypatch.setattr(preflight, "file_from_hub", lambda _: None)
+        monkeypatch.setattr(preflight, "config_from_hub", None)
         machine("1x2xH100")
         config = with_gpu_settings(config_of(given, *self.PLACED, "--model.path=nobody/knows"), resume=False)
         assert config.policy.micro_batch_tokens == 6000 and "model.path='nobody/knows'" in caplog.text

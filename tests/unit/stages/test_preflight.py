@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from rlhf_ray.config.algorithm import PtxConfig
-from rlhf_ray.config.data import PromptsConfig
+from rlhf_ray.config.data import EvaluationPrompts, PromptsConfig
 from rlhf_ray.config.generation import SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
 from rlhf_ray.config.load import resolve
@@ -78,8 +78,13 @@ def test_a_hub_name_must_be_on_the_hub_or_in_the_cache(tmp_path, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
+    card = {"dataset_info": {"splits": [{"name": "train"}]}}
+    info = huggingface_hub.hf_api.DatasetInfo(id="stanfordnlp/imdb", author=None, sha=None, cardData=card)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: info)
     check_data_file("stanfordnlp/imdb", "data.path")
+    said = r"^evaluation\.prompts=stanfordnlp/imdb has no split 'test' .* it has \['train'\]. Set evaluation.split"
+    with pytest.raises(DataError, match=said):
+        check_data(EvaluationPrompts(path="stanfordnlp/imdb"))
 
     def unknown(self, name, revision, timeout):
         raise ConnectionError(f"no {name} at {revision}\nor so")

@@ -84,7 +84,7 @@ def test_gpus_of_an_unknown_kind_are_no_reason_to_refuse(tmp_path):
 
 @pytest.mark.parametrize(("row", "refused"), [
     ('{"text": "w2 w3"}', None), ("no JSON", r"d\.jsonl, line 1"),
-    ('{"prompt": "w2"}', r"d\.jsonl, line 1: no column 'text'")])
+    ('{"prompt": "w2"}', r"d\.jsonl, line 1: no columns of demonstrations are found")])
 def test_rows_that_are_seen_are_checked_as_before_a_run(tmp_path, row, refused):
     (tmp_path / "d.jsonl").write_text(row + "\n")
     config = config_of(tmp_path, data={"path": str(tmp_path / "d.jsonl"), "max_tokens": 64},

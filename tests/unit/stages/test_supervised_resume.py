@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 
 from rlhf_ray.checkpoint.store import CheckpointStore
+from rlhf_ray.config.load import as_yaml
 from rlhf_ray.config.stages import SFTConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -26,7 +27,8 @@ class Learners:
 
 def config_of(run_dir, seed=0, batch_size=8, held_out=0.1, max_tokens=64, weights=(1.0, 2.0), row=None, system=None,
               **more):
-    mix = [{"path": f"{number}.jsonl", "weight": weight, **(row or {})} for number, weight in enumerate(weights)]
+    columns = row or {"text": "text"}
+    mix = [{"path": f"{number}.jsonl", "weight": weight, **columns} for number, weight in enumerate(weights)]
     return SFTConfig(run={"dir": str(run_dir), "seed": seed, "steps": 9}, model={"path": "m"},
                      data={"mix": mix, "held_out": held_out, "max_tokens": max_tokens, "system": system},
                      training={"batch_size": batch_size}, **more)
@@ -45,6 +47,23 @@ def resume(tmp_path, monkeypatch):
     monkeypatch.setattr(sft, "check_supervised", lambda _: None)
     monkeypatch.setattr(supervised_stage, "run_stage", lambda *_: {"resumed": True})
     return lambda **given: sft.run(config_of(tmp_path, **given), resume=True)
+
+
+def test_a_resumed_run_reads_the_columns_that_it_saved(tmp_path):
+    rows, text = tmp_path / "rows.jsonl", {"text": "body"}
+    config = SFTConfig(run={"dir": str(tmp_path / "run")}, model={"path": "m"}, data={"path": str(rows)})
+    rows.write_text('{"text": "We saw"}\n')
+    started = sft.with_columns(config, resume=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(as_yaml(started))
+    rows.write_text('{"text": "We saw", "messages": []}\n')
+    assert sft.with_columns(config, resume=True) == started
+    assert sft.with_columns(config, resume=False).data.named_columns == {"messages": "messages"}
+    now = SFTConfig(run=config.run, model=config.model, data={"path": str(rows), **text})
+    assert sft.with_columns(now, resume=True).data.named_columns == text, "what is set now wins"
+    spoken = SFTConfig(run=config.run, model=config.model, data={"path": str(rows), "as_chat": True})
+    with pytest.raises(ConfigError, match="data.as_chat=true has no effect: data.prompt is empty"):
+        sft.with_columns(spoken, resume=True)
 
 
 @pytest.mark.parametrize(("given", "said"), [

@@ -200,3 +200,46 @@ def test_a_job_that_finished_while_it_was_asked_to_stop_has_finished():
     assert {job.id: (job.describe_state(), job.exit_code) for job in server.jobs()} == {
         "finished": ("finished", 0), **dict.fromkeys(("stopped", "killed", "nothing", "gone"),
                                                     ("stopped; --resume continues it", 75))}
+
+
+class TestWithoutAgent:
+    """A submission to a head whose agent is not there, or not yet; Ray's client is stood in for."""
+
+    ABSENT = "Request failed with status code 500: No available agent to submit job, please try again later.."
+
+    @pytest.fixture
+    def submit(self, monkeypatch):
+        """submit(*answers) -> the id, and what was said; the last answer repeats."""
+        monkeypatch.setattr(module, "AGENT_S", 0.05)
+        monkeypatch.setattr(module, "AGENT_PAUSE_S", 0.01)
+        said = []
+
+        def start(*answers):
+            left = list(answers)
+
+            class Client:
+                def submit_job(self, submission_id, **_):
+                    answer = left.pop(0) if len(left) > 1 else left[0]
+                    if answer is not None:
+                        raise RuntimeError(answer)
+                    return submission_id
+
+            return JobServer(Client(), "http://h:8265").submit("true", "job-1", {}, {}, said.append), said
+
+        return start
+
+    def test_it_is_tried_again_and_that_is_said_once(self, submit):
+        name, said = submit(self.ABSENT, self.ABSENT, None)
+        assert name == "job-1" and len(said) == 1 and "no agent yet that starts jobs; trying again for 0 s" in said[0]
+
+    def test_a_try_that_had_arrived_counts(self, submit):
+        assert submit(self.ABSENT, "ValueError: Job with submission_id job-1 already exists. Please use")[0] == "job-1"
+
+    def test_in_the_end_the_likely_cause_and_the_fix_are_said(self, submit):
+        with pytest.raises(ClusterError, match=r"no agent on its node in \d+ tries .* another Ray on that machine has "
+                                               r"the agent's port \(52365 .*--dashboard-agent-listen-port=0"):
+            submit(self.ABSENT)
+
+    def test_other_refusals_are_not_repeated(self, submit):
+        with pytest.raises(ClusterError, match="already exists"):
+            submit("Job with submission_id job-1 already exists", None)
