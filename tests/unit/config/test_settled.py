@@ -85,6 +85,11 @@ class TestWithoutPools:
         load(PPOConfig, write("ppo"), [f"--{field}"])
         assert f"{field} [--{field.partition('=')[0]}] has no effect" in caplog.text
 
+    def test_what_is_filled_in_for_gpus_is_no_value_without_effect(self, write, caplog):
+        given = ["--policy.offload_optimizer=true", "--algorithm.estimator=reinforce"]
+        found = load(PPOConfig, write("ppo"), given, has_gpus=lambda _: True)
+        assert "critic.micro_batch_tokens" in found.cluster.derived and not caplog.records
+
     def test_are_refused_with_pools_and_when_they_never_work(self, write):
         cases = (["--policy.offload_optimizer=true", "--pools.default.cpus=4"], ["--policy.offload_optimizer=maybe"])
         for given in cases:
