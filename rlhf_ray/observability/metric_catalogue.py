@@ -150,8 +150,14 @@ HEADLINES = {
     "staleness/mean": "staleness",
     "throughput/samples_per_second": "samples_per_second",
     "throughput/tokens_per_second": "tokens_per_second",
-    **{f"{stage}/{name}": name for stage in ("sft", "reward_model", "process_reward")
-       for name in ("loss", "accuracy", "learning_rate")},
+    "sft/loss": "loss",
+    "sft/learning_rate": "learning_rate",
+    "reward_model/loss": "loss",
+    "reward_model/accuracy": "accuracy",
+    "reward_model/learning_rate": "learning_rate",
+    "process_reward/loss": "loss",
+    "process_reward/accuracy": "accuracy",
+    "process_reward/learning_rate": "learning_rate",
     "eval/loss": "eval_loss",
     "eval/accuracy": "eval_accuracy",
 }

@@ -79,7 +79,10 @@ class ServiceTracker:
         except Exception as error:
             if self._name != "wandb":
                 raise
+            import wandb
+
             log.getLogger(__name__).warning("W&B records offline, in %s/wandb: %s", self._run.path, error)
+            wandb.teardown()  # its process still tries to open the run, whose id is in use until it ends
             self._start(run_id, mode="offline")
         if self._name == "wandb":
             self._tracker.tracker.define_metric("*", step_metric="step")
