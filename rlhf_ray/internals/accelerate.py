@@ -18,14 +18,18 @@ class _Messages(MultiProcessAdapter):
             self.logger.log(level, msg, *args, **kwargs)
 
 
-def tracker_class(name: str) -> Any:
-    """accelerate's class for a service, whose messages need no `PartialState`.
+def new_tracker(name: str, *arguments: Any, **options: Any) -> Any:
+    """A tracker of accelerate's that needs no `PartialState`, not started yet.
 
-    Source: 1.15.0, tracking.py (`logger`), logging.py (`MultiProcessAdapter.log`), state.py (`PartialState.__init__`).
-    Missing: every method of the trackers logs by an adapter that raises without a `PartialState`; and creating one sets
-    environment variables and calls `init_process_group` where LOCAL_RANK or WORLD_SIZE are set, as by a scheduler.
+    Source: 1.15.0, tracking.py (`logger`, `on_main_process`), logging.py (`MultiProcessAdapter.log`), state.py
+    (`PartialState.__init__`).
+    Missing: `main_process_only` keeps the trackers' methods from creating a `PartialState`, but each also logs by an
+    adapter that raises without one. Creating one sets environment variables and calls `init_process_group` where
+    LOCAL_RANK or WORLD_SIZE are set, as by a scheduler.
     Otherwise: no tracker starts.
     """
     if not isinstance(tracking.logger, _Messages):
         tracking.logger = _Messages(tracking.logger.logger, {})
-    return tracking.LOGGER_TYPE_TO_CLASS[name]
+    tracker = tracking.LOGGER_TYPE_TO_CLASS[name](*arguments, **options)
+    tracker.main_process_only = False
+    return tracker

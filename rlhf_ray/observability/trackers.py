@@ -70,6 +70,7 @@ class ServiceTracker:
         """File with the service's id of the run, which a resumed run continues."""
         self._known = self._mark.read_text().strip() if resumed and self._mark.is_file() else None
         self._table_at = -math.inf
+        self._tracker: Any = None
 
     def open(self) -> None:
         """Continue the service's record of the run, or create one. Without login or network W&B records offline."""
@@ -109,15 +110,13 @@ class ServiceTracker:
         self._tracker.finish()
 
     def _start(self, run_id: str, **more: Any) -> None:
-        from rlhf_ray.internals.accelerate import tracker_class
+        from rlhf_ray.internals.accelerate import new_tracker
 
-        service = tracker_class(self._name)
         project = self._logging.project
         if self._name == "aim":  # accelerate takes its first argument for the name of the run
-            self._tracker: Any = service(self._title_of_run(), str(self._run.path), experiment=project)
+            self._tracker = new_tracker("aim", self._title_of_run(), str(self._run.path), experiment=project)
         else:
-            self._tracker = service(project, **self._arguments(run_id), **more)
-        self._tracker.main_process_only = False  # without PartialState, which may set up torch.distributed
+            self._tracker = new_tracker(self._name, project, **self._arguments(run_id), **more)
         self._tracker.start()
 
     def _arguments(self, run_id: str) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def test_neither_learners_nor_a_reference_are_placed(write):
 
 
 @pytest.mark.parametrize("override", ["--algorithm.kl.coef=0.1", "--policy.workers=2", "--run.steps=5",
-                                      "--evaluation.every=5", "--logging.trackers=wandb"])
+                                      "--evaluation.every=5", "--logging.trackers=[wandb]"])
 def test_what_concerns_training_is_refused_on_the_command_line(write, override):
     field = override.removeprefix("--")
     with pytest.raises(ConfigError, match="has no effect: an evaluation makes no updates") as caught:

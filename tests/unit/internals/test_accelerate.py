@@ -7,7 +7,7 @@ from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from rlhf_ray.config.training_loop import TRACKERS
-from rlhf_ray.internals.accelerate import tracker_class
+from rlhf_ray.internals.accelerate import new_tracker
 from rlhf_ray.observability.trackers import TITLES
 
 
@@ -16,8 +16,7 @@ def test_a_tracker_logs_without_joining_the_group_that_the_environment_names(tmp
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)  # accelerate would set it
     before = dict(os.environ)
-    tracker = tracker_class("tensorboard")("run", tmp_path)  # the one whose package is installed in any case
-    tracker.main_process_only = False
+    tracker = new_tracker("tensorboard", "run", tmp_path)  # the one whose package is installed in any case
     tracker.start()
     tracker.log({"reward": 1.0}, step=1)
     tracker.finish()

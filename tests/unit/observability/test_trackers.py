@@ -178,7 +178,11 @@ def test_a_service_sets_up_no_distribution(recorded):
 
 
 @needs("wandb")
+@pytest.mark.slow  # its login has a deadline of its own, of ten seconds
 def test_wandb_records_offline_if_its_server_is_away(tmp_path, monkeypatch, caplog):
+    import wandb
+
+    wandb.teardown()  # it reads the environment once
     monkeypatch.setattr(trackers, "WANDB_ANSWERS_S", 1.0)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
