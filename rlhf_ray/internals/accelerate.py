@@ -18,7 +18,7 @@ class _Messages(MultiProcessAdapter):
             self.logger.log(level, msg, *args, **kwargs)
 
 
-def new_tracker(name: str, *arguments: Any, **options: Any) -> Any:
+def new_tracker(name: str, /, *arguments: Any, **options: Any) -> Any:
     """A tracker of accelerate's that needs no `PartialState`, not started yet.
 
     Source: 1.15.0, tracking.py (`logger`, `on_main_process`), logging.py (`MultiProcessAdapter.log`), state.py

@@ -95,12 +95,13 @@ def wandb_run(directory):
     """Of all parts of a W&B run that was recorded offline: ids, steps with rewards, and what else was logged."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = {"ids": set(), "rewards": [], "names": set(), "config": {}, "tags": set(), "title": set()}
+    found = {"ids": set(), "axes": set(), "rewards": [], "names": set(), "config": {}, "tags": set(), "title": set()}
     tables = [json.loads(file.read_text()) for file in directory.glob("wandb/offline-run-*/files/**/*.table.json")]
     for file in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
         for data in wandb_records(file):
             record = Record.FromString(data)
             found["ids"] |= {record.run.run_id} - {""}
+            found["axes"] |= {(record.metric.glob_name, record.metric.step_metric)} - {("", "")}
             found["title"] |= {record.run.display_name} - {""}
             found["tags"] |= set(record.run.tags)
             found["config"] |= {each.key: json.loads(each.value_json)
@@ -151,6 +152,7 @@ def recorded(request, tmp_path_factory):
 def test_a_resumed_run_is_the_same_one_with_the_steps_that_were_made_again(recorded):
     assert len(recorded["ids"]) == 1
     assert recorded["rewards"] == [(1, 0.25), (2, 0.25), (3, 0.25), (3, 0.75), (4, 0.75)]
+    assert recorded.get("axes") in ({("*", "step")}, None), "W&B plots against its own count of rows by default"
 
 
 def test_a_service_gets_the_watched_metrics_by_short_names_and_the_others_by_section(recorded):
