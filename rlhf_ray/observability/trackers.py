@@ -39,12 +39,13 @@ second."""
 COLUMNS = {"prompt": "prompt", "response": "response", "score": "reward", "kl": "kl", "gold": "gold"}
 """Columns of a table, by the column of the files in samples/."""
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
+_QUERY = re.compile(r"(://[^\s?]*\?)\S+")
 _SECRET = re.compile(r"(token|password|secret|credential|api_?key)s?$", re.IGNORECASE)
 
 
 class ServiceTracker:
-    """A tracker of accelerate's as a `delivery.Tracker`. A resumed run continues its record in W&B, Trackio, MLflow,
-    SwanLab, Comet and DVCLive; in the others it begins one of the same name.
+    """A tracker of accelerate's as a `delivery.Tracker`. A resumed run continues its record in W&B, Trackio and MLflow,
+    and by the documentation of SwanLab, Comet and DVCLive in these; in the others it begins another one.
 
     Steps that a resumed run makes again are logged again. W&B drops rows of steps before its newest, so there the step
     is a metric, against which the others are plotted.
@@ -130,19 +131,19 @@ class ServiceTracker:
             settings = wandb.Settings(init_timeout=WANDB_ANSWERS_S, finish_timeout=WANDB_SENDS_S)
             return {"name": name, "tags": tags, "id": run_id, "resume": "allow", "dir": str(path), "settings": settings}
         if self._name == "trackio":
-            # It continues runs by their names alone, and has no tags. accelerate would add a key of its own to the
-            # configuration. In a notebook it would open its page in a cell (`embed`).
+            # Trackio continues runs by their names alone, and has no tags. The configuration goes in here, because
+            # accelerate's method for it adds a key of its own. In a notebook `embed` opens the page in a cell.
             config = {**self._parameters(), **({"tags": ", ".join(tags)} if tags else {})}
             return {"name": f"{name}-{run_id[:6]}", "resume": "allow", "config": config, "embed": False}
         if self._name == "mlflow":
             use_mlflow_at(self.where)
             own = self.where.startswith("sqlite:") and not os.environ.get("MLFLOW_TRACKING_URI")
-            return {"run_name": name, "run_id": self._known, "tags": dict.fromkeys(tags, "true"),
+            return {"run_name": name, "run_id": self._known, "tags": {mlflow_name(tag): "true" for tag in tags},
                     "logging_dir": str(path) if own else None}
         if self._name == "swanlab":
             return {"name": name, "tags": tags, "id": run_id, "resume": "allow", "log_dir": str(path / "swanlog")}
         if self._name == "clearml":
-            return {"task_name": name, "tags": tags}
+            return {"task_name": name, "tags": tags, "reuse_last_task_id": False}
         if self._name == "dvclive":
             return {"dir": str(path / "dvclive"), "resume": self._known is not None, "save_dvc_exp": False}
         return {"experiment_key": run_id}  # Comet
@@ -194,8 +195,8 @@ def use_mlflow_at(address: str) -> None:
 def parameters(config: Path) -> Iterator[tuple[str, Any]]:
     """The resolved configuration as flat names and values, for a service that others may read; none without the file.
 
-    Left out: empty values, commands and their variables, what is called a token or the like. A user name and password
-    in an address are replaced. Texts are cut to the 500 characters that MLflow takes of old.
+    Left out: empty values, commands and their variables, what is called a token or the like. The user name, password
+    and query of an address are replaced. Texts are cut to the 500 characters that every version of MLflow takes.
     """
     def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, inner in value.items():
@@ -206,7 +207,7 @@ def parameters(config: Path) -> Iterator[tuple[str, Any]]:
             elif isinstance(inner, (bool, int, float)):
                 yield name, inner
             elif not (inner is None or is_command or key == "variables" or _SECRET.search(str(key))):
-                yield name, _USER_INFO.sub("***@", str(inner))[:500]
+                yield name, _QUERY.sub(r"\1***", _USER_INFO.sub("***@", str(inner)))[:500]
 
     return walk("", yaml.safe_load(config.read_text()) if config.is_file() else {})
 

@@ -178,7 +178,8 @@ def test_a_run_that_goes_on_does_not_wait_for_its_tracker_to_be_opened(hasty, ca
 MLFLOW = LoggingConfig(trackers=["mlflow"], project="e", tensorboard=False, ray_metrics=False)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None,
+                    reason="mlflow is not installed: pip install 'rlhf-ray[mlflow]'")
 @pytest.mark.parametrize("hangs_at", ["runs/log-batch", "runs/update"])
 def test_a_run_beside_a_real_mlflow_client_goes_on_when_its_server_hangs(
         hasty, hangs_at, tmp_path, monkeypatch, caplog):

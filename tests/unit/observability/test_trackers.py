@@ -24,7 +24,7 @@ from rlhf_ray.observability.trackers import mlflow_name, parameters
 
 CONFIG = {"run": {"seed": 7, "dir": "x"}, "rewards": {"a": None},
           "environments": {"e": {"run": ["agent", "--key", "k1"], "variables": {"KEY": "k2"}, "api_key": "k3"}},
-          "learner": {"max_tokens": 8, "url": "https://me:k4@host/path"}}
+          "learner": {"max_tokens": 8, "url": "https://me:k4@host/path?key=k5"}}
 GROUP = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 """What a scheduler sets for a distributed group."""
 
@@ -163,7 +163,7 @@ def test_a_service_gets_the_watched_metrics_by_short_names_and_the_others_by_sec
 def test_a_service_gets_name_tags_and_the_configuration_without_secrets(recorded):
     assert (recorded["title"], recorded["tags"]) == ({"mine"}, {"blue"})
     own = {name: value for name, value in recorded["config"].items() if not name.startswith("_")}
-    assert own == {"run.seed": 7, "run.dir": "x", "learner.max_tokens": 8, "learner.url": "https://***@host/path"}
+    assert own == {"run.seed": 7, "run.dir": "x", "learner.max_tokens": 8, "learner.url": "https://***@host/path?***"}
 
 
 def test_a_service_gets_a_bounded_table_of_samples(recorded):
@@ -257,9 +257,9 @@ def test_a_tracking_store_that_breaks_costs_its_numbers_and_not_the_run(tmp_path
 
 def test_parameters_are_flat_and_have_no_secrets(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**CONFIG, "f": [1, 2], "g": "x" * 9000, "token": "k5", "token_variable": "T"}))
+    path.write_text(yaml.safe_dump({**CONFIG, "f": [1, 2], "g": "x" * 9000, "token": "k6", "token_variable": "T"}))
     assert dict(parameters(path)) == {
-        "run.seed": 7, "run.dir": "x", "learner.max_tokens": 8, "learner.url": "https://***@host/path", "f": "[1, 2]",
-        "g": "x" * 500, "token_variable": "T"}
+        "run.seed": 7, "run.dir": "x", "learner.max_tokens": 8, "learner.url": "https://***@host/path?***",
+        "f": "[1, 2]", "g": "x" * 500, "token_variable": "T"}
     assert not dict(parameters(tmp_path / "none.yaml"))
     assert mlflow_name("share/generator/busy (a)") == "share/generator/busy _a_"
