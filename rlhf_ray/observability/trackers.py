@@ -170,7 +170,7 @@ class ServiceTracker:
             from wandb import Table
         else:
             from trackio import Table
-        present = [name for name in COLUMNS if name in chosen[0]]
+        present = [name for name in COLUMNS if any(row.get(name) is not None for row in chosen)]
         rows = [[step, *(_shortened(row[name]) for name in present)] for row in chosen]
         return {"samples": Table(columns=["step", *(COLUMNS[name] for name in present)], data=rows)}
 
