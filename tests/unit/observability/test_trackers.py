@@ -94,8 +94,10 @@ def wandb_records(file):
 
 def wandb_run(directory):
     """Of all parts of a W&B run that was recorded offline: ids, steps with rewards, and what else was logged."""
+    import wandb
     from wandb.proto.wandb_internal_pb2 import Record
 
+    wandb.teardown()  # its process may still write when a run is finished
     found = {"ids": set(), "axes": set(), "rewards": [], "names": set(), "config": {}, "tags": set(), "title": set()}
     tables = [json.loads(file.read_text()) for file in directory.glob("wandb/offline-run-*/files/**/*.table.json")]
     for file in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
