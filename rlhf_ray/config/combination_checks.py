@@ -129,7 +129,7 @@ def check_no_training(config: EvaluateConfig) -> None:
     """An evaluation makes no updates, and writes no metrics of steps."""
     unused = (*TRAINING, "run.steps", "run.epochs", "run.auto_resume", "evaluation.every", "prompts.shuffle",
               "generator.sleep_level", "cluster.max_learner_restarts",
-              *(f"logging.{name}" for name in ("tensorboard", "ray_metrics", "wandb_project", "mlflow_experiment",
+              *(f"logging.{name}" for name in ("tensorboard", "ray_metrics", "trackers", "project", "run_name", "tags",
                                                "profile_step")))
     for path, _, value in changed_fields(config):
         if is_set(config, path) and any(path == name or path.startswith(f"{name}.") for name in unused):

@@ -136,7 +136,12 @@ _EVERY_STAGE = (
     ConditionalFields(
         ("rewards.*.float32_head",), _never, "no log-probabilities of a reward model are compared with a generator's"),
 )
-_SUPERVISED = (
+_TRACKED = (
+    ConditionalFields(
+        ("logging.project", "logging.run_name", "logging.tags"), lambda _, logging: bool(logging.trackers),
+        "they describe the run to its trackers, and logging.trackers is empty", "set logging.trackers", warns=True),
+)
+_SUPERVISED = _TRACKED + (
     ConditionalFields(
         ("logging.samples",), _never, "this stage generates no samples"),
     ConditionalFields(
@@ -169,15 +174,15 @@ _PREFERENCES = (
         ("run.auto_resume",), lambda config, _: config.cluster.address is not None,
         "this stage saves no checkpoints to continue from"),
     ConditionalFields(
-        ("logging.tensorboard", "logging.ray_metrics", "logging.wandb_project", "logging.mlflow_experiment",
-         "logging.samples", "logging.profile_step"), _never, _NO_METRICS),
+        ("logging.tensorboard", "logging.ray_metrics", "logging.trackers", "logging.project", "logging.run_name",
+         "logging.tags", "logging.samples", "logging.profile_step"), _never, _NO_METRICS),
     ConditionalFields(("logging.judge",), _never, "this stage ranks by pairs.judge"),
     ConditionalFields(("cluster.max_learner_restarts",), _never, _NO_LEARNERS),
     ConditionalFields(("prompts.shuffle",), _never, "every prompt is sampled once, and pairs are written in its order"),
     ConditionalFields(("prompts.mix.*.weight",), _never, "every prompt of each data set is sampled once"),
     ConditionalFields(("generator.sleep_level",), _never, _NO_LEARNERS + " to free a GPU for"),
 )
-_PPO = (
+_PPO = _TRACKED + (
     ConditionalFields(
         ("algorithm.estimator.lam",), lambda _, estimator: estimator.lam_alpha is None,
         "lam_alpha={section.lam_alpha} takes its place", "leave lam_alpha empty"),
