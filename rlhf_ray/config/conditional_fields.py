@@ -180,7 +180,12 @@ _EVERY_STAGE = (
     ConditionalFields(
         ("rewards.*.float32_head",), _never, "no log-probabilities of a reward model are compared with a generator's"),
 )
-_SUPERVISED = (
+_TRACKED = (
+    ConditionalFields(
+        ("logging.project", "logging.run_name", "logging.tags"), lambda _, logging: bool(logging.trackers),
+        "they describe the run to its trackers, and logging.trackers is empty", "set logging.trackers"),
+)
+_SUPERVISED = _TRACKED + (
     ConditionalFields(
         ("logging.samples",), _never, "this stage generates no samples"),
     ConditionalFields(
@@ -215,9 +220,10 @@ _PREFERENCES = (
         ("run.auto_resume",), lambda config, _: config.cluster.address is not None,
         "this stage saves no checkpoints to continue from", instead="end with the first failure"),
     ConditionalFields(
-        ("logging.tensorboard", "logging.ray_metrics", "logging.samples"), _never, _NO_METRICS),
+        ("logging.tensorboard", "logging.ray_metrics", "logging.project", "logging.run_name", "logging.tags",
+         "logging.samples"), _never, _NO_METRICS),
     ConditionalFields(
-        ("logging.wandb_project", "logging.mlflow_experiment", "logging.profile_step"), _never, _NO_METRICS,
+        ("logging.trackers", "logging.profile_step"), _never, _NO_METRICS,
         instead="write none there"),
     ConditionalFields(
         ("logging.judge",), _never, "this stage ranks by pairs.judge", "set that", instead="rank by another judge"),
@@ -228,7 +234,7 @@ _PREFERENCES = (
         instead="have as many pairs of each as it has prompts"),
     ConditionalFields(("generator.sleep_level",), _never, _NO_LEARNERS + " to free a GPU for"),
 )
-_PPO = (
+_PPO = _TRACKED + (
     ConditionalFields(
         ("algorithm.estimator.lam",), lambda _, estimator: estimator.lam_alpha is None,
         "lam_alpha={section.lam_alpha} takes its place", "leave lam_alpha empty", instead="have another lambda"),
@@ -380,9 +386,9 @@ _EVALUATION = (
     ConditionalFields(
         (*(f"{section}.*" for section in TRAINING), "run.steps", "run.epochs", "run.auto_resume", "evaluation.every",
          "prompts.shuffle", "generator.sleep_level", "cluster.max_learner_restarts", "logging.tensorboard",
-         "logging.ray_metrics"), _never, _EVALUATES),
+         "logging.ray_metrics", "logging.project", "logging.run_name", "logging.tags"), _never, _EVALUATES),
     ConditionalFields(
-        ("logging.wandb_project", "logging.mlflow_experiment", "logging.profile_step"), _never, _EVALUATES,
+        ("logging.trackers", "logging.profile_step"), _never, _EVALUATES,
         instead="write none there"),
 )
 

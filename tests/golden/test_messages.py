@@ -58,7 +58,7 @@ OVERRIDES = [
     "--algorithm.epochs=1 --algorithm.mini_batches=1 --algorithm.loss.clip_high=0.3 --critic.optimizer.min_ratio=0.1 "
     "--algorithm.estimator.lam_alpha=0.05 --algorithm.loss.max_ratio=3",
     "--algorithm.estimator=reinforce --algorithm.estimator.lam=0.9 --rewards.main.tolerance=0.1",
-    "--prompts.path=p.jsonl --prompts.split=test", "--logging.wandb_project=mine --evaluation.split=test",
+    "--prompts.path=p.jsonl --prompts.split=test", "--logging.project=mine --evaluation.split=test",
     "--reward.quarantine_limit=0.2", "--run.dir=~no-such-user/x", "--prompts.path=$NO_SUCH_VARIABLE/x",
     f"--run.dir={'d' * 300}",
 ]

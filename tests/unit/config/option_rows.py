@@ -156,6 +156,7 @@ ENVIRONMENT = {"environments.NAME.path": "tools.py:look", "environments.NAME.max
 COMMAND = {"environments.NAME.command.run": ["program"], "environments.NAME.max_tokens": 768}
 AGENT_RUNS = "tests/unit/environments/test_agent_runs.py::"
 LOSS_OPTIONS = "tests/unit/roles/test_loss_options.py::"
+TRACKERS = "tests/unit/observability/test_trackers.py::"
 ASSEMBLER = "tests/unit/roles/test_assembler.py::"
 PROMPTS = "tests/unit/data/test_prompts.py::"
 NUMBERED = "tests/unit/data/test_numbered_rows.py::"
@@ -244,12 +245,12 @@ ROWS: list[Row] = [
     Shown(("logging.ray_metrics",),
           "tests/unit/observability/test_sinks.py::test_gauges_appear_on_rays_prometheus_endpoint",
           stages=(*SUPERVISED, "ppo")),
-    Shown(("logging.wandb_project",),
-          "tests/unit/observability/test_trackers.py::test_wandb_records_offline_without_a_login",
+    Shown(("logging.trackers",), TRACKERS + "test_a_resumed_run_is_the_same_one_with_the_steps_that_were_made_again",
           stages=(*SUPERVISED, "ppo")),
-    Shown(("logging.mlflow_experiment",), "tests/unit/observability/test_trackers.py::"
-          "test_mlflow_keeps_numbers_and_configuration_in_the_runs_directory_without_a_server",
-          stages=(*SUPERVISED, "ppo")),
+    Shown(("logging.project", "logging.run_name", "logging.tags"),
+          TRACKERS + "test_mlflow_keeps_a_resumed_run_in_its_directory_without_a_server", stages=(*SUPERVISED, "ppo")),
+    Warned(("logging.project", "logging.run_name"), "x", "logging.trackers is empty", stages=(*SUPERVISED, "ppo")),
+    Warned(("logging.tags",), ["x"], "logging.trackers is empty", stages=(*SUPERVISED, "ppo")),
     Shown(("logging.task_events",),
           "tests/unit/coordinator/test_step_profile.py::"
           "test_the_clusters_own_record_of_calls_is_kept_where_there_is_one"),
@@ -265,7 +266,9 @@ ROWS: list[Row] = [
     Refused(("logging.profile_step",), 1, "only PPO profiles steps", stages=SUPERVISED),
     Refused(("logging.judge",), "vader", "no responses to judge", stages=SUPERVISED),
     Warned(("logging.tensorboard", "logging.ray_metrics"), False, "writes no metrics", stages=("preferences",)),
-    Refused(("logging.wandb_project", "logging.mlflow_experiment"), "x", "writes no metrics", stages=("preferences",)),
+    Refused(("logging.trackers",), ["wandb"], "writes no metrics", stages=("preferences",)),
+    Warned(("logging.tags",), ["x"], "writes no metrics", stages=("preferences",)),
+    Warned(("logging.project", "logging.run_name"), "x", "writes no metrics", stages=("preferences",)),
     Warned(("logging.samples",), 1, "writes no metrics", stages=("preferences",)),
     Refused(("logging.profile_step",), 1, "writes no metrics", stages=("preferences",)),
     Refused(("logging.judge",), "vader", "ranks by pairs.judge", stages=("preferences",)),

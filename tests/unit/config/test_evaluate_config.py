@@ -10,7 +10,7 @@ from rlhf_ray.errors import ConfigError
 
 TRAINED = {
     "run": {"dir": "runs/trained", "steps": 7, "seed": 3, "upload": "s3://bucket/trained", "auto_resume": True},
-    "logging": {"wandb_project": "mine", "judge": "vader"},
+    "logging": {"trackers": ["wandb"], "judge": "vader"},
     "cluster": {"derived": ["pools", "generator.chunk", "weights.transport"]},
     "pools": {"default": {"cpus": 64}},
     "generator": {"chunk": 3, "sleep_level": 1},
@@ -27,7 +27,7 @@ def test_what_concerns_training_is_left_out_of_a_file(write, caplog):
     config = load(EvaluateConfig, write("ppo", **TRAINED), [])
     assert (config.run.seed, config.run.dir, config.run.upload, config.run.auto_resume) == (
         3, "runs/default", None, False)
-    assert (config.logging.judge, config.logging.wandb_project) == ("vader", None)
+    assert (config.logging.judge, config.logging.trackers) == ("vader", [])
     assert config.policy.lora is None and config.weights.transport == "object_store"
     assert (config.pools["default"].cpus, config.generator.chunk) == (1.0, 16), "derived for other machines"
     assert config.evaluation.prompts == "e.jsonl" and config.evaluation.every == 0
@@ -51,8 +51,8 @@ def test_what_concerns_training_is_a_warning_on_the_command_line(write, field, c
 
 
 def test_what_an_evaluation_would_not_write_is_refused_on_the_command_line(write):
-    with pytest.raises(ConfigError, match="logging.wandb_project=mine has no effect: an evaluation makes no updates"):
-        load(EvaluateConfig, write("ppo"), ["--logging.wandb_project=mine"])
+    with pytest.raises(ConfigError, match=r"logging.trackers=\[wandb\] has no effect: an evaluation makes no updates"):
+        load(EvaluateConfig, write("ppo"), ["--logging.trackers=[wandb]"])
 
 
 def test_without_held_out_rows_all_prompts_are_taken(write):
