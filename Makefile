@@ -37,7 +37,7 @@ example: install ## Teach sums by rewarding right answers, or ARGS=tools, frozen
 test: install-test ## Run the default tests, in about twelve minutes on two cores
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-all: ## Run all tests that need no GPU, with the optional packages (W&B, MLflow, S3) installed
+test-all: ## Run all tests that need no GPU, with the optional packages (W&B, Trackio, MLflow, S3) installed
 	@$(SETUP) $(EXTRA) test-all
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" --timeout 3600 $(ARGS)
 

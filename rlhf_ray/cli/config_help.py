@@ -40,7 +40,7 @@ COMMON: dict[str, list[str]] = {
         "critic.optimizer.learning_rate", "algorithm.preset", "algorithm.estimator", "algorithm.kl.coef",
         "algorithm.epochs", "algorithm.mini_batches", "algorithm.loss",
         "checkpoint.every", "checkpoint.best_metric", "evaluation.prompts", "early_stop.kl_above",
-        "logging.wandb_project",
+        "logging.trackers",
     ],
 }  # fmt: skip
 """Command -> the fields that its `--help` shows."""

@@ -37,8 +37,10 @@ def sampling_of(stop: list[str] | None, stop_token_id: list[int] | None, **optio
     """Sampling settings from the options.
 
     Raises:
-        ConfigError: an option is invalid, or has no effect; names it.
+        ConfigError: an option is invalid; names it.
     """
+    import logging
+
     from pydantic import ValidationError
 
     from rlhf_ray.config.generation import SamplingConfig
@@ -47,8 +49,8 @@ def sampling_of(stop: list[str] | None, stop_token_id: list[int] | None, **optio
     without_effect = [name for name, keeps_all in (("top_p", 1), ("top_k", 0), ("min_p", 0))
                       if options["temperature"] == 0 and options[name] != keeps_all]
     if without_effect:
-        option = without_effect[0].replace("_", "-")
-        raise ConfigError(f"--temperature 0 takes the most likely token, whatever --{option}; leave one of them out")
+        named = ", ".join(f"--{name.replace('_', '-')}={options[name]:g}" for name in without_effect)
+        logging.getLogger(__name__).warning(f"{named} without effect: --temperature 0 takes the most likely token")
     try:
         return SamplingConfig.model_validate({"stop": stop or [], "stop_token_ids": stop_token_id or [], **options})
     except ValidationError as error:

@@ -156,6 +156,11 @@ class AlgorithmConfig(Section):
         return isinstance(self.estimator, GAEEstimator)
 
     @property
+    def warmup_steps(self) -> int:
+        """First steps in which the policy is not trained; none without a critic that could be alone."""
+        return self.critic_warmup_steps if self.has_critic else 0
+
+    @property
     def compares_groups(self) -> bool:
         """Whether the estimator needs several samples per prompt."""
         return self.estimator.compares_groups

@@ -1,8 +1,8 @@
 """Checks of combinations of sections, made before anything starts.
 
-They refuse pools that are too small for their roles, settings of which one would have no effect, numbers with which a
-run would wait without end, and hardware that a setting cannot use. Each check raises ValueError with the fields, their
-values and what to change.
+They refuse pools that are too small for their roles, settings with which a run would be something else than they say,
+numbers with which it would wait without end, and hardware that a setting cannot use. Each check raises ValueError with
+the fields, their values and what to change.
 """
 
 import re
@@ -26,15 +26,13 @@ from rlhf_ray.config.derived import (
     training_sample,
 )
 from rlhf_ray.config.estimators import GDPOEstimator
-from rlhf_ray.config.fields import changed_fields, format_value
 from rlhf_ray.config.generation import GenerationConfig, SamplingConfig
 from rlhf_ray.config.learner import LearnerConfig, PPOLearnerConfig
 from rlhf_ray.config.losses import CISPOLoss
 from rlhf_ray.config.rewards import EnvironmentReward, ModelReward, ProcessReward
 from rlhf_ray.config.run import PlacementConfig
-from rlhf_ray.config.settled import is_set, value_at
+from rlhf_ray.config.settled import value_at
 from rlhf_ray.config.stages import (
-    TRAINING,
     EvaluateConfig,
     PPOConfig,
     PreferencesStageConfig,
@@ -125,18 +123,6 @@ def check_derived(config: StageConfig) -> None:
                              "writes the list, so leave cluster.derived out") from None
 
 
-def check_no_training(config: EvaluateConfig) -> None:
-    """An evaluation makes no updates, and writes no metrics of steps."""
-    unused = (*TRAINING, "run.steps", "run.epochs", "run.auto_resume", "evaluation.every", "prompts.shuffle",
-              "generator.sleep_level", "cluster.max_learner_restarts",
-              *(f"logging.{name}" for name in ("tensorboard", "ray_metrics", "wandb_project", "mlflow_experiment",
-                                               "profile_step")))
-    for path, _, value in changed_fields(config):
-        if is_set(config, path) and any(path == name or path.startswith(f"{name}.") for name in unused):
-            raise ValueError(f"{path}={format_value(value)} has no effect: an evaluation makes no updates; leave it "
-                             "out")
-
-
 def check_all_prompts(config: PreferencesStageConfig) -> None:
     """Pairs are sampled for all prompts, which have texts."""
     for field, part in config.prompts.named_parts():
@@ -163,7 +149,8 @@ def check_prefill(config: PPOConfig | PreferencesStageConfig) -> None:
 def check_target_kl(config: PPOConfig) -> None:
     """The KL that ends an update is measured from the policy before it."""
     a, bound = config.algorithm, config.coordinator.max_staleness
-    if a.target_kl is not None and a.old_logprobs == "generator" and bound:
+    several_steps = a.epochs * a.mini_batches > 1
+    if a.target_kl is not None and a.old_logprobs == "generator" and bound and several_steps:
         raise ValueError(f"algorithm.target_kl={a.target_kl:g} limits how far an update moves the policy, but with "
                          "algorithm.old_logprobs=generator its KL is measured from the weights that sampled, up to "
                          f"coordinator.max_staleness={bound} versions before; set old_logprobs to policy")
@@ -171,7 +158,7 @@ def check_target_kl(config: PPOConfig) -> None:
 
 def check_backbone(config: PPOConfig) -> None:
     """A critic that is the policy's model needs the policy's own pass, and is trained with it only."""
-    if config.critic.backbone == "own":
+    if not derive(config).shares_backbone:
         return
     if config.algorithm.old_logprobs == "generator":
         raise ValueError("algorithm.old_logprobs=generator saves a forward pass of the policy, but "
@@ -531,7 +518,7 @@ def check_phases(config: PPOConfig) -> None:
 def check_schedules(config: PPOConfig) -> None:
     """The warm-up leaves steps for the policy, and the adaptive coefficient stays positive."""
     a, samples = config.algorithm, config.coordinator.samples_per_step
-    if config.run.epochs is None and a.critic_warmup_steps >= config.run.steps:
+    if config.run.epochs is None and a.warmup_steps >= config.run.steps:
         raise ValueError(
             f"algorithm.critic_warmup_steps={a.critic_warmup_steps} leaves no step of run.steps={config.run.steps} "
             "for the policy; lower it or raise run.steps")
@@ -547,7 +534,6 @@ CHECKS: Mapping[type[StageConfig], tuple[Callable[[Any], None], ...]] = {
     RewardModelConfig: (check_best_metric,),
     ProcessRewardConfig: (check_best_metric,),
     PreferencesStageConfig: (check_all_prompts, check_pairs, check_prefill),
-    EvaluateConfig: (check_no_training,),
     PPOConfig: (
         check_backbone, check_target_kl, check_environments, check_reward_components, check_critic_start,
         check_dynamic_sampling, check_groups, check_decoupled_rewards, check_held_out, check_numbered_rows,

@@ -32,11 +32,23 @@ Values come from four sources; each takes precedence over those after it:
 4. the defaults below.
 
 On the command line and in the environment, lists, mappings and text in double quotes are written as in YAML,
-`[0.9, 0.95]` or `"\\n"`, and `null` (or nothing) means empty. Unknown keys, wrong types and combinations that cannot
-work are refused before anything starts. Relative paths are relative to the working directory of the command, not to the
-file. In paths, `~`, `~user`, `$NAME` and `${NAME}` are replaced, also in arguments of commands; an unknown user or
-variable is refused, and a [job](submit.md) may contain none of them, because it runs on other machines. The resolved
-configuration, with every derived value filled in, is saved as `config.yaml` in the run's directory.
+`[0.9, 0.95]` or `"\\n"`, and `null` (or nothing) means empty. Relative paths are relative to the working directory of
+the command, not to the file. In paths, `~`, `~user`, `$NAME` and `${NAME}` are replaced, also in arguments of commands;
+an unknown user or variable is refused, and a [job](submit.md) may contain none of them, because it runs on other
+machines. The resolved configuration, with every derived value filled in, is saved as `config.yaml` in the run's
+directory.
+
+Before anything starts,
+
+- unknown keys, wrong types and combinations that cannot work are refused, each with its value, its origin and what to
+  write; names of [TRL, OpenRLHF and verl](coming_from.md#options) are understood;
+- a value without effect is a warning, so that a sweep over `algorithm.mini_batches` may set
+  `algorithm.loss.clip_high`, one over estimators `algorithm.estimator.lam`, and `rlhf-ray grpo` reads a file with a
+  `critic`. All are named in one warning, also when a run goes on. A key of another `type` of the same section is one of
+  them, and `config.yaml` does not have it;
+- a value without effect is refused if the run would be something else than it says: other data (`data.split` of a
+  local file), another length, another reward, or no file that was asked for (`logging.judge` where nothing is
+  generated).
 
 `rlhf-ray STAGE --help` shows the most used fields, `--help-all` all of them.
 """

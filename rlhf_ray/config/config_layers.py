@@ -122,9 +122,11 @@ def _layer(given: Iterable[tuple[Path_, str, str]], cls: type[BaseModel] | None)
         value = _parsed(text, origin)
         before = section.get(keys[-1])
         if isinstance(value, str) and isinstance(before, dict) and has_short_form(_annotation(cls, keys)):
-            value = {**before, **_long_form(value)}
-        section[keys[-1]] = value
-        origins |= dict.fromkeys(_paths(section[keys[-1]], keys), origin)
+            value = _long_form(value)
+            section[keys[-1]] = {**before, **value}
+        else:
+            section[keys[-1]] = value
+        origins |= dict.fromkeys(_paths(value, keys), origin)
     return Layer(values, origins)
 
 
@@ -155,8 +157,7 @@ def merge(cls: type[BaseModel], layers: list[Layer]) -> dict[str, Any]:
 
     If a field may be one of two sections (`SFTConfig.model`: a path, or an architecture), a later layer with a key that
     only one of them has selects it, and earlier keys that only the other one has are dropped. If `type` chooses between
-    sections and has a short form (`algorithm.estimator`), keys of all types are kept: those without effect are
-    reported.
+    sections (`algorithm.estimator`, `rewards.NAME`), keys of all types are kept: those without effect are reported.
     """
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -189,10 +190,7 @@ def _merge_value(members: tuple[type[BaseModel], ...], low: Any, high: Any) -> A
         return high
     if len(members) == 1:
         return _merge(members[0], low, high)
-    chosen = section_tagged(members, low | high)
-    if chosen and high.get("type", low.get("type")) != low.get("type"):  # the type changed
-        low = {key: value for key, value in low.items() if key in chosen.model_fields}
-    return _merge(chosen, low, high)
+    return _merge(section_tagged(members, low | high), low, high)
 
 
 def _without_rivals(members: tuple[type[BaseModel], ...], low: dict[str, Any], high: dict[str, Any]) -> dict[str, Any]:

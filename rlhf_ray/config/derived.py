@@ -247,7 +247,7 @@ def update_gives_old_logprobs(config: PPOConfig) -> bool:
     a = config.algorithm
     one_backbone = a.has_critic and config.critic.backbone == "policy"
     only_one = not has_later_steps(config) and not one_backbone
-    needed_before = a.kl.kind == "adaptive" or not (a.kl_in_loss or a.kl.coef == 0) or a.critic_warmup_steps > 0
+    needed_before = a.kl.kind == "adaptive" or not (a.kl_in_loss or a.kl.coef == 0) or a.warmup_steps > 0
     return a.old_logprobs == "policy" and only_one and not needed_before and not config.policy.drops_out
 
 

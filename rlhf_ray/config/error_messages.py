@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -16,6 +17,7 @@ from rlhf_ray.config.fields import (
     sections_of_values,
     type_tag,
 )
+from rlhf_ray.config.names_elsewhere import meaning_elsewhere
 
 _SCALARS = {
     "int_parsing": "must be a whole number",
@@ -36,6 +38,8 @@ _LIMITS = {
     "less_than_equal": ("le", "at most"),
     "less_than": ("lt", "less than"),
 }
+SHOWN_KEYS = 3
+"""Keys of another system's section that are named together."""
 _TYPE_ERRORS = ("union_tag_invalid", "union_tag_not_found")
 _SECTION_TYPES = ("model_type", "model_attributes_type", "dict_type")
 
@@ -59,10 +63,20 @@ def explain(cls: type[BaseModel], error: ValidationError, layers: list[Layer]) -
     """One line per problem; `layers` are the sources of the values (later layers take precedence)."""
     lines: list[str] = []
     for problem in error.errors(include_url=False):
-        line = _line(cls, _place(cls, problem["loc"]), problem, layers)
-        if line not in lines:
-            lines.append(line)
+        place = _place(cls, problem["loc"])
+        unknown = problem["type"] == "extra_forbidden"
+        for line in _unknown(cls, place, problem["input"], layers) if unknown else [_line(place, problem, layers)]:
+            if line not in lines:
+                lines.append(line)
     return "the configuration cannot run:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def explain_option(cls: type[BaseModel], argument: str) -> str:
+    """What is wrong with an --option without a value, whose section the stage does not have."""
+    name = argument.removeprefix("--")
+    section = name.split(".")[0]
+    meant = meaning_elsewhere(name, "true", _known(_paths_of(cls))) or suggestion(section, list(cls.model_fields))
+    return f"{argument}: there is no section {section}; {meant}"
 
 
 def suggestion(word: str, known: list[str]) -> str:
@@ -100,47 +114,68 @@ def _tagged(members: tuple[type[BaseModel], ...], tag: str) -> type[BaseModel] |
     return next((m for m in members if tag in (type_tag(m), m.__name__)), None)
 
 
-def _line(cls: type[BaseModel], place: _Place, problem: Any, layers: list[Layer]) -> str:
+def _line(place: _Place, problem: Any, layers: list[Layer]) -> str:
     kind, name = problem["type"], ".".join(place.path)
     if kind == "value_error":  # our own validators already give complete messages
         text = problem["msg"].removeprefix("Value error, ")
         return f"{name}: {text}{_origin_within(place.path, text, layers)}"
     if kind == "missing":
         return f"{name}: is required{_sentence(place)}; set it in the file or with --{name}{_first_key(place)}=..."
-    if kind == "extra_forbidden":
-        return f"{name}: unknown key; {_meant(cls, place)}{_origin(place.path, layers)}"
     if kind in _TYPE_ERRORS:
         types = ", ".join(tag for member in sections_of(place.annotation) if (tag := type_tag(member)))
         given = problem["input"].get("type") if isinstance(problem["input"], dict) else None
         what = f"is required (one of {types})" if given is None else f"must be one of {types}"
         shown = "" if given is None else f"={given!r}"
-        return f"{name}.type{shown}: {what}{_origin((*place.path, 'type'), layers)}"
-    return f"{name}={_shortened(problem['input'])}: {_rule(place, problem)}{_origin(place.path, layers)}"
+        return f"{name}.type{shown}: {what}{origin((*place.path, 'type'), layers)}"
+    return f"{name}={_shortened(problem['input'])}: {_rule(place, problem)}{origin(place.path, layers)}"
 
 
-NAMES_ELSEWHERE = {
-    "num_generations": "coordinator.samples_per_prompt",
-    "beta": "algorithm.kl.coef",
-    "num_iterations": "algorithm.epochs",
-    "max_completion_length": "generator.sampling.max_tokens",
-    "max_prompt_length": "prompts.max_tokens",
-    "reward_funcs": "rewards",
-    "lr": "policy.optimizer.learning_rate",
-    "whiten_advantages": "algorithm.estimator.whiten",
-}
-"""Names of other trainers -> field."""
+def _unknown(cls: type[BaseModel], place: _Place, given: Any, layers: list[Layer]) -> list[str]:
+    """A line for an unknown key, or for each that another system has in a section of this name."""
+    fields = _paths_of(cls)
+    known = _known(fields)
+    python = not layers
+    meanings = {path: meaning_elsewhere(".".join(path), value, known, python=python)
+                for path, value in _leaves(given, place.path)}
+    found = [(path, meant) for path, meant in meanings.items() if meant]
+    others = [path for path, meant in meanings.items() if not meant]
+    if not found:
+        of_name = meaning_elsewhere(place.path[-1], given, known, place.path[0], python)
+        meant = _same_name(place, fields) or of_name or _similar_name(place, fields)
+        found, others = [(place.path, meant or suggestion(place.path[-1], _siblings(place)))], []
+    lines = [f"{'.'.join(path)}: unknown key; {meant}{origin(path, layers)}" for path, meant in found]
+    if others:
+        named = ", ".join(".".join(path) for path in others[:SHOWN_KEYS])
+        more = f" and {len(others) - SHOWN_KEYS} more" if len(others) > SHOWN_KEYS else ""
+        lines.append(f"{named}{more}: nothing here is called so; leave it out{origin(others[0], layers)}")
+    return lines
 
 
-def _meant(cls: type[BaseModel], place: _Place) -> str:
-    """Suggestion for an unknown key: what other trainers call so, a similar one, or one of the same name in another
-    section."""
-    elsewhere = NAMES_ELSEWHERE.get(place.path[-1], "")
-    if elsewhere.partition(".")[0] in cls.model_fields:
-        return f"did you mean {elsewhere}?"
-    key, known = place.path[-1], list(place.parent.model_fields) if place.parent else []
-    if place.branch and place.parent is place.branch and (owners := _types_with(cls, place, key)):
-        return f"it belongs to type {' or '.join(owners)}, but this is of type {type_tag(place.branch)}; remove it"
-    paths = [f.path for f in describe_fields(cls)]
+def _paths_of(cls: type[BaseModel]) -> list[str]:
+    return [field.path for field in describe_fields(cls)]
+
+
+def _known(paths: Sequence[str]) -> set[str]:
+    """Fields by their paths, and the sections that hold them."""
+    return set(paths) | {path[:at] for path in paths for at, letter in enumerate(path) if letter == "."}
+
+
+def _leaves(given: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values within a section by their paths; of anything else, it alone."""
+    if not isinstance(given, dict) or not given:
+        yield path, given
+        return
+    for key, value in given.items():
+        yield from _leaves(value, (*path, str(key)))
+
+
+def _siblings(place: _Place) -> list[str]:
+    return list(place.parent.model_fields) if place.parent else []
+
+
+def _same_name(place: _Place, paths: Sequence[str]) -> str | None:
+    """Suggestion for an unknown key of a section: a field of this name below; None without one."""
+    key = place.path[-1]
     if place.branch and "." not in key and ".".join(place.path) in paths:  # of the other section of a union
         return f"it does not go with the other keys of {place.path[-2]}; remove it"
     section = "".join(f"{name}." for name in place.path[:-1])
@@ -148,13 +183,22 @@ def _meant(cls: type[BaseModel], place: _Place) -> str:
         return f"did you mean {' or '.join(nested[:3])}?"
     if nested := [path for path in paths if path.startswith(section) and key in _tails(path)]:  # kl_coef: kl.coef
         return f"did you mean {' or '.join(nested[:3])}?"
+    return None
+
+
+def _similar_name(place: _Place, paths: Sequence[str]) -> str | None:
+    """Suggestion for an unknown key: one of this name in another section, or a similar one; None without one."""
+    key, known = place.path[-1], _siblings(place)
+    section = "".join(f"{name}." for name in place.path[:-1])
     namesakes = [path for path in paths if path.endswith(f".{key}")]
     if namesakes and not difflib.get_close_matches(key, known, n=1):
         return f"did you mean {' or '.join(namesakes[:3])}?"
     below = {path.rsplit(".", 1)[-1]: path for path in paths if section and path.startswith(section)}
     if (close := difflib.get_close_matches(key, below, n=1)) and not difflib.get_close_matches(key, known, n=1):
         return f"did you mean {below[close[0]]}?"
-    return suggestion(key, known)
+    if close := difflib.get_close_matches(key, known, n=1):
+        return f"did you mean {close[0]}?"
+    return None
 
 
 def _tails(path: str) -> list[str]:
@@ -171,12 +215,6 @@ def _first_key(place: _Place) -> str:
     keys = [key for member in members for key, info in member.model_fields.items()
             if info.is_required() or key == "path"]
     return f".{keys[0]}" if keys else ""
-
-
-def _types_with(cls: type[BaseModel], place: _Place, key: str) -> list[str]:
-    """The other types of the surrounding union that have this key."""
-    members = sections_of(_place(cls, place.union).annotation)
-    return [tag for member in members if key in member.model_fields and (tag := type_tag(member))]
 
 
 def _rule(place: _Place, problem: Any) -> str:
@@ -209,7 +247,7 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _origin(path: tuple[str, ...], layers: list[Layer]) -> str:
+def origin(path: tuple[str, ...], layers: list[Layer]) -> str:
     """' [file:line]' of the value, or of the nearest enclosing section."""
     for end in range(len(path), 0, -1):
         for layer in reversed(layers):
@@ -225,4 +263,4 @@ def _origin_within(path: tuple[str, ...], text: str, layers: list[Layer]) -> str
         for keys, place in layer.origins.items():
             if keys[: len(path)] == path and re.search(rf"\b{re.escape(keys[-1])}\b", text):
                 return f" [{place}]"
-    return _origin(path, layers)
+    return origin(path, layers)

@@ -5,7 +5,6 @@ Relative paths are relative to the working directory of the command, not to the 
 that runs later reads the configuration and never changes it.
 """
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from rlhf_ray.config.combination_checks import check_combinations
-from rlhf_ray.config.conditional_fields import without_effect
+from rlhf_ray.config.conditional_fields import warn_of_idle_values, without_effect
 from rlhf_ray.config.config_layers import Layer, merge, read_environment, read_overrides, read_yaml
 from rlhf_ray.config.derived import (
     bucket_mb,
@@ -27,7 +26,7 @@ from rlhf_ray.config.derived import (
     transport_of,
     unset_micro_batches,
 )
-from rlhf_ray.config.error_messages import explain, suggestion
+from rlhf_ray.config.error_messages import explain, explain_option, origin, suggestion
 from rlhf_ray.config.estimators import GROUP_ESTIMATORS
 from rlhf_ray.config.fields import strings_of
 from rlhf_ray.config.given_objects import GivenRows
@@ -93,6 +92,8 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bo
         has_gpus: whether the cluster at an address (None: a local one) may have GPUs. Then fields that need GPUs are
             accepted without pools and gpus, which are derived from the machines before the run starts.
 
+    Values without effect are named in one warning, with their origins.
+
     Raises:
         ConfigError: the configuration cannot run; lists all problems, each with its field, value, origin and fix.
     """
@@ -109,12 +110,17 @@ def load(cls: type[C], path: Path | str | None, overrides: list[str], resume: bo
     if isinstance(cluster := values.get("cluster"), dict) and cluster.get("derived"):
         values["cluster"] = {**cluster, "derived": _still_derived(layers)}
     try:
-        return _resolved(cls, values, layers)
+        given, resolved = _read(cls, values, layers)
     except ConfigError:
         later = _placed_later(cls, values, layers, has_gpus)
         if later is None:
             raise
-        return later
+        given, resolved = later
+    idle = list(without_effect(given))
+    if any(each.of_place for each in idle) and "pools" not in values and has_gpus(given.cluster.address):
+        idle = [each for each in idle if not each.of_place]  # they may act where the roles are placed later
+    warn_of_idle_values(idle, lambda path: origin(tuple(path.split(".")), layers))
+    return resolved
 
 
 OF_RUN = {"run": ("seed",), "logging": ("judge", "samples")}
@@ -147,7 +153,8 @@ def _without_training(file: Layer) -> Layer:
     return Layer(values, file.origins)
 
 
-def _resolved(cls: type[C], values: dict[str, Any], layers: list[Layer]) -> C:
+def _read(cls: type[C], values: dict[str, Any], layers: list[Layer]) -> tuple[C, C]:
+    """The configuration of these values, and the same resolved."""
     try:
         config = cls.model_validate(values)
     except ValidationError as e:
@@ -155,10 +162,7 @@ def _resolved(cls: type[C], values: dict[str, Any], layers: list[Layer]) -> C:
     if rows := [field for field, value in strings_of(config) if isinstance(value, GivenRows)]:
         raise ConfigError(f"{rows[0]} is a list of rows, which can be given from Python only; write them to a .jsonl "
                           "file and name it")
-    resolved = resolve(config)
-    for sentence in without_effect(config, warns=True):
-        logging.getLogger(__name__).warning(sentence)
-    return resolved
+    return config, resolve(config)
 
 
 PLENTY = {"cpus": 1e6}
@@ -166,9 +170,9 @@ PLENTY = {"cpus": 1e6}
 
 
 def _placed_later(cls: type[C], values: dict[str, Any], layers: list[Layer],
-                  has_gpus: Callable[[str | None], bool]) -> C | None:
-    """A configuration that is refused without GPUs, with every role on GPUs: whole ones, or one together. None if it is
-    refused then too, or somebody set pools, or there are no GPUs."""
+                  has_gpus: Callable[[str | None], bool]) -> tuple[C, C] | None:
+    """As `_read`, a configuration that is refused without GPUs, with every role on GPUs: whole ones, or one together.
+    None if it is refused then too, or somebody set pools, or there are no GPUs."""
     cluster = values.get("cluster")
     address = cluster.get("address") if isinstance(cluster, dict) else None
     if "pools" in values or not has_gpus(address):
@@ -180,12 +184,12 @@ def _placed_later(cls: type[C], values: dict[str, Any], layers: list[Layer],
         filled = merge(cls, [Layer(below), Layer(values)])
         filled["cluster"] = {**filled.get("cluster", {}), "derived": ["pools", *derived]}
         with suppress(ConfigError):
-            return _resolved(cls, filled, layers)
+            return _read(cls, filled, layers)
     return None
 
 
 def _on_plenty(cls: type[StageConfig], given: Mapping[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Sections with values as they could be derived on many GPUs, or on one: a role without effect may be refused."""
+    """Sections with values as they could be derived on many GPUs, or on one."""
     engine_of = given.get("generator", {})
     try:
         devices = int(engine_of.get("tensor_parallel", 1)) * int(engine_of.get("pipeline_parallel", 1))
@@ -193,15 +197,14 @@ def _on_plenty(cls: type[StageConfig], given: Mapping[str, dict[str, Any]]) -> I
     except (TypeError, ValueError):
         return
     store = {} if given["cluster"].get("address") else {"cluster": {"object_store_mb": 10**6}}
-    for learners in (("policy", "learner"), ("policy", "critic")):
-        for scorers in ((), ("reference",), ("reward",), ("reference", "reward")):
-            rows = {name: {"micro_batch_tokens": 10**6} for name in (*learners, *scorers)}
-            many = {name: {**rows[name], "workers": 2, "gpus": 1} for name in learners}  # ZeRO divides among several
-            one = {name: {**rows[name], "gpus": 0.2} for name in learners}
-            for places, engine, gpus, bundles in ((many, devices, devices, 10**4), (one, 0.2, 1, 1)):
-                sections = {**rows, **places, "generator": {"gpus": engine, "chunk": chunk}}
-                yield {"pools": {"default": {**PLENTY, "gpus": gpus, "bundles": bundles}}, **store,
-                       **{name: section for name, section in sections.items() if name in cls.model_fields}}
+    learners = ("policy", "critic", "learner")
+    rows = {name: {"micro_batch_tokens": 10**6} for name in (*learners, "reference", "reward")}
+    many = {name: {**rows[name], "workers": 2, "gpus": 1} for name in learners}  # ZeRO divides among several
+    one = {name: {**rows[name], "gpus": 0.2} for name in learners}
+    for places, engine, gpus, bundles in ((many, devices, devices, 10**4), (one, 0.2, 1, 1)):
+        sections = {**rows, **places, "generator": {"gpus": engine, "chunk": chunk}}
+        yield {"pools": {"default": {**PLENTY, "gpus": gpus, "bundles": bundles}}, **store,
+               **{name: section for name, section in sections.items() if name in cls.model_fields}}
 
 
 def resolve(config: C) -> C:
@@ -298,8 +301,7 @@ def _refuse_unknown_options(cls: type[StageConfig], overrides: list[str]) -> Non
         section = argument.removeprefix("--").split(".")[0]
         bare = argument.startswith("--") and "=" not in argument and following.startswith("--")
         if bare and section not in cls.model_fields:
-            meant = suggestion(section, list(cls.model_fields))
-            raise ConfigError(f"{argument}: there is no section {section}; {meant}")
+            raise ConfigError(explain_option(cls, argument))
 
 
 def _refuse_unknown_variables(cls: type[StageConfig]) -> None:

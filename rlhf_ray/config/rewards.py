@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -12,12 +12,12 @@ from rlhf_ray.config.loopback import is_loopback
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.config.paths import UserPath, expand_path
 from rlhf_ray.config.sandbox import SandboxConfig
-from rlhf_ray.config.section import Section
+from rlhf_ray.config.type_union import TypedSection, one_of
 
 Aggregate = Literal["min", "prod", "mean", "last"]
 
 
-class ModelReward(ModelConfig):
+class ModelReward(ModelConfig, TypedSection):
     """A reward model: any sequence classifier, such as one of sentiment."""
 
     type: Literal["model"]
@@ -32,7 +32,7 @@ class ModelReward(ModelConfig):
     and for labels that do not exclude each other (`problem_type: multi_label_classification`)."""
 
 
-class ProcessReward(ModelConfig):
+class ProcessReward(ModelConfig, TypedSection):
     """A process reward model, which judges each step of a response (made by `rlhf-ray process-reward`)."""
 
     type: Literal["process"]
@@ -54,7 +54,7 @@ LOCAL_MODELS = (ModelReward, ProcessReward)
 """Components whose model runs in the reward scorers, sharded with `reward.shards`."""
 
 
-class FunctionReward(Section):
+class FunctionReward(TypedSection):
     """A Python function of your own that maps a batch to scores, in a separate process."""
 
     type: Literal["function"]
@@ -70,7 +70,7 @@ class FunctionReward(Section):
     minutes)."""
 
 
-class VerifiableReward(Section):
+class VerifiableReward(TypedSection):
     """Fields of all rewards by a rule."""
 
     weight: float = 1.0
@@ -190,7 +190,7 @@ class CodeReward(VerifiableReward):
     """What holds programs back, and what they may use."""
 
 
-class VaderReward(Section):
+class VaderReward(TypedSection):
     """Sentiment of the response alone by a lexicon and rules (VADER, Hutto and Gilbert 2014), from -1 to 1."""
 
     type: Literal["vader"]
@@ -199,7 +199,7 @@ class VaderReward(Section):
     """Factor of this component in the sum; negative for a penalty."""
 
 
-class EnvironmentReward(Section):
+class EnvironmentReward(TypedSection):
     """The rewards that the environment of an episode gives: of each turn on the last token that the policy sampled in
     it, and of the whole episode (`get_reward`) on its last."""
 
@@ -211,7 +211,7 @@ class EnvironmentReward(Section):
     """Sum of rewards from which an episode counts as solved, in evaluations."""
 
 
-class HTTPReward(Section):
+class HTTPReward(TypedSection):
     """A service that scores batches over HTTP, such as `rlhf-ray serve-reward`."""
 
     type: Literal["http"]
@@ -266,11 +266,12 @@ def _with_type(given: Any) -> Any:
     return given
 
 
-RewardConfig = Annotated[
+AnyReward = (
     ModelReward | ProcessReward | HTTPReward | FunctionReward | ExactMatchReward | NumberReward | RegexReward
-    | JSONSchemaReward | CodeReward | VaderReward | EnvironmentReward,
-    Field(discriminator="type"), BeforeValidator(_with_type),
-]
+    | JSONSchemaReward | CodeReward | VaderReward | EnvironmentReward
+)
+RewardConfig = Annotated[
+    AnyReward, Field(discriminator="type"), one_of(get_args(AnyReward), None), BeforeValidator(_with_type)]
 
 
 def rewards_in_words(rewards: Mapping[str, Mapping[str, Any]]) -> str:

@@ -15,9 +15,14 @@ from rlhf_ray.config.stages import StageConfig
 C = TypeVar("C", bound=StageConfig)
 
 
+def is_derived(config: StageConfig, path: str) -> bool:
+    """Whether the field at a dotted path, or a section that holds it, was derived from the machines of the run."""
+    return any(path == name or path.startswith(f"{name}.") for name in config.cluster.derived)
+
+
 def is_set(config: StageConfig, path: str) -> bool:
     """Whether somebody set the field at a dotted path, or a field within it."""
-    if any(path == name or path.startswith(f"{name}.") for name in config.cluster.derived):
+    if is_derived(config, path):
         return False
     value: Any = config
     for name in path.split("."):

@@ -91,12 +91,6 @@ class CheckpointConfig(Section):
         lower = {"loss", "perplexity", "kl"} & set(re.split(r"[/_]", name))
         return {**given, "best_metric": name, "best_mode": given.get("best_mode") or ("min" if lower else "max")}
 
-    @model_validator(mode="after")
-    def _mode_of_what(self) -> Self:
-        if self.best_mode and not self.best_metric:
-            raise ValueError(f"best_mode={self.best_mode} without best_metric; set best_metric, for example to reward")
-        return self
-
 
 class EarlyStopConfig(Section):
     """Ends a run whose KL is too high, or whose reward collapsed, for several consecutive steps."""
@@ -171,6 +165,28 @@ def _saved_samples(value: Any) -> Any:
     raise ValueError(f"{value!r} is none of all, off, and a number of prompts of each step, from 1 on")
 
 
+TRACKERS = ("wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab")
+"""The trackers of `accelerate.tracking` apart from TensorBoard, each by its name there, which is its package's."""
+
+
+def _known_trackers(value: Any) -> Any:
+    """Names of trackers; a text has them between commas.
+
+    Raises:
+        ValueError: one is not known.
+    """
+    from rlhf_ray.config.error_messages import suggestion
+
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    for name in names if isinstance(names, list) else ():
+        if name == "tensorboard":
+            raise ValueError("tensorboard has a field of its own; leave it out, and set logging.tensorboard (on by "
+                             "default)")
+        if name not in TRACKERS:
+            raise ValueError(f"{name!r} is no tracker; {suggestion(str(name), list(TRACKERS))}")
+    return list(dict.fromkeys(names)) if isinstance(names, list) else names
+
+
 class LoggingConfig(Section):
     """Destinations of metrics and texts, in addition to metrics.jsonl, which is always written."""
 
@@ -181,10 +197,15 @@ class LoggingConfig(Section):
     busy."""
     task_events: bool = False
     """Let Ray record every call, for its dashboard's task view and `ray timeline`."""
-    wandb_project: str | None = None
-    """Weights & Biases project; off if empty."""
-    mlflow_experiment: str | None = None
-    """MLflow experiment, at MLFLOW_TRACKING_URI or in a file in the run's directory; off if empty."""
+    trackers: Annotated[list[str], BeforeValidator(_known_trackers)] = Field(default_factory=list)
+    """Services that get the metrics, the configuration and some samples: wandb, trackio, mlflow, comet_ml, aim,
+    clearml, dvclive, swanlab."""
+    project: str = Field("rlhf_ray", min_length=1)
+    """Project of the run in its trackers; in MLflow its experiment."""
+    run_name: str | None = Field(None, min_length=1)
+    """Name of the run in its trackers; if empty, that of its directory."""
+    tags: list[str] = Field(default_factory=list)
+    """Tags of the run in its trackers."""
     samples: Annotated[Literal["all", "off"] | int, BeforeValidator(_saved_samples)] = "all"
     """Samples of each step that are saved in samples/, with texts, tokens, log-probabilities, advantages and rewards:
     `all`, those of the step's first N prompts (a number), or `off`."""

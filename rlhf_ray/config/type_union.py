@@ -1,4 +1,4 @@
-"""Unions of sections on `type`, with a short form: `estimator: grpo` is `estimator: {type: grpo}`.
+"""Unions of sections on `type`. One with a default has a short form: `estimator: grpo` is `estimator: {type: grpo}`.
 
 A key that only other types of the union have does not act. It is left out with a warning and not refused, so that a
 sweep over types can set keys of all of them.
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import PrivateAttr, ValidatorFunctionWrapHandler, WrapValidator
 
-from rlhf_ray.config.fields import type_tag
+from rlhf_ray.config.fields import section_tagged, type_tag
 from rlhf_ray.config.section import Section
 
 
@@ -31,20 +31,21 @@ class TypedSection(Section):
         return self
 
 
-def one_of(members: tuple[type[TypedSection], ...], default: str) -> WrapValidator:
+def one_of(members: tuple[type[TypedSection], ...], default: str | None) -> WrapValidator:
     """Reads the short form, and leaves out keys of other types.
 
     Args:
         members: all sections of the union; a field may accept fewer.
-        default: the type of a section without `type`.
+        default: the type of a section without `type`; None if there is none, and no short form.
     """
 
     def chosen(given: Any, section_of: ValidatorFunctionWrapHandler) -> Any:
-        values = {"type": given} if isinstance(given, str) else given
+        values = {"type": given} if isinstance(given, str) and default is not None else given
         if not isinstance(values, dict):
             return section_of(values)
-        values = {"type": default, **values}
-        own = next((member for member in members if type_tag(member) == values["type"]), None)
+        if default is not None:
+            values = {"type": default, **values}
+        own = section_tagged(members, values)
         foreign: dict[str, tuple[Any, tuple[str, ...]]] = {}
         for key in values if own else ():
             owners = _types_with(members, key)

@@ -78,7 +78,7 @@ class Learning:
             of_both = await self._of_first_rank(both, "policy_update")
             assert of_both is not None
             return Learned(*of_both)
-        warming_up = step < self._config.critic_warmup_steps
+        warming_up = step < self._config.warmup_steps
         policy = [] if warming_up else roles.policy.call_all(PolicyLearner.update, step, coef, *batch)
         critic = roles.critic.call_all(CriticLearner.update, step, *batch) if roles.critic else []
         return Learned(*await asyncio.gather(

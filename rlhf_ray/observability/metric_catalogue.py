@@ -142,6 +142,37 @@ METRICS: dict[str, Metric] = {
     "eval/probability": Metric("Probability of a good held-out step, mean"),
 }
 
+HEADLINES = {
+    "reward/mean": "reward",
+    "reward/gold": "gold",
+    "eval/reward": "eval_reward",
+    "kl/sequence": "kl",
+    "response/length": "length",
+    "policy/entropy": "entropy",
+    "policy/clip_fraction": "clip_fraction",
+    "policy/grad_norm": "grad_norm",
+    "policy/learning_rate": "learning_rate",
+    "critic/explained_variance": "explained_variance",
+    "staleness/mean": "staleness",
+    "throughput/samples_per_second": "samples_per_second",
+    "throughput/tokens_per_second": "tokens_per_second",
+    "sft/loss": "loss",
+    "sft/learning_rate": "learning_rate",
+    "sft/grad_norm": "grad_norm",
+    "reward_model/loss": "loss",
+    "reward_model/accuracy": "accuracy",
+    "reward_model/learning_rate": "learning_rate",
+    "reward_model/grad_norm": "grad_norm",
+    "process_reward/loss": "loss",
+    "process_reward/accuracy": "accuracy",
+    "process_reward/learning_rate": "learning_rate",
+    "process_reward/grad_norm": "grad_norm",
+    "eval/loss": "eval_loss",
+    "eval/accuracy": "eval_accuracy",
+}
+"""The metrics that are watched most, by the names that trackers show them under: those have no section, so their charts
+come first. A row has at most one metric of a name."""
+
 
 def describe(name: str) -> Metric:
     """A metric's description; one that is not listed is described by its name."""

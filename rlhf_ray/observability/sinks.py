@@ -12,12 +12,10 @@ from typing import Any, Protocol
 
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import ConfigError
+from rlhf_ray.observability.delivery import Delivery
 from rlhf_ray.observability.prometheus import RaySink
 from rlhf_ray.observability.run_directory import RunDirectory
-from rlhf_ray.observability.trackers import Delivery, Mlflow, Wandb
-
-TRACKERS = {"wandb_project": "wandb", "mlflow_experiment": "mlflow"}
-"""Package of each tracker, by the field of `logging` that enables it."""
+from rlhf_ray.observability.trackers import ServiceTracker
 
 
 class Sink(Protocol):
@@ -36,11 +34,11 @@ def require_trackers(logging: LoggingConfig) -> None:
     Raises:
         ConfigError: naming the field and the package.
     """
-    for field, package in TRACKERS.items():
-        asked = getattr(logging, field)
-        if asked and find_spec(package) is None:
-            raise ConfigError(f"logging.{field}={asked!r} needs the {package} package: pip install {package}, or leave "
-                              f"logging.{field} empty")
+    for name in logging.trackers:
+        if find_spec(name) is None:
+            raise ConfigError(f"logging.trackers={logging.trackers!r} needs the {name} package: pip install {name}, or "
+                              f"leave {name} out")
+
 
 
 def open_sinks(run: RunDirectory, logging: LoggingConfig, resume_at: int | None) -> list[Sink]:
@@ -50,11 +48,9 @@ def open_sinks(run: RunDirectory, logging: LoggingConfig, resume_at: int | None)
         ConfigError: a tracker's package is missing, or a new run's tracker cannot be opened.
     """
     require_trackers(logging)
-    sinks: list[Sink] = []
-    if logging.wandb_project:
-        sinks.append(Delivery(Wandb(run.path, logging.wandb_project, resume_at), must_open=resume_at is None))
-    if logging.mlflow_experiment:
-        sinks.append(Delivery(Mlflow(run, logging.mlflow_experiment, resume_at), must_open=resume_at is None))
+    new = resume_at is None
+    trackers = [ServiceTracker(name, run, logging, resumed=not new) for name in logging.trackers]
+    sinks: list[Sink] = [Delivery(tracker, must_open=new) for tracker in trackers]
     if logging.tensorboard:
         sinks.append(TensorBoardSink(run.tensorboard, resume_at))
     if logging.ray_metrics:

@@ -79,7 +79,7 @@ class PolicyLearner(PPOLearner):
         longest = derived.longest_sample
         if config.ptx:
             longest = max(longest, config.ptx.max_tokens)
-        steps = max(1, config.run.steps - config.algorithm.critic_warmup_steps)
+        steps = max(1, config.run.steps - config.algorithm.warmup_steps)
         return {
             **PPOLearner.common_arguments(config, config.policy, rank, steps),
             "model": config.model,

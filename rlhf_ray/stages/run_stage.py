@@ -7,9 +7,11 @@ from typing import Any
 
 from rlhf_ray.cluster.worker_environment import worker_environment
 from rlhf_ray.cluster.worker_templates import LIBRARIES, VLLM_LIBRARIES, WorkerTemplates, open_templates
+from rlhf_ray.config.conditional_fields import warn_of_idle_values, without_effect
 from rlhf_ray.config.derived import placements_of
 from rlhf_ray.config.generation import GenerationConfig
 from rlhf_ray.config.load import COMMANDS, module_of, resolve
+from rlhf_ray.config.settled import is_set
 from rlhf_ray.config.stages import PPOConfig, StageConfig
 from rlhf_ray.errors import ConfigError, StoppedEarly
 from rlhf_ray.observability.run_directory import RunDirectory
@@ -41,6 +43,8 @@ def run(config: StageConfig, resume: bool = False) -> dict[str, Any]:
     if command is None:
         kinds = ", ".join(kind.__name__ for kind in COMMANDS.values())
         raise ConfigError(f"run() got a {type(config).__name__}; give it one of {kinds}")
+    placed = is_set(config, "pools")  # otherwise some values may act where the roles are placed later
+    warn_of_idle_values(each for each in without_effect(config) if placed or not each.of_place)
     config = with_inputs(config, resume)
     if isinstance(config, PPOConfig):  # others may still need GPUs that the machines' planner gives them first
         config = resolve(config)

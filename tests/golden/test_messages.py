@@ -1,4 +1,5 @@
-"""The wording of some forty errors, as a person reads them: what happened, with the value; which field; what to do.
+"""The wording of a hundred errors and warnings, as a person reads them: what happened, with the value; which field;
+what to do.
 
 `messages.txt` holds the whole texts, and this test alone asserts them: other tests of errors assert type, field and
 value. After a change that is meant, `MESSAGES=write python -m pytest tests/golden/test_messages.py` writes them anew.
@@ -54,6 +55,10 @@ OVERRIDES = [
     "--algorithm.loss=cispo --algorithm.old_logprobs=policy --coordinator.max_staleness=1",
     "--algorithm.importance.band=[5,0.5]", "--algorithm.importance.geometric=[0.9,1.1]",
     "--algorithm.preset=grpo --algorithm.estimator=rloo",
+    "--algorithm.epochs=1 --algorithm.mini_batches=1 --algorithm.loss.clip_high=0.3 --critic.optimizer.min_ratio=0.1 "
+    "--algorithm.estimator.lam_alpha=0.05 --algorithm.loss.max_ratio=3",
+    "--algorithm.estimator=reinforce --algorithm.estimator.lam=0.9 --rewards.main.tolerance=0.1",
+    "--prompts.path=p.jsonl --prompts.split=test", "--logging.project=mine --evaluation.split=test",
     "--reward.quarantine_limit=0.2", "--run.dir=~no-such-user/x", "--prompts.path=$NO_SUCH_VARIABLE/x",
     f"--run.dir={'d' * 300}",
 ]
@@ -182,10 +187,16 @@ def clean_environment(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def told(case, tmp_path):
-    with pytest.raises(RLHFError) as caught:
+def told(case, tmp_path, caplog):
+    """The error of a case, or what it warns of."""
+    caplog.clear()
+    try:
         CASES[case](tmp_path)
-    return f"{type(caught.value).__name__}: {caught.value}".replace(str(tmp_path), "DIR").replace(os.getcwd(), "CWD")
+        text = "\n".join(f"{record.levelname}: {record.getMessage()}" for record in caplog.records)
+    except RLHFError as error:
+        text = f"{type(error).__name__}: {error}"
+    assert text
+    return text.replace(str(tmp_path), "DIR").replace(os.getcwd(), "CWD")
 
 
 def golden():
@@ -195,8 +206,8 @@ def golden():
 
 @pytest.mark.skipif(os.environ.get("MESSAGES") == "write", reason="they are being written")
 @pytest.mark.parametrize("case", CASES)
-def test_an_error_reads_as_it_is_kept(case, tmp_path):
-    assert told(case, tmp_path) == golden()[case]
+def test_it_reads_as_it_is_kept(case, tmp_path, caplog):
+    assert told(case, tmp_path, caplog) == golden()[case]
 
 
 def test_no_text_is_left_over():
@@ -204,10 +215,10 @@ def test_no_text_is_left_over():
 
 
 @pytest.mark.skipif(os.environ.get("MESSAGES") != "write", reason="the texts are kept")
-def test_write_the_texts(tmp_path):
-    lines = ["Texts of errors, in the order of test_messages.py. DIR is the test's directory, CWD the working one.",
-             ""]
+def test_write_the_texts(tmp_path, caplog):
+    lines = ["Texts of errors and warnings, in the order of test_messages.py. DIR is the test's directory, CWD the "
+             "working one.", ""]
     for number, case in enumerate(CASES):
         (tmp_path / str(number)).mkdir()
-        lines += [f"== {case}", told(case, tmp_path / str(number)), ""]
+        lines += [f"== {case}", told(case, tmp_path / str(number), caplog), ""]
     TEXTS.write_text("\n".join(lines))

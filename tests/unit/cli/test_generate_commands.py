@@ -67,11 +67,15 @@ def test_every_option_of_compare_is_handed_on(command_line, asked):
 @pytest.mark.parametrize(("options", "words"), [
     (["--min-tokens=9", "--max-tokens=4"], "min_tokens=9 is more than max_tokens=4"),
     (["--temperature=0.001"], "temperature=0.001 would become 0.01 in vLLM"),
-    (["--temperature=0", "--min-p=0.1"], "--temperature 0 takes the most likely token, whatever --min-p"),
 ])
 def test_sampling_that_cannot_be_is_refused_in_one_line(command_line, asked, options, words):
     result = command_line("generate", "m", *options)
     assert result.code == 2 and words in " ".join(result.err.split()) and asked == []
+
+
+def test_sampling_without_effect_is_a_warning(command_line, asked, caplog):
+    assert command_line("generate", "m", "--temperature=0", "--min-p=0.1").code == 0 and len(asked) == 1
+    assert caplog.messages == ["--min-p=0.1 without effect: --temperature 0 takes the most likely token"]
 
 
 @pytest.mark.parametrize("arguments", [("compare", "a", "b", "--scorer=vader"), ("compare", "a", "--scorer=vader"),

@@ -104,6 +104,11 @@ class TestDerived:
         assert "idle: 8 of 8 GPUs are idle: every role is on CPUs" in answer.output
 
 
+def test_values_without_effect_are_named(caplog):
+    assert plan(RECIPE, "--critic.head_dropout=0.3", "--nodes=1x1xH100").exit_code == 0
+    assert "critic.head_dropout=0.3 [--critic.head_dropout] has no effect" in caplog.text
+
+
 def test_json_is_nothing_else():
     values = json.loads(plan(RECIPE, "--nodes", "1x1xL40S", "--json").output)
     assert values["fits"] and values["nodes"][0]["gpu"] == "L40S"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlhf_ray.config.conditional_fields import without_effect
+from rlhf_ray.config.conditional_fields import in_sentences, without_effect
 from rlhf_ray.config.derived import (
     buffer_capacity_mb,
     concurrency_of,
@@ -67,9 +67,9 @@ def test_models_that_are_named_are_loaded_in_the_policy_s_precision(write):
 
 def test_the_placement_of_a_reference_that_nothing_needs_is_a_warning(write):
     config = load(STAGES["ppo"], write("ppo"), [FREE, "--reference.threads=2"])
-    (sentence,) = without_effect(config, warns=True)
+    (sentence,) = in_sentences(without_effect(config))
     assert "reference.threads=2 has no effect: with algorithm.kl.coef=0" in sentence
-    assert not list(without_effect(load(STAGES["ppo"], write("ppo"), [FREE, "--reference.path=r"]), warns=True))
+    assert not list(without_effect(load(STAGES["ppo"], write("ppo"), [FREE, "--reference.path=r"])))
 
 
 def test_other_held_out_rows_of_a_data_set_are_another_data_set(write):

@@ -1,4 +1,4 @@
-"""Every field of every stage acts, or is refused: a row of `option_rows` shows it."""
+"""Every field of every stage acts, is warned of, or is refused: a row of `option_rows` shows it."""
 
 import ast
 import dataclasses
@@ -18,6 +18,7 @@ from rlhf_ray.config.conditional_fields import CONDITIONAL_FIELDS
 from rlhf_ray.config.fields import section_of_items, sections_of, sections_of_values
 from rlhf_ray.config.load import STAGES, load, resolve
 from rlhf_ray.config.serving import ServingConfig
+from rlhf_ray.config.stages import EvaluateConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.stages.compare import CompareOptions
 from rlhf_ray.stages.generate import GenerateOptions
@@ -69,9 +70,10 @@ def test_every_row_is_of_fields_that_exist(row):
 
 @pytest.mark.parametrize(("stage", "condition"), [
     pytest.param(stage, condition, id=f"{stage.__name__} {' '.join(condition.fields)}")
-    for stage, conditions in CONDITIONAL_FIELDS.items() for condition in conditions])
-def test_every_condition_has_a_row_with_its_refusal(stage, condition):
-    kind = Warned if condition.warns else Refused
+    for stage, conditions in CONDITIONAL_FIELDS.items() if stage is not EvaluateConfig  # test_evaluate_config has these
+    for condition in conditions])
+def test_every_condition_has_a_row_with_its_words(stage, condition):
+    kind = Refused if condition.instead else Warned
     refused = {path for row in ROWS if isinstance(row, kind) for at, path in covered(row)
                if at in STAGES and issubclass(STAGES[at], stage)}
     assert any(fnmatchcase(path, named) for path in refused for named in condition.fields), (
@@ -153,7 +155,8 @@ def test_a_field_without_effect_is_warned_of(row, stage, path, settings, tmp_pat
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings(row, stage, path, row.value)))
     with caplog.at_level(logging.WARNING):
         load(STAGES[stage], tmp_path / "c.yaml", [])
-    assert path.replace(".NAME", ".default") in caplog.text and row.words in caplog.text
+    named = path.replace(".NAME", ".main" if path.startswith("rewards") else ".default").replace(".N.", ".0.")
+    assert f"{named}=" in caplog.text and row.words in caplog.text
 
 
 @cache

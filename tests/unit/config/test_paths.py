@@ -17,7 +17,7 @@ from rlhf_ray.errors import ConfigError
 
 NOBODY = "~no-such-user/x"
 NO_PATHS = {
-    "address", "wandb_project", "mlflow_experiment", "revision", "subset", "split", "system", "text",
+    "address", "trackers", "project", "run_name", "tags", "revision", "subset", "split", "system", "text",
     "prompt", "response", "messages", "column", "chosen", "rejected", "margin", "steps", "labels", "pool", "targets",
     "best_metric", "stop", "placeholder", "good", "bad", "separator", "label", "urls", "columns", "token_variable",
     "allow_hosts", "answer", "after", "pattern", "group", "host", "derived", "tool_format",

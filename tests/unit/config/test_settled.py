@@ -68,7 +68,7 @@ class TestWithoutPools:
 
     @pytest.mark.parametrize("field", [
         "policy.offload_optimizer=true", "generator.sleep_level=1", "weights.transport=nccl", "weights.transport=ipc",
-        "policy.gpus=1", "policy.zero_stage=2", "critic.zero_stage=2", "generator.gpu_memory_utilization=0.7",
+        "policy.gpus=1",
         "generator.sampling.max_tokens=9000", "coordinator.prompts_per_step=40000",
         "coordinator.samples_per_prompt=5"])
     def test_are_accepted_where_there_may_be_gpus_only(self, write, field):
@@ -76,6 +76,19 @@ class TestWithoutPools:
             load(PPOConfig, write("ppo"), [f"--{field}"])
         found = load(PPOConfig, write("ppo"), [f"--{field}"], has_gpus=lambda _: True)
         assert "pools" in found.cluster.derived and is_set(found, field.partition("=")[0])
+
+    @pytest.mark.parametrize("field", [
+        "policy.zero_stage=2", "critic.zero_stage=2", "generator.gpu_memory_utilization=0.7"])
+    def test_are_without_effect_where_there_are_no_gpus_only(self, write, field, caplog):
+        load(PPOConfig, write("ppo"), [f"--{field}"], has_gpus=lambda _: True)
+        assert not caplog.records
+        load(PPOConfig, write("ppo"), [f"--{field}"])
+        assert f"{field} [--{field.partition('=')[0]}] has no effect" in caplog.text
+
+    def test_what_is_filled_in_for_gpus_is_no_value_without_effect(self, write, caplog):
+        given = ["--policy.offload_optimizer=true", "--algorithm.estimator=reinforce"]
+        found = load(PPOConfig, write("ppo"), given, has_gpus=lambda _: True)
+        assert "critic.micro_batch_tokens" in found.cluster.derived and not caplog.records
 
     def test_are_refused_with_pools_and_when_they_never_work(self, write):
         cases = (["--policy.offload_optimizer=true", "--pools.default.cpus=4"], ["--policy.offload_optimizer=maybe"])

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import yaml
 
 from rlhf_ray.config.algorithm import AlgorithmConfig, GRPOAlgorithm
 from rlhf_ray.config.conditional_fields import without_effect
@@ -64,9 +65,38 @@ class TestKeysOfOtherTypes:
         path = write("ppo", algorithm={"estimator": {"lam": 0.9}, "loss": {"clip_low": 0.1}})
         with caplog.at_level(logging.WARNING):
             config = load(PPOConfig, path, ["--algorithm.estimator=reinforce", "--algorithm.loss=cispo"])
-        assert "algorithm.estimator.lam=0.9 has no effect with estimator=reinforce; it acts with gae" in caplog.messages
-        assert "algorithm.loss.clip_low=0.1 has no effect with loss=cispo; it acts with clip" in caplog.messages
-        assert "lam" not in as_yaml(config) and "lam" not in config.algorithm.estimator.model_fields_set
+        assert caplog.messages == [
+            "the configuration has values without effect:\n"
+            f"  algorithm.estimator.lam=0.9 [{path}:11] has no effect: algorithm.estimator is of type reinforce, and "
+            "only gae has lam; leave it out\n"
+            f"  algorithm.loss.clip_low=0.1 [{path}:13] has no effect: algorithm.loss is of type cispo, and only clip "
+            "has clip_low; leave it out"]
+        assert "lam" not in config.algorithm.estimator.model_fields_set
+
+    @pytest.mark.parametrize(("given", "dropped"), [
+        (["--algorithm.estimator=reinforce", "--algorithm.estimator.lam=0.9"], "algorithm.estimator.lam"),
+        (["--algorithm.estimator={type: reinforce, lam: 0.9}"], "algorithm.estimator.lam"),
+        (["--algorithm.loss=cispo", "--algorithm.loss.clip_high=0.3"], "algorithm.loss.clip_high"),
+        (["--rewards.main.type=number"], "rewards.main.path"),
+        (["--rewards.main={type: number, path: r, tolerance: 0.1}"], "rewards.main.path"),
+        (["--rewards.other.type=vader", "--rewards.other.urls=[https://a]"], "rewards.other.urls")])
+    def test_they_are_not_in_the_saved_configuration_which_loads_without_a_warning(
+            self, given, dropped, write, tmp_path, caplog):
+        saved = tmp_path / "config.yaml"
+        saved.write_text(as_yaml(load(PPOConfig, write("ppo"), given)))
+        assert f"\n  {dropped}=" in caplog.text
+        caplog.clear()
+        section = yaml.safe_load(saved.read_text())
+        *above, key = dropped.split(".")
+        for name in above:
+            section = section[name]
+        load(PPOConfig, saved, [])
+        assert not caplog.records and key not in section
+
+    @pytest.mark.parametrize("kind", ["model", "number", "http", "function"])
+    def test_a_key_of_no_reward_is_an_error(self, kind, write):
+        with pytest.raises(ConfigError, match=r"rewards\.main\.wieght: unknown key; did you mean weight\?"):
+            load(PPOConfig, write("ppo"), [f"--rewards.main.type={kind}", "--rewards.main.wieght=2"])
 
     def test_what_acts_is_not_warned_of(self, write, caplog):
         with caplog.at_level(logging.WARNING):
@@ -76,8 +106,8 @@ class TestKeysOfOtherTypes:
     def test_from_python_it_is_known_to_the_configuration(self):
         rest = {"model": {"path": "m"}, "prompts": {"path": "p"}, "rewards": {"r": {"type": "number"}}}
         config = PPOConfig(**rest, algorithm={"estimator": {"type": "reinforce", "lam_alpha": 0.05}})
-        assert list(without_effect(config, warns=True)) == [
-            "algorithm.estimator.lam_alpha=0.05 has no effect with estimator=reinforce; it acts with gae"]
+        assert [(value.shown, value.refused) for value in without_effect(config)] == [
+            ("algorithm.estimator.lam_alpha=0.05", False)]
 
     def test_they_make_no_difference_to_equality(self):
         assert AlgorithmConfig(estimator={"type": "grpo", "lam": 0.9}) == AlgorithmConfig(estimator="grpo")
@@ -137,9 +167,9 @@ def test_a_penalty_of_k1_in_the_loss_needs_the_ratio():
 
 @pytest.mark.parametrize(("old", "new"), [
     ("clip_low", "loss.clip_low"), ("clip_high", "loss.clip_high"), ("dual_clip", "loss.dual_clip"),
-    ("ratio", "loss.ratio"), ("gamma", "estimator.gamma"), ("lam", "estimator.lam"),
+    ("ratio", "loss.ratio"),
     ("lam_alpha", "estimator.lam_alpha"), ("lam_critic", "estimator.lam_critic"),
-    ("whiten_advantages", "estimator.whiten"), ("importance_cap", "importance.cap"),
+    ("importance_cap", "importance.cap"),
     ("importance_level", "importance.level")])
 def test_a_name_of_another_place_leads_there(old, new, write):
     with pytest.raises(ConfigError, match=rf"algorithm\.{old}: unknown key; did you mean algorithm\.{new}\?"):

@@ -12,15 +12,15 @@ import pytest
 
 from rlhf_ray.config.training_loop import LoggingConfig
 from rlhf_ray.errors import ConfigError
-from rlhf_ray.observability import trackers
+from rlhf_ray.observability import delivery
+from rlhf_ray.observability.delivery import Delivery
 from rlhf_ray.observability.metrics import MetricsWriter, read_metrics
-from rlhf_ray.observability.trackers import MLFLOW_RUN, Delivery
 
 ANSWERS = {
-    "experiments/get-by-name": {"experiment": {"experiment_id": "7", "name": "e", "artifact_location": "/x"}},
+    "experiments/search": {"experiments": [{"experiment_id": "7", "name": "e", "artifact_location": "/x"}]},
     "runs/create": {"run": {"info": {"run_id": "r1", "run_uuid": "r1", "experiment_id": "7", "status": "RUNNING"}}},
     "runs/get": {"run": {"info": {"run_id": "r1", "run_uuid": "r1", "experiment_id": "7", "status": "RUNNING"}}},
-    "runs/log-parameter": {}, "runs/log-batch": {}, "runs/update": {}, "take": {},
+    "runs/log-batch": {}, "runs/update": {}, "take": {},
 }
 """What an MLflow server says to those who open a run and log to it; `take` is for the tracker below."""
 
@@ -95,7 +95,7 @@ class Gated(HttpTracker):
 def hasty(monkeypatch):
     """Deadlines that a test can wait for."""
     for name in ("OPENING_S", "LATE_S", "CLOSING_S"):
-        monkeypatch.setattr(trackers, name, 0.5)
+        monkeypatch.setattr(delivery, name, 0.5)
 
 
 def said(caplog):
@@ -134,7 +134,7 @@ def test_a_server_that_never_answers_holds_nobody_up_and_is_told_of_once(hasty, 
 
 
 def test_what_waits_is_bounded_and_the_newest_rows_are_left_out(monkeypatch, caplog):
-    monkeypatch.setattr(trackers, "MOST_ROWS", 10)
+    monkeypatch.setattr(delivery, "MOST_ROWS", 10)
     with server("nothing") as (url, _):
         tracker = Gated(url)
         sink = Delivery(tracker, must_open=True)
@@ -175,14 +175,15 @@ def test_a_run_that_goes_on_does_not_wait_for_its_tracker_to_be_opened(hasty, ca
     assert said(caplog) == ["Tracker lacks 1 of 1 rows: there did not take them within 0.5 s. metrics.jsonl has them"]
 
 
-MLFLOW = LoggingConfig(mlflow_experiment="e", tensorboard=False, ray_metrics=False)
+MLFLOW = LoggingConfig(trackers=["mlflow"], project="e", tensorboard=False, ray_metrics=False)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None,
+                    reason="mlflow is not installed: pip install 'rlhf-ray[mlflow]'")
 @pytest.mark.parametrize("hangs_at", ["runs/log-batch", "runs/update"])
 def test_a_run_beside_a_real_mlflow_client_goes_on_when_its_server_hangs(
         hasty, hangs_at, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(trackers, "OPENING_S", 30)
+    monkeypatch.setattr(delivery, "OPENING_S", 30)
     with server(hangs_at) as (url, asked):
         monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
         writer = MetricsWriter(tmp_path, MLFLOW)
@@ -192,6 +193,6 @@ def test_a_run_beside_a_real_mlflow_client_goes_on_when_its_server_hangs(
             while asked.count("runs/log-batch") < 3:
                 time.sleep(0.01)
         writer.close()  # while the server still hangs
-    assert (tmp_path / MLFLOW_RUN).read_text() == "r1"
+    assert (tmp_path / "mlflow_run.txt").read_text() == "r1"
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
     assert hangs_at in asked and len(said(caplog)) == 1

@@ -16,6 +16,7 @@ from rlhf_ray.config.learner import LearnerConfig, LoRAConfig
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.model import ArchitectureConfig, ModelConfig, NewModelConfig
 from rlhf_ray.config.stages import PPOConfig, PreferencesStageConfig, ProcessRewardConfig, RewardModelConfig, SFTConfig
+from rlhf_ray.data import row_readers
 from rlhf_ray.data.row_readers import read_rows
 from rlhf_ray.errors import ConfigError, DataError, ModelError
 from rlhf_ray.stages import compare, generate, ppo, preferences, process_reward, reward_model, sft
@@ -78,6 +79,7 @@ def test_a_hub_name_must_be_on_the_hub_or_in_the_cache(tmp_path, monkeypatch):
     import huggingface_hub
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(row_readers, "why_unreachable", lambda: None)
     card = {"dataset_info": {"splits": [{"name": "train"}]}}
     info = huggingface_hub.hf_api.DatasetInfo(id="stanfordnlp/imdb", author=None, sha=None, cardData=card)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: info)

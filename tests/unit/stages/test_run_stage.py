@@ -52,6 +52,17 @@ def test_the_class_of_a_configuration_determines_the_stage(monkeypatch):
     assert rlhf_ray.run(config, resume=True) == {"seen": config, "resume": True}
 
 
+def test_values_without_effect_are_named_before_the_stage_starts(monkeypatch, caplog):
+    def stage(config, resume):
+        assert "algorithm.estimator.lam=0.9 has no effect" in caplog.text and len(caplog.records) == 1
+        return {}
+
+    monkeypatch.setattr(ppo, "run", stage)
+    config = rlhf_ray.GRPOConfig(model={"path": "a"}, rewards={"r": {"type": "number"}}, prompts={"path": "b"},
+                                 algorithm={"estimator": {"lam": 0.9}})
+    assert rlhf_ray.run(config) == {}
+
+
 def sections_below(section, found):
     if section not in found:
         found.add(section)
