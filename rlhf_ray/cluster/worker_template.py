@@ -1,9 +1,9 @@
 """The process from which workers of a local cluster are forked: it has imported the libraries of their roles, once for
 all of them.
 
-Run as `python -m rlhf_ray.cluster.worker_template SOCKET MODULE...`. It imports the modules, then answers each request
-at the socket with the pid of a new process, which goes on as the Python program that the request names: with its
-arguments, environment, open files, limits and priorities. It has one thread and uses none of the libraries, so that
+Run as `python worker_template.py SOCKET MODULE...`. It imports the modules, then forks a process for each request at
+the socket, which answers it and goes on as the Python program that the request names: with its arguments, environment,
+open files, limits and priorities. It has one thread and uses none of the libraries, so that
 nothing is in the middle of something when it forks. It ends when its standard input does, which is the driver's.
 
 It imports the standard library alone, besides what it is told to.
@@ -18,15 +18,19 @@ import os
 import resource
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 READY = b"ready"
 """Sent to a caller before it sends its request; see `forked_worker`."""
+FORKED = b"forked"
+"""Sent to a caller by the process that was forked for it."""
 REQUEST_S = 10.0
 """Longest wait for a request whose caller is there."""
 
@@ -45,12 +49,12 @@ def main(path: str, modules: list[str]) -> None:
         set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
         gc.collect()
         gc.freeze()  # otherwise each worker's garbage collector would write to, and so copy, all of this memory
-        request, files = _next_request(listener)
+        request, files = _next_request(listener, path)
     _become(request, files, before, set_by_imports)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _next_request(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _next_request(listener: socket.socket, path: str) -> tuple[dict[str, Any], list[int]]:
     """Fork for each request. Returns it, and its standard files, in the new process only; this process ends with its
     standard input."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that have ended
@@ -59,6 +63,7 @@ def _next_request(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
         events.register(sys.stdin, selectors.EVENT_READ)
         while True:
             if any(key.fileobj is sys.stdin for key, _ in events.select()):
+                shutil.rmtree(Path(path).parent, ignore_errors=True)  # the driver may have been killed
                 sys.exit()
             caller, _ = listener.accept()
             with caller:
@@ -77,15 +82,22 @@ def _answer(caller: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         with caller.makefile("rb") as stream:
             body = stream.read(int.from_bytes(size))
         request = json.loads(body)
-        child = os.fork()
-        if child == 0:
+        if os.fork() == 0:
+            _confirm(caller)
             return request, files
-        caller.sendall(str(child).encode())
     except (OSError, ValueError):  # the caller has ended
         pass
     for each in files:
         os.close(each)
     return None
+
+
+def _confirm(caller: socket.socket) -> None:
+    """Answer for the new process, which ends if nobody waits for it any more."""
+    try:
+        caller.sendall(FORKED)
+    except OSError:
+        os._exit(1)
 
 
 def _become(request: Mapping[str, Any], files: list[int], before: Mapping[str, str], set_by_imports: Mapping[str, str]
@@ -107,6 +119,8 @@ def _become(request: Mapping[str, Any], files: list[int], before: Mapping[str, s
     os.environ.update(given)
     os.environ.update({name: value for name, value in set_by_imports.items() if given.get(name) == before.get(name)})
     tempfile.tempdir = None  # an import may have looked for it, and TMPDIR is another
+    if "numpy.random" in sys.modules:  # its generator is seeded when it is imported; Python's own is after each fork
+        sys.modules["numpy.random"].seed()
     os.chdir(request["directory"])
     os.umask(request["umask"])
     for limit, soft, hard in request["limits"]:
@@ -119,4 +133,7 @@ def _become(request: Mapping[str, Any], files: list[int], before: Mapping[str, s
 
 
 if __name__ == "__main__":
+    package = str(Path(__file__).parents[2])  # with its folder, which the driver may have from its script's
+    if package not in sys.path:
+        sys.path.insert(0, package)
     main(sys.argv[1], sys.argv[2:])

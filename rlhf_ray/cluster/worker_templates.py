@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_ray.cluster import forked_worker
+from rlhf_ray.cluster import forked_worker, worker_template
 
 LATE = frozenset({"TMPDIR", "RAY_PROFILING"})
 """Variables that nothing reads while it is imported: workers with different values share a template."""
@@ -59,7 +59,7 @@ class WorkerTemplates:
         if kind not in self._started:
             path = self._directory / str(len(self._started))
             self._started[kind] = path, subprocess.Popen(
-                [sys.executable, "-m", "rlhf_ray.cluster.worker_template", str(path), *libraries],
+                [sys.executable, worker_template.__file__, str(path), *libraries],
                 env={**os.environ, **early}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, start_new_session=True)
         path, _ = self._started[kind]
