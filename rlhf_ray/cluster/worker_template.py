@@ -1,8 +1,8 @@
 """The process from which workers of a local cluster are forked: it has imported the libraries of their roles, once for
 all of them.
 
-Run as `python worker_template.py SOCKET MODULE...`. It imports the modules, then forks a process for each request at
-the socket, which answers it and goes on as the Python program that the request names: with its arguments, environment,
+Run as `python worker_template.py DIRECTORY SOCKET MODULE...`. It imports the modules, then forks a process for each request at
+the socket, a file descriptor, which answers it and goes on as the Python program that the request names: with its arguments, environment,
 open files, limits and priorities. It has one thread and uses none of the libraries, so that
 nothing is in the middle of something when it forks. It ends when its standard input does, which is the driver's.
 
@@ -35,13 +35,11 @@ REQUEST_S = 10.0
 """Longest wait for a request whose caller is there."""
 
 
-def main(path: str, modules: list[str]) -> None:
-    """Import the modules and serve the socket at a path, in this process, and return in each process that is to go on
-    as a program."""
+def main(directory: str, listener: socket.socket, modules: list[str]) -> None:
+    """Import the modules and serve the socket, in this process, and go on as a program in each that it forks."""
     before = dict(os.environ)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(socket.SOMAXCONN)  # requests wait here during the imports
+    listener.set_inheritable(False)
+    with listener:  # requests wait there during the imports
         for name in modules:
             importlib.import_module(name)
         if "ray" in sys.modules:  # it has looked for the cluster's token, and has threads
@@ -49,12 +47,12 @@ def main(path: str, modules: list[str]) -> None:
         set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
         gc.collect()
         gc.freeze()  # otherwise each worker's garbage collector would write to, and so copy, all of this memory
-        request, files = _next_request(listener, path)
+        request, files = _next_request(listener, directory)
     _become(request, files, before, set_by_imports)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _next_request(listener: socket.socket, path: str) -> tuple[dict[str, Any], list[int]]:
+def _next_request(listener: socket.socket, directory: str) -> tuple[dict[str, Any], list[int]]:
     """Fork for each request. Returns it, and its standard files, in the new process only; this process ends with its
     standard input."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that have ended
@@ -63,7 +61,7 @@ def _next_request(listener: socket.socket, path: str) -> tuple[dict[str, Any], l
         events.register(sys.stdin, selectors.EVENT_READ)
         while True:
             if any(key.fileobj is sys.stdin for key, _ in events.select()):
-                shutil.rmtree(Path(path).parent, ignore_errors=True)  # the driver may have been killed
+                shutil.rmtree(directory, ignore_errors=True)  # the driver may have been killed
                 sys.exit()
             caller, _ = listener.accept()
             with caller:
@@ -136,4 +134,4 @@ if __name__ == "__main__":
     package = str(Path(__file__).parents[2])  # with its folder, which the driver may have from its script's
     if package not in sys.path:
         sys.path.insert(0, package)
-    main(sys.argv[1], sys.argv[2:])
+    main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])

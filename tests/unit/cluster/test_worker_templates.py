@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,8 +48,7 @@ if __name__ == "__main__":
     facts = {
         "arguments": sys.argv, "environment": dict(os.environ), "directory": os.getcwd(), "umask": umask(),
         "main": [main.__file__, main.__name__, main.__spec__, main.OfMain is OfMain], "tmp": tempfile.gettempdir(),
-        "limits": [resource.getrlimit(each) for each in range(resource.RLIM_NLIMITS)] if False else
-                  [resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource.RLIMIT_NOFILE)],
+        "limits": [resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource.RLIMIT_NOFILE)],
         "nice": os.getpriority(os.PRIO_PROCESS, 0), "oom": open("/proc/self/oom_score_adj").read(),
         "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "input": sys.stdin.read(),
         "handlers": [str(signal.getsignal(each)) for each in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE)],
@@ -171,14 +169,18 @@ def half(caller):
 @pytest.mark.parametrize("stays", [False, True], ids=["closes", "stays"])
 @pytest.mark.parametrize("do", [silent, hasty, nonsense, no_request, half])
 def test_a_caller_that_asks_for_nothing_holds_up_nobody(do, stays, folder):
-    patient = "import sys; from rlhf_ray.cluster import worker_template as t; t.REQUEST_S = 0.2; t.main(sys.argv[1], [])"
-    with tempfile.TemporaryDirectory() as directory:
+    patient = "import sys; from rlhf_ray.cluster import worker_template as t; t.REQUEST_S = 0.2; "
+    patient += "t.main('/nowhere', t.socket.socket(fileno=int(sys.argv[1])), [])"
+    with tempfile.TemporaryDirectory() as directory, socket.socket(socket.AF_UNIX) as listener:
         path = f"{directory}/0"
-        template = subprocess.Popen([sys.executable, "-c", patient, path], stdin=subprocess.PIPE,
-                                    stderr=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": os.getcwd()})
+        listener.bind(path)
+        listener.listen()
+        template = subprocess.Popen([sys.executable, "-c", patient, str(listener.fileno())], stdin=subprocess.PIPE,
+                                    stderr=subprocess.DEVNULL, pass_fds=[listener.fileno()],
+                                    env={**os.environ, "PYTHONPATH": os.getcwd()})
         try:
             with socket.socket(socket.AF_UNIX) as caller:
-                connect(caller, path)
+                caller.connect(path)
                 do(caller)
                 if not stays:
                     caller.close()
@@ -186,17 +188,6 @@ def test_a_caller_that_asks_for_nothing_holds_up_nobody(do, stays, folder):
             assert said.split() == [str(template.pid), "a"]
         finally:
             template.communicate(timeout=10)
-
-
-def connect(caller, path):
-    """Wait for the template's socket."""
-    until = time.monotonic() + 20
-    while True:
-        try:
-            return caller.connect(path)
-        except OSError:
-            assert time.monotonic() < until
-            time.sleep(0.02)
 
 
 def killed(command):
@@ -260,7 +251,7 @@ def test_a_program_whose_caller_has_ended_does_not_run(folder):
     with templates_of(folder) as command:
         started = command()
         with socket.socket(socket.AF_UNIX) as caller:
-            connect(caller, started[-2])
+            caller.connect(started[-2])
             caller.recv(16)
             template = psutil.Process(pid_of_template())
             template.suspend()
