@@ -1,9 +1,9 @@
 """Asks the template at a socket for a process that becomes a worker in place of this one.
 
 Ray runs it as `python -I -S forked_worker.py SOCKET PYTHON default_worker.py ...` instead of that Python program (a
-runtime environment's `py_executable`), and it starts in some milliseconds because it imports little. If there is no
-template, or it is not ready in time, this process becomes the Python program itself. Once the request is sent, it does
-not: the template may have made the worker.
+runtime environment's `py_executable`), and it starts in some milliseconds because it imports little. Where no process
+was forked, because there is no template, or it is not ready in time, or it ended, this one becomes the Python program
+itself.
 """
 
 import json
@@ -20,21 +20,25 @@ register (`worker_register_timeout_seconds`)."""
 
 def main(path: str, python: str, arguments: list[str]) -> None:
     """Become a worker, by the template or here."""
+    if not is_forked(path, arguments):
+        os.execv(python, [python, *arguments])  # noqa: S606 - the program that Ray named
+
+
+def is_forked(path: str, arguments: list[str]) -> bool:
+    """Ask the template; returns whether there is a worker, which answers itself."""
     with socket.socket(socket.AF_UNIX) as template:
         template.settimeout(READY_S)
         try:
             template.connect(path)
-            is_ready = template.recv(16)
-        except OSError:  # also TimeoutError
-            is_ready = b""
-        if is_ready:
-            template.settimeout(None)
+            if not template.recv(16):
+                return False
+            template.settimeout(None)  # the worker may be there from now on
             body = json.dumps(request(arguments)).encode()
             socket.send_fds(template, [len(body).to_bytes(4)], [0, 1, 2])
             template.sendall(body)
-            template.recv(32)
-            return
-    os.execv(python, [python, *arguments])  # noqa: S606 - the program that Ray named
+            return bool(template.recv(16))
+        except OSError:  # also TimeoutError
+            return False
 
 
 def request(arguments: list[str]) -> dict[str, object]:

@@ -1,9 +1,9 @@
 """The process from which workers of a local cluster are forked: it has imported the libraries of their roles, once for
 all of them.
 
-Run as `python -m rlhf_ray.cluster.worker_template SOCKET MODULE...`. It imports the modules, then answers each request
-at the socket with the pid of a new process, which goes on as the Python program that the request names: with its
-arguments, environment, open files, limits and priorities. It has one thread and uses none of the libraries, so that
+Run as `python worker_template.py DIRECTORY SOCKET MODULE...`. It imports the modules, then forks a process for each request at
+the socket, a file descriptor, which answers it and goes on as the Python program that the request names: with its arguments, environment,
+open files, limits and priorities. It has one thread and uses none of the libraries, so that
 nothing is in the middle of something when it forks. It ends when its standard input does, which is the driver's.
 
 It imports the standard library alone, besides what it is told to.
@@ -18,26 +18,28 @@ import os
 import resource
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 READY = b"ready"
 """Sent to a caller before it sends its request; see `forked_worker`."""
+FORKED = b"forked"
+"""Sent to a caller by the process that was forked for it."""
 REQUEST_S = 10.0
 """Longest wait for a request whose caller is there."""
 
 
-def main(path: str, modules: list[str]) -> None:
-    """Import the modules and serve the socket at a path, in this process, and return in each process that is to go on
-    as a program."""
+def main(directory: str, listener: socket.socket, modules: list[str]) -> None:
+    """Import the modules and serve the socket, in this process, and go on as a program in each that it forks."""
     before = dict(os.environ)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen(socket.SOMAXCONN)  # requests wait here during the imports
+    listener.set_inheritable(False)
+    with listener:  # requests wait there during the imports
         for name in modules:
             importlib.import_module(name)
         if "ray" in sys.modules:  # it has looked for the cluster's token, and has threads
@@ -45,12 +47,12 @@ def main(path: str, modules: list[str]) -> None:
         set_by_imports = {name: value for name, value in os.environ.items() if before.get(name) != value}
         gc.collect()
         gc.freeze()  # otherwise each worker's garbage collector would write to, and so copy, all of this memory
-        request, files = _next_request(listener)
+        request, files = _next_request(listener, directory)
     _become(request, files, before, set_by_imports)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _next_request(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _next_request(listener: socket.socket, directory: str) -> tuple[dict[str, Any], list[int]]:
     """Fork for each request. Returns it, and its standard files, in the new process only; this process ends with its
     standard input."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes workers that have ended
@@ -59,6 +61,7 @@ def _next_request(listener: socket.socket) -> tuple[dict[str, Any], list[int]]:
         events.register(sys.stdin, selectors.EVENT_READ)
         while True:
             if any(key.fileobj is sys.stdin for key, _ in events.select()):
+                shutil.rmtree(directory, ignore_errors=True)  # the driver may have been killed
                 sys.exit()
             caller, _ = listener.accept()
             with caller:
@@ -77,15 +80,22 @@ def _answer(caller: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         with caller.makefile("rb") as stream:
             body = stream.read(int.from_bytes(size))
         request = json.loads(body)
-        child = os.fork()
-        if child == 0:
+        if os.fork() == 0:
+            _confirm(caller)
             return request, files
-        caller.sendall(str(child).encode())
     except (OSError, ValueError):  # the caller has ended
         pass
     for each in files:
         os.close(each)
     return None
+
+
+def _confirm(caller: socket.socket) -> None:
+    """Answer for the new process, which ends if nobody waits for it any more."""
+    try:
+        caller.sendall(FORKED)
+    except OSError:
+        os._exit(1)
 
 
 def _become(request: Mapping[str, Any], files: list[int], before: Mapping[str, str], set_by_imports: Mapping[str, str]
@@ -107,6 +117,8 @@ def _become(request: Mapping[str, Any], files: list[int], before: Mapping[str, s
     os.environ.update(given)
     os.environ.update({name: value for name, value in set_by_imports.items() if given.get(name) == before.get(name)})
     tempfile.tempdir = None  # an import may have looked for it, and TMPDIR is another
+    if "numpy.random" in sys.modules:  # its generator is seeded when it is imported; Python's own is after each fork
+        sys.modules["numpy.random"].seed()
     os.chdir(request["directory"])
     os.umask(request["umask"])
     for limit, soft, hard in request["limits"]:
@@ -119,4 +131,7 @@ def _become(request: Mapping[str, Any], files: list[int], before: Mapping[str, s
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    package = str(Path(__file__).parents[2])  # with its folder, which the driver may have from its script's
+    if package not in sys.path:
+        sys.path.insert(0, package)
+    main(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])

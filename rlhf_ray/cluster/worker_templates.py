@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from rlhf_ray.cluster import forked_worker
+from rlhf_ray.cluster import forked_worker, worker_template
 
 LATE = frozenset({"TMPDIR", "RAY_PROFILING"})
 """Variables that nothing reads while it is imported: workers with different values share a template."""
@@ -47,8 +48,9 @@ class WorkerTemplates:
         self._directory = directory
         self._started: dict[tuple[object, ...], tuple[Path, subprocess.Popen[bytes]]] = {}
 
-    def command(self, environment: Mapping[str, str], libraries: Sequence[str]) -> str:
-        """The command that starts a worker in place of `python`, from the template that is started if there is none.
+    def command(self, environment: Mapping[str, str], libraries: Sequence[str]) -> str | None:
+        """The command that starts a worker in place of `python`, from the template that is started if there is none;
+        None where the path of the directory is too long for a socket's.
 
         Args:
             environment: variables of the workers, beside those of this process.
@@ -58,10 +60,10 @@ class WorkerTemplates:
         kind = (*sorted(early.items()), *libraries)
         if kind not in self._started:
             path = self._directory / str(len(self._started))
-            self._started[kind] = path, subprocess.Popen(
-                [sys.executable, "-m", "rlhf_ray.cluster.worker_template", str(path), *libraries],
-                env={**os.environ, **early}, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, start_new_session=True)
+            try:
+                self._started[kind] = path, _start(path, early, libraries)
+            except OSError:
+                return None
         path, _ = self._started[kind]
         return shlex.join([sys.executable, "-I", "-S", forked_worker.__file__, str(path), sys.executable])
 
@@ -80,6 +82,17 @@ class WorkerTemplates:
             process.stdin.close()
             process.kill()
             process.wait()
+
+
+def _start(path: Path, environment: Mapping[str, str], libraries: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a template whose socket is there before it is, so that requests wait for it."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(socket.SOMAXCONN)
+        return subprocess.Popen(
+            [sys.executable, worker_template.__file__, str(path.parent), str(listener.fileno()), *libraries],
+            env={**os.environ, **environment}, pass_fds=[listener.fileno()], stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 @contextmanager
