@@ -142,7 +142,7 @@ class TestReachable:
                 pass
 
         server = HTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
         endpoint(f"http://127.0.0.1:{server.server_port}")
         yield paths
         server.shutdown()
