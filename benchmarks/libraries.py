@@ -46,8 +46,10 @@ STARTS = 5
 DEADLINE_S = 2.0
 SETTLED_S = 3.0
 """How long after a kill what is left is counted."""
-ORPHAN, CHILD = "86391", "86392"
-"""Arguments of `sleep` by which what a function has started is found."""
+ORPHAN = "86391"
+"""Seconds of a `sleep` whose parent has ended, by which it is found."""
+CHILD = "86392"
+"""The same of a child."""
 FUNCTIONS = f'''
 import os, subprocess, time
 

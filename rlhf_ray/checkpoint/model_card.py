@@ -114,7 +114,9 @@ def model_card(info: ModelCardInfo, name: str, adapters: bool = False) -> ModelC
     scoring = ""
     if info.stage == "reward_model":
         scoring = _SCORING + (_ONE_ROW if adapters else _PADDED)
-    title = (info.subfolder or info.repository) if info.repository else name
+    title = name
+    if info.repository is not None:
+        title = info.subfolder or info.repository
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{_text(info, title, loading, scoring)}")
 
 

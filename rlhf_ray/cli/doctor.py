@@ -30,7 +30,8 @@ SLOW_WAYS = {"NCCL_P2P_DISABLE": "GPUs of a node communicate through main memory
 PORTS = {6379: "`ray start --head` (--port)", 8265: "Ray's dashboard and job API (--dashboard-port)",
          10001: "Ray's client server (--ray-client-server-port)"}
 """Default ports of a head node, and the option that changes each. A private local cluster uses free ports."""
-OTHERS_MAY_READ, OTHERS_MAY_WRITE = 0o055, 0o022
+OTHERS_MAY_READ = 0o044
+OTHERS_MAY_WRITE = 0o022
 
 
 def doctor() -> None:

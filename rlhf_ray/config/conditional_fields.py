@@ -61,7 +61,7 @@ class IdleValue:
     value: Any
     reason: str
     remedy: str
-    """What to do: leave it out, or make it act."""
+    """How to make it act; empty if nothing does."""
     refused: bool = False
     """Whether the run would be something else than the value says."""
     of_place: bool = False
@@ -119,21 +119,15 @@ def _beyond_files(_: Any, section: Any) -> bool:
 
 
 def _has_texts(_: Any, section: Any) -> bool:
-    """Whether a section has rows that are read, and not numbered."""
-    return section.numbered is None
-
-
-def _source_has_texts(_: Any, source: Any) -> bool:
-    """The same for a data set of a mix."""
-    return getattr(source, "numbered", None) is None
+    """Whether a section, or a data set of a mix, has rows that are read, and not numbered."""
+    return getattr(section, "numbered", None) is None
 
 
 _NO_METRICS = "this stage makes no updates and writes no metrics"
 _EVALUATES = "an evaluation makes no updates"
 _NO_LEARNERS = "this stage has no learners"
 _ONE_STEP = "with epochs=1 and mini_batches=1 an update has one step, which begins where the samples came from"
-_NUMBERED = "prompts.numbered has {section.numbered.count} rows without texts"
-_NUMBERED_SOURCE = "the data set has numbered rows without texts"
+_NUMBERED = "`numbered` gives {section.numbered.count} rows without texts"
 _NO_CRITIC = "algorithm.estimator={config.algorithm.estimator.type} uses no critic"
 
 _EVERY_STAGE = (
@@ -161,9 +155,9 @@ _EVERY_STAGE = (
     ConditionalFields(
         ("prompts.column", "prompts.as_chat"), _has_texts, _NUMBERED, "set prompts.path"),
     ConditionalFields(
-        ("*.mix.*.limit",), _source_has_texts, _NUMBERED_SOURCE, "set its path", instead="use them all"),
+        ("*.mix.*.limit",), _has_texts, _NUMBERED, "set its path", instead="use them all"),
     ConditionalFields(
-        ("*.mix.*.column",), _source_has_texts, _NUMBERED_SOURCE, "set its path"),
+        ("*.mix.*.column",), _has_texts, _NUMBERED, "set its path"),
     ConditionalFields(
         ("learner.zero_stage", "policy.zero_stage", "critic.zero_stage"),
         lambda _, learner: learner.zero_stage != 2 or learner.workers > 1 or learner.offload_optimizer,
@@ -224,7 +218,7 @@ _PREFERENCES = (
          "logging.samples"), _never, _NO_METRICS),
     ConditionalFields(
         ("logging.trackers", "logging.profile_step"), _never, _NO_METRICS,
-        instead="write none there"),
+        instead="write nothing there"),
     ConditionalFields(
         ("logging.judge",), _never, "this stage ranks by pairs.judge", "set that", instead="rank by another judge"),
     ConditionalFields(("cluster.max_learner_restarts",), _never, _NO_LEARNERS),
@@ -310,10 +304,10 @@ _PPO = _TRACKED + (
         "evaluation.prompts and mix are empty", "set evaluation.prompts",
         instead="evaluate on the rows of prompts.held_out"),
     ConditionalFields(
-        ("evaluation.limit",), _has_texts, _NUMBERED.replace("prompts.", "evaluation."), "set evaluation.prompts",
+        ("evaluation.limit",), _has_texts, _NUMBERED, "set evaluation.prompts",
         instead="evaluate on them all"),
     ConditionalFields(
-        ("evaluation.column",), _has_texts, _NUMBERED.replace("prompts.", "evaluation."), "set evaluation.prompts"),
+        ("evaluation.column",), _has_texts, _NUMBERED, "set evaluation.prompts"),
     ConditionalFields(
         ("evaluation.split", "evaluation.subset", "evaluation.revision"),
         lambda config, _: _beyond_files(config, derive(config).evaluation_prompts), "the rows come from files",
@@ -389,7 +383,7 @@ _EVALUATION = (
          "logging.ray_metrics", "logging.project", "logging.run_name", "logging.tags"), _never, _EVALUATES),
     ConditionalFields(
         ("logging.trackers", "logging.profile_step"), _never, _EVALUATES,
-        instead="write none there"),
+        instead="write nothing there"),
 )
 
 CONDITIONAL_FIELDS: Mapping[type[StageConfig], tuple[ConditionalFields, ...]] = {
@@ -417,8 +411,7 @@ def without_effect(config: StageConfig) -> Iterator[IdleValue]:
             if matches and not row.act_if(config, section):
                 reason = row.reason.format(config=config, section=section)
                 reason += f", and the run would {row.instead}" if row.instead else ""
-                yield IdleValue(path, value, reason, f"or {row.fix}" if row.fix else "", bool(row.instead),
-                                row.of_place)
+                yield IdleValue(path, value, reason, row.fix, bool(row.instead), row.of_place)
                 break
 
 
@@ -453,7 +446,7 @@ def in_sentences(values: Iterable[IdleValue], origin_of: Callable[[str], str] = 
 
 def _sentence(reason: str, remedy: str, values: list[str]) -> str:
     has, it = ("has", "it") if len(values) == 1 else ("have", "them")
-    return f"{', '.join(values)} {has} no effect: {reason}; leave {it} out" + (f", {remedy}" if remedy else "")
+    return f"{', '.join(values)} {has} no effect: {reason}; leave {it} out" + (f", or {remedy}" if remedy else "")
 
 
 def warn_of_idle_values(values: Iterable[IdleValue], origin_of: Callable[[str], str] = lambda _: "") -> None:

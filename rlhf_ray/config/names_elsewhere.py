@@ -170,7 +170,8 @@ NAMES_ELSEWHERE = (
     _row("", "", common="config config_file", carried=False, note="the file is an argument: rlhf-ray STAGE FILE"),
     # Logging and evaluation
     _row("logging.trackers", "report_to", "", "trainer.logger", beside="checkpoint", carried=False, example="wandb",
-         values={name: [name] for name in ("wandb", "trackio", "mlflow", "comet_ml", "clearml", "dvclive", "swanlab")},
+         values={name: [name] for name in ("wandb", "trackio", "mlflow", "comet_ml", "clearml", "dvclive", "swanlab")}
+         | {"none": []},
          note="a list of trackers; TensorBoard is on besides"),
     _row("logging.project", "project", "logger.wandb.project", "trainer.project_name", "wandb_project",
          example="mine"),

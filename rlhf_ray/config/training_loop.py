@@ -165,26 +165,23 @@ def _saved_samples(value: Any) -> Any:
     raise ValueError(f"{value!r} is none of all, off, and a number of prompts of each step, from 1 on")
 
 
-TRACKERS = ("wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab")
+TrackerName = Literal["wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
 """The trackers of `accelerate.tracking` apart from TensorBoard, each by its name there, which is its package's."""
 
 
-def _known_trackers(value: Any) -> Any:
-    """Names of trackers; a text has them between commas.
+def _names_once(value: Any) -> Any:
+    """Each name once, from a list or from a text with commas between names.
 
     Raises:
-        ValueError: one is not known.
+        ValueError: TensorBoard is among them.
     """
-    from rlhf_ray.config.error_messages import suggestion
-
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    for name in names if isinstance(names, list) else ():
-        if name == "tensorboard":
-            raise ValueError("tensorboard has a field of its own; leave it out, and set logging.tensorboard (on by "
-                             "default)")
-        if name not in TRACKERS:
-            raise ValueError(f"{name!r} is no tracker; {suggestion(str(name), list(TRACKERS))}")
-    return list(dict.fromkeys(names)) if isinstance(names, list) else names
+    if not isinstance(names, list):
+        return names
+    if "tensorboard" in names:
+        raise ValueError("tensorboard has a field of its own; leave it out, and set logging.tensorboard (on by "
+                         "default)")
+    return [name for at, name in enumerate(names) if name not in names[:at]]
 
 
 class LoggingConfig(Section):
@@ -197,9 +194,8 @@ class LoggingConfig(Section):
     busy."""
     task_events: bool = False
     """Let Ray record every call, for its dashboard's task view and `ray timeline`."""
-    trackers: Annotated[list[str], BeforeValidator(_known_trackers)] = Field(default_factory=list)
-    """Services that get the metrics, the configuration and some samples: wandb, trackio, mlflow, comet_ml, aim,
-    clearml, dvclive, swanlab."""
+    trackers: Annotated[list[TrackerName], BeforeValidator(_names_once)] = Field(default_factory=list)
+    """Services that get the metrics and the configuration; wandb and trackio also a table of samples."""
     project: str = Field("rlhf_ray", min_length=1)
     """Project of the run in its trackers; in MLflow its experiment."""
     run_name: str | None = Field(None, min_length=1)

@@ -18,6 +18,7 @@ from rlhf_ray.config.data import StepsConfig
 from rlhf_ray.config.model import ModelConfig
 from rlhf_ray.data.encoding import encode, encode_after_text
 from rlhf_ray.errors import ModelError
+from rlhf_ray.models.hub import file_from_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -91,26 +92,20 @@ def load_steps(model: ModelConfig, field: str) -> StepsConfig:
     Raises:
         ModelError: the file is missing or damaged; names the configuration field.
     """
-    file = Path(model.path) / FILE if Path(model.path).is_dir() else _from_hub(model)
-    if file is None or not file.is_file():
-        raise ModelError(f"{field}.path={model.path!r} has no {FILE}, which names the token at which the model judges "
-                         "a step. Train one with `rlhf-ray process-reward`; for another process reward model, "
-                         'write the file yourself: {"placeholder": ..., "good": ..., "bad": ..., "separator": ...}')
+    file = Path(model.path) / FILE
+    values = None
     try:
-        return StepsConfig.model_validate(json.loads(file.read_text(encoding="utf-8")))
+        if not file.parent.is_dir():
+            values = file_from_hub(model, FILE)
+        elif file.is_file():
+            values = json.loads(file.read_text(encoding="utf-8"))
+        if values is not None:
+            return StepsConfig.model_validate(values)
     except (ValueError, ValidationError) as error:
         raise ModelError(f"{file} is not the step format of a process reward model; fix the file: {error}") from None
-
-
-def _from_hub(model: ModelConfig) -> Path | None:
-    """The file of a model on the Hub; None if the model has none or the Hub cannot be reached."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        return Path(hf_hub_download(model.path, FILE, revision=model.revision))
-    except (HfHubHTTPError, OSError, ValueError):
-        return None
+    raise ModelError(f"{field}.path={model.path!r} has no {FILE}, which names the token at which the model judges a "
+                     "step. Train one with `rlhf-ray process-reward`; for another process reward model, write the "
+                     'file yourself: {"placeholder": ..., "good": ..., "bad": ..., "separator": ...}')
 
 
 def _single_token(tokenizer: PreTrainedTokenizerBase, name: str, text: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -106,26 +107,28 @@ def config_from_hub(model: ModelConfig) -> dict[str, Any]:
     Raises:
         ModelError: it is not available; the message is the end of a sentence.
     """
-    return _from_hub(model, "config.json")
+    return _from_hub(model.path, model.revision, "config.json")
 
 
 def file_from_hub(model: ModelConfig, file: str) -> dict[str, Any] | None:
     """A JSON file of a model on the Hub or in its local cache; None if it is not available."""
     try:
-        return _from_hub(model, file)
+        return _from_hub(model.path, model.revision, file)
     except ModelError:
         return None
 
 
-def _from_hub(model: ModelConfig, file: str) -> dict[str, Any]:
+@cache
+def _from_hub(name: str, revision: str | None, file: str) -> dict[str, Any]:
+    """A JSON file of a model, which a process asks for once: a plan needs a model's shape hundreds of times."""
     from huggingface_hub import hf_hub_download
 
-    found = _cached(model.path, file, model.revision)
+    found = _cached(name, file, revision)
     if found is None:
-        _require(model.path, file, model.revision)
+        _require(name, file, revision)
     if found is None or why_unreachable() is None:  # a cached file may be older than the Hub's
         try:
-            found = hf_hub_download(model.path, file, revision=model.revision, etag_timeout=HUB_TIMEOUT_S)
+            found = hf_hub_download(name, file, revision=revision, etag_timeout=HUB_TIMEOUT_S)
         except Exception as error:  # the library raises its own kinds and its client's
             raise ModelError(f"{file} could not be loaded from the Hub: {first_line(error)}") from error
     try:

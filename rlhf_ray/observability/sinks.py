@@ -39,8 +39,6 @@ def require_trackers(logging: LoggingConfig) -> None:
             raise ConfigError(f"logging.trackers={logging.trackers!r} needs the {name} package: pip install {name}, or "
                               f"leave {name} out")
 
-
-
 def open_sinks(run: RunDirectory, logging: LoggingConfig, resume_at: int | None) -> list[Sink]:
     """The configured sinks. A resumed run does not wait for its trackers.
 

@@ -18,21 +18,27 @@ from typing import Any
 
 import yaml
 
-from rlhf_ray.config.training_loop import LoggingConfig
+from rlhf_ray.config.training_loop import LoggingConfig, TrackerName
 from rlhf_ray.observability.metric_catalogue import HEADLINES
 from rlhf_ray.observability.run_directory import RunDirectory
 from rlhf_ray.observability.sample_files import read_samples
 
-TITLES = {"aim": "Aim", "clearml": "ClearML", "comet_ml": "Comet", "dvclive": "DVCLive", "mlflow": "MLflow",
-          "swanlab": "SwanLab", "trackio": "Trackio", "wandb": "W&B"}
-"""What the services of `config.training_loop.TRACKERS` are called."""
-WANDB_ANSWERS_S, WANDB_SENDS_S = 30.0, 20.0
-"""Longest waits of W&B's client for its server to open a run (another ten seconds go to the login), and to take its
-last numbers: within the deadlines of `delivery.Delivery`."""
+TITLES: dict[TrackerName, str] = {
+    "aim": "Aim", "clearml": "ClearML", "comet_ml": "Comet", "dvclive": "DVCLive", "mlflow": "MLflow",
+    "swanlab": "SwanLab", "trackio": "Trackio", "wandb": "W&B",
+}
+"""What the services are called."""
+WANDB_ANSWERS_S = 30.0
+"""Longest wait of W&B's client for its server to open a run. Another ten seconds go to the login; both are within
+`delivery.OPENING_S`."""
+WANDB_SENDS_S = 20.0
+"""Longest wait of W&B's client for its server to take the last numbers, within `delivery.CLOSING_S`."""
 WITH_TABLES = ("trackio", "wandb")
 """Services that get samples."""
-TABLE_ROWS, TABLE_TEXT = 12, 2000
-"""Largest number of samples in a table, and of characters in one of their texts."""
+TABLE_ROWS = 12
+"""Largest number of samples in a table."""
+TABLE_TEXT = 2000
+"""Largest number of characters in one of their texts."""
 TABLE_EVERY_S = 30.0
 """Shortest time between two tables: services keep each in a file of its own, and small runs make several steps a
 second."""
@@ -51,11 +57,7 @@ class ServiceTracker:
     is a metric, against which the others are plotted.
     """
 
-    def __init__(self, name: str, run: RunDirectory, logging: LoggingConfig, resumed: bool) -> None:
-        """
-        Args:
-            name: one of `config.training_loop.TRACKERS`.
-        """
+    def __init__(self, name: TrackerName, run: RunDirectory, logging: LoggingConfig, resumed: bool) -> None:
         self.title = TITLES[name]
         self.where = f"{self.title}'s server"
         self.fix = f"leave {name} out of logging.trackers"

@@ -75,10 +75,10 @@ def unknown_gpus(nodes: Sequence[Node]) -> Iterator[Finding]:
     for name in dict.fromkeys(node.gpu.name for node in nodes if node.gpu and node.gpu.name not in known):
         yield Finding("assumed", f"{name} is none of the GPUs with known figures ({', '.join(GPUS)}): it is planned "
                                  f"with its own memory and with the rates of an {H100.name}, so times are a guess")
-    for node in nodes:
-        if node.gpus and node.gpu is None:
-            yield Finding("assumed", f"{node.name} has GPUs of a kind without known figures ({', '.join(GPUS)}), whose "
-                                     "memory is not known either: plan with --nodes for one of about the same size")
+    if unnamed := [node.name for node in nodes if node.gpus and node.gpu is None]:
+        yield Finding("assumed", f"the GPUs of {', '.join(unnamed)} are of a kind without known figures "
+                                 f"({', '.join(GPUS)}), whose memory is not known either: plan with --nodes for one of "
+                                 "about the same size")
 
 
 def _sequences(config: StageConfig, roles: Sequence[Role], memory: dict[str, Memory]) -> Iterator[Finding]:

@@ -85,6 +85,7 @@ NUMBER = "coordinator: {samples_per_prompt: 8}, or --coordinator.samples_per_pro
     ({}, ["--algo.kl.init_coef", "0.01"], "write algorithm: {kl: {coef: 0.01}}, or --algorithm.kl.coef=0.01 [--algo"),
     ({}, ["--algo.kl.use_loss"], "algorithm: {kl: {placement: loss}}"),
     ({}, ["--bf16"], "policy: {autocast: bfloat16}"),
+    ({}, ["--report_to=none"], "write logging: {trackers: []}, or --logging.trackers=[] ["),
     ({}, ["--actor.model_name_or_path=m"], "write model: {path: m}, or --model.path=m"),
     ({"critic": {"lr": 3e-6}}, [], "write critic: {optimizer: {learning_rate: 3e-06}}"),
     ({"algorithm": {"estimator": "grpo", "beta": 0.04}}, [], "algorithm.beta: unknown key; it is TRL's name for algo"),

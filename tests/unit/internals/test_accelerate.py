@@ -1,12 +1,13 @@
 """accelerate's trackers, in a process whose environment names a distributed group that it is not to join."""
 
 import os
+from typing import get_args
 
 import torch.distributed
 from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from rlhf_ray.config.training_loop import TRACKERS
+from rlhf_ray.config.training_loop import TrackerName
 from rlhf_ray.internals.accelerate import new_tracker
 from rlhf_ray.observability.trackers import TITLES
 
@@ -27,5 +28,6 @@ def test_a_tracker_logs_without_joining_the_group_that_the_environment_names(tmp
 
 
 def test_the_trackers_are_those_of_accelerate_apart_from_tensorboard():
-    assert {*TRACKERS, "tensorboard"} == set(LOGGER_TYPE_TO_CLASS)
-    assert set(TITLES) == set(TRACKERS)
+    names = set(get_args(TrackerName))
+    assert {*names, "tensorboard"} == set(LOGGER_TYPE_TO_CLASS)
+    assert set(TITLES) == names

@@ -25,6 +25,7 @@ def endpoint(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(hub, "CONNECT_S", CONNECT_S)
     monkeypatch.setattr(hub, "getproxies", dict)
+    hub._from_hub.cache_clear()
 
     def choose(url):
         monkeypatch.setattr(constants, "ENDPOINT", url)
@@ -98,10 +99,12 @@ class TestUnreachable:
     def test_a_model_in_the_local_cache_needs_no_hub(self, monkeypatch, tmp_path):
         (tmp_path / "config.json").write_text('{"hidden_size": 64}')
         monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: str(tmp_path / "config.json"))
-        monkeypatch.setattr(hub, "why_unreachable", lambda: "no network")
+        asked = []
+        monkeypatch.setattr(hub, "why_unreachable", lambda: asked.append(1) or "no network")
         model = ModelConfig(path="somebody/model")
         check_model_directory(model, "model")
-        assert hub.config_from_hub(model) == {"hidden_size": 64}
+        assert [hub.config_from_hub(model) for _ in range(3)] == [{"hidden_size": 64}] * 3
+        assert len(asked) == 1, "each time may take as long as a connection"
 
     def test_a_tokenizer_is_refused_as_soon(self, monkeypatch):
         monkeypatch.setattr(hub, "why_unreachable", lambda: "no network")
@@ -139,7 +142,7 @@ class TestReachable:
                 pass
 
         server = HTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=[0.02], daemon=True).start()
         endpoint(f"http://127.0.0.1:{server.server_port}")
         yield paths
         server.shutdown()

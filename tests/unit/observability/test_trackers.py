@@ -55,7 +55,7 @@ def test_a_missing_package_is_a_config_error_that_names_the_fix(tmp_path, monkey
 
 
 @pytest.mark.parametrize("given, said", [
-    ("wandbb", r"trackers: 'wandbb' is no tracker; did you mean wandb\?"),
+    ("wandbb", r"trackers\.0='wandbb': must be one of wandb, trackio, mlflow, "),
     (["tensorboard"], r"logging\.tensorboard"),
 ])
 def test_a_name_that_is_no_trackers_is_refused(given, said):

@@ -72,7 +72,7 @@ def test_a_gpu_of_an_unknown_kind_has_the_memory_that_it_tells():
     nodes = [replace(node, gpu=kind) for node, kind in zip(parse_nodes("4x1xH100"), kinds, strict=True)]
     assumed, unknown = unknown_gpus(nodes)
     assert assumed.text.startswith("Quadro Z9 is none of") and "rates of an H100 SXM" in assumed.text
-    assert unknown.text.startswith("node-2 has GPUs of a kind without known figures")
+    assert unknown.text.startswith("the GPUs of node-2 are of a kind without known figures")
 
 
 @pytest.mark.parametrize("line", ["NVIDIA GB10, [N/A], 580.95", "", "Unable to determine the device handle of GPU0"])
