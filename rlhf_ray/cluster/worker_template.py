@@ -1,10 +1,11 @@
 """The process from which workers of a local cluster are forked: it has imported the libraries of their roles, once for
 all of them.
 
-Run as `python worker_template.py DIRECTORY SOCKET MODULE...`. It imports the modules, then forks a process for each request at
-the socket, a file descriptor, which answers it and goes on as the Python program that the request names: with its arguments, environment,
-open files, limits and priorities. It has one thread and uses none of the libraries, so that
-nothing is in the middle of something when it forks. It ends when its standard input does, which is the driver's.
+Run as `python worker_template.py DIRECTORY SOCKET MODULE...`. It imports the modules, then forks a process for each
+request at the socket (a file descriptor). The process answers the request and goes on as the Python program that this
+names: with its arguments, environment, open files, limits and priorities. The template has one thread and uses none of
+the libraries, so that nothing is in the middle of something when it forks. It ends when its standard input does, which
+is the driver's, and removes the directory of the socket.
 
 It imports the standard library alone, besides what it is told to.
 """

@@ -67,7 +67,7 @@ if __name__ == "__main__":
 
 @contextmanager
 def templates_of(folder):
-    """(command(**environment) of programs, pid of the only template) with a module in a folder."""
+    """command(*modules, **environment) of programs whose template imports modules of a folder."""
     with open_templates() as templates:
         def command(*modules, **environment):
             given = {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(folder), **environment}
@@ -104,7 +104,8 @@ def pid_of_template():
 
 def test_a_forked_program_has_all_that_it_would_have_as_a_process_of_its_own(folder):
     place = folder / "a folder"
-    (place / "tmp").mkdir(parents=True)
+    place.mkdir()
+    temporary = tempfile.TemporaryDirectory()  # a short name, for the socket of a fork server
 
     def conditions():
         os.umask(0o27)
@@ -115,11 +116,11 @@ def test_a_forked_program_has_all_that_it_would_have_as_a_process_of_its_own(fol
         Path("/proc/self/oom_score_adj").write_text("500")
 
     options = {"cwd": place, "preexec_fn": conditions, "input": "words", "program": "program.py",
-               "env": environment_of(folder, OWN="worker's", TMPDIR=str(place / "tmp"), ODD="\udcff'\" ")}
-    with templates_of(folder) as command:
+               "env": environment_of(folder, OWN="worker's", TMPDIR=temporary.name, ODD="\udcff'\" ")}
+    with temporary, templates_of(folder) as command:
         forked, complaint = run(command(OF_TEMPLATE="1"), folder, "spawn", "forkserver", "fork", **options)
         template = pid_of_template()
-    plain, _ = run([sys.executable], folder, "spawn", "forkserver", "fork", **options)
+        plain, _ = run([sys.executable], folder, "spawn", "forkserver", "fork", **options)
     assert complaint == "complaint\n"
     facts, expected = json.loads(forked), json.loads(plain)
     assert (facts.pop("started by"), expected.pop("started by")) == (template, os.getpid())
@@ -262,6 +263,13 @@ def test_a_program_whose_caller_has_ended_does_not_run(folder):
         assert run(started, folder, "a")[0] == f"{template.pid} a\n"
         psutil.wait_procs(template.children(), timeout=20)
     assert not (folder / "ran").exists()
+
+
+def test_a_directory_with_a_long_path_has_no_templates(folder, monkeypatch):
+    (folder / ("long" * 30)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder / ("long" * 30)))
+    with open_templates() as templates:
+        assert templates.command({}, ["json"]) is None
 
 
 def test_workers_with_the_same_environment_and_libraries_share_a_template(folder):
