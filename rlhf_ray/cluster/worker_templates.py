@@ -10,6 +10,7 @@ a core or more for each worker there, and what a library keeps of a device does 
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
@@ -76,23 +77,32 @@ class WorkerTemplates:
         return found
 
     def end(self) -> None:
-        """Let the templates end; their workers do not."""
-        for _, process in self._started.values():
+        """Let the templates end; their workers do not. One that has ended by itself is a warning."""
+        for path, process in self._started.values():
             assert process.stdin is not None
+            if process.poll() is not None:
+                printed = _log_of(path).read_text(errors="replace").strip().splitlines() or ["it printed nothing"]
+                logging.getLogger(__name__).warning(
+                    "workers have imported their libraries each for itself, because the process that does so for all "
+                    "ended with exit code %s: %s", process.returncode, printed[-1])
             process.stdin.close()
             process.kill()
             process.wait()
 
 
+def _log_of(path: Path) -> Path:
+    return path.with_suffix(".log")
+
+
 def _start(path: Path, environment: Mapping[str, str], libraries: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a template whose socket is there before it is, so that requests wait for it."""
-    with socket.socket(socket.AF_UNIX) as listener:
+    with socket.socket(socket.AF_UNIX) as listener, _log_of(path).open("wb") as log:
         listener.bind(str(path))
         listener.listen(socket.SOMAXCONN)
         return subprocess.Popen(
             [sys.executable, worker_template.__file__, str(path.parent), str(listener.fileno()), *libraries],
             env={**os.environ, **environment}, pass_fds=[listener.fileno()], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            stdout=log, stderr=log, start_new_session=True)
 
 
 @contextmanager

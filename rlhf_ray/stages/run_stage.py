@@ -60,9 +60,9 @@ def _run(command: str, config: StageConfig, resume: bool) -> dict[str, Any]:
     directory = RunDirectory(config.run.dir)
     try:
         with open_templates() as templates:
-            start_templates(config, templates)  # which import while this process does
             START.restart()
             START.begin("libraries", "loading libraries")
+            start_templates(config, templates)  # which import while this process does
             stage = import_module(f"rlhf_ray.stages.{module_of(command)}")
             summary: dict[str, Any] = stage.run(config, resume=resume)
     except StoppedEarly:

@@ -326,3 +326,13 @@ def test_a_program_forked_from_a_template_with_its_libraries_has_one_thread_and_
         said = run(command(*libraries, **environment), folder, env=environment_of(folder, **environment))[0]
         threads = len(os.listdir(f"/proc/{pid_of_template()}/task"))
         assert (said.split(), threads) == ([str(pid_of_template()), "1", "False"], 1)
+
+
+def test_a_template_that_fails_is_a_warning_at_the_end(tmp_path, caplog):
+    templates = WorkerTemplates(tmp_path)
+    templates.command({}, ["json", "no_such_module"])
+    ((_, process),) = templates._started.values()
+    process.wait(20)
+    templates.end()
+    (record,) = caplog.records
+    assert "ended with exit code 1: ModuleNotFoundError: No module named 'no_such_module'" in record.getMessage()

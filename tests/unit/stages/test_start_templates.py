@@ -1,10 +1,13 @@
 """The templates that a stage's command starts early are those that its workers are forked from."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 
 from rlhf_ray.cluster import worker_templates
 from rlhf_ray.cluster.worker_environment import worker_environment
-from rlhf_ray.cluster.worker_templates import WorkerTemplates
+from rlhf_ray.cluster.worker_templates import LIBRARIES, VLLM_LIBRARIES, WorkerTemplates
 from rlhf_ray.config.derived import derive, placements_of
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig, SFTConfig
@@ -42,3 +45,10 @@ def test_no_template_is_started_for_a_cluster_elsewhere_or_beside_gpus(templates
     assert not templates._started
     run_stage.start_templates(config, templates)
     assert len(templates._started) == 1
+
+
+@pytest.mark.parametrize("name", sorted({*LIBRARIES, *VLLM_LIBRARIES}))
+def test_what_templates_import_is_there(name):
+    package, *rest = name.split(".")
+    home = Path(find_spec(package).submodule_search_locations[0])  # finding a submodule would import the package
+    assert home.joinpath(*rest).is_dir() or home.joinpath(*rest).with_suffix(".py").is_file()
