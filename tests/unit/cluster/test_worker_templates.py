@@ -18,7 +18,13 @@ import psutil
 import pytest
 
 from rlhf_ray.cluster import forked_worker, worker_template
-from rlhf_ray.cluster.worker_templates import LIBRARIES, VLLM_LIBRARIES, open_templates, template_command
+from rlhf_ray.cluster.worker_templates import (
+    LIBRARIES,
+    VLLM_LIBRARIES,
+    WorkerTemplates,
+    open_templates,
+    template_command,
+)
 
 MODULE = """
 import os, tempfile
