@@ -17,8 +17,8 @@ CPUS = 8
 """Logical ones: more than any of these runs asks for."""
 RAY_S_OWN = ("/gcs/gcs_server", "/raylet/raylet", "autoscaler/_private/monitor.py", "dashboard/dashboard.py",
              "_private/log_monitor.py", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "dashboard/agent.py",
-             "runtime_env/agent/main.py")
-"""Marks of the processes of a cluster without any worker."""
+             "runtime_env/agent/main.py", "cluster/worker_template.py")
+"""Marks of the processes of a session without any worker."""
 
 
 class SharedRay:
