@@ -26,6 +26,8 @@ ALLOWED = {
     ("user_code/sandbox_program.py", "compile"): "of the same",
     ("environments/adapters/library.py", "importlib.import_module"): "of a library that a source names",
     ("environments/adapters/__init__.py", "importlib.import_module"): "of one of our own adapters",
+    ("cluster/worker_template.py", "importlib.import_module"): "of libraries that the driver names",
+    ("cluster/worker_template.py", "runpy.run_path"): "of the program that Ray starts, in its own process",
     ("__init__.py", "importlib.import_module"): "of one of our own public names",
     ("config/__init__.py", "importlib.import_module"): "of one of our own sections",
     ("config/given_objects.py", "compile"): "of a function's source, to read the names in it; it is not run there",
