@@ -270,7 +270,8 @@ def test_parameters_are_flat_and_have_no_secrets(tmp_path):
 def test_secrets_of_other_names_and_types_are_no_parameters(tmp_path):
     path = tmp_path / "config.yaml"
     options = {"password": 12345, "credentials": {"user": "k1", "value": "k2"}, "Authorization": "Bearer k3",
-               "OPENAI_API_KEY": "k4", "auth": "k5", "headers": [{"X-Key": "k6"}], "parts": [{"token": "k7", "size": 3}],
+               "OPENAI_API_KEY": "k4", "auth": "k5", "headers": [{"X-Key": "k6"}],
+               "parts": [{"token": "k7", "size": 3}],
                "urls": ["https://user:k8@k9@host/path", "http://u:k/10@host?k11", "https://host/x"]}
     path.write_text(yaml.safe_dump({"options": options, "importance": {"tokens": "truncate"}, "max_tokens": 4}))
     assert dict(parameters(path)) == {
