@@ -76,8 +76,8 @@ def explain_option(cls: type[BaseModel], argument: str) -> str:
     """What is wrong with an --option without a value, whose section the stage does not have."""
     name = argument.removeprefix("--")
     section = name.split(".")[0]
-    meant = meaning_elsewhere(name, "true", _known(_paths_of(cls)), accepts=partial(_accepts, cls)) or suggestion(section, list(cls.model_fields))
-    return f"{argument}: there is no section {section}; {meant}"
+    meant = meaning_elsewhere(name, "true", _known(_paths_of(cls)), accepts=partial(_accepts, cls))
+    return f"{argument}: there is no section {section}; {meant or suggestion(section, list(cls.model_fields))}"
 
 
 def suggestion(word: str, known: list[str]) -> str:
