@@ -430,13 +430,19 @@ def without_effect(config: StageConfig) -> Iterator[IdleValue]:
     yield from (each for each in found if each.path not in named_within)
 
 
+UNSAFE = {"sandbox": "hold no programs back"}
+"""Keys of other types that are refused: what the run would do instead."""
+
+
 def _of_other_types(section: BaseModel, prefix: str = "") -> Iterator[IdleValue]:
     """Keys that were left out, because only other types of their union have them."""
     if isinstance(section, TypedSection):
         tag = type_tag(type(section))
         for key, (value, owners) in section.left_out.items():
+            instead = f", and the run would {UNSAFE[key]}" if key in UNSAFE else ""
             yield IdleValue(f"{prefix}{key}", value, f"{prefix.rstrip('.')} is of type {tag}, and only "
-                            f"{' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} {key}", "")
+                            f"{' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} {key}{instead}", "",
+                            refused=key in UNSAFE)
     for name in type(section).model_fields:
         inner = getattr(section, name)
         if isinstance(inner, BaseModel):
