@@ -239,8 +239,12 @@ _PPO = _TRACKED + (
         "with epochs=1 and mini_batches=1 an update has only its first step, which is always made",
         "raise epochs or mini_batches"),
     ConditionalFields(
-        tuple(f"algorithm.loss.{name}" for name in ("clip_low", "clip_high", "dual_clip", "min_ratio", "max_ratio")),
+        tuple(f"algorithm.loss.{name}" for name in ("clip_low", "clip_high", "dual_clip")),
         _probabilities_move, _ONE_STEP,
+        "raise epochs or mini_batches"),
+    ConditionalFields(
+        ("algorithm.loss.min_ratio", "algorithm.loss.max_ratio"),
+        lambda config, loss: _probabilities_move(config, loss) or not loss.min_ratio <= 1 <= loss.max_ratio, _ONE_STEP,
         "raise epochs or mini_batches"),
     ConditionalFields(("algorithm.value_clip",), _values_move, _ONE_STEP, "raise epochs or mini_batches"),
     ConditionalFields(
@@ -403,16 +407,24 @@ def without_effect(config: StageConfig) -> Iterator[IdleValue]:
     rows = [row for stage, rows in CONDITIONAL_FIELDS.items() if isinstance(config, stage) for row in rows]
     preset = config.algorithm.preset if isinstance(config, PPOConfig) else None
     yield from _of_other_types(config)
+    found: list[IdleValue] = []
     for path, section, value in changed_fields(config):
-        if gives(preset, path, value) or is_derived(config, path):  # nobody set it
+        set_here = path.rpartition(".")[2] in section.model_fields_set
+        if not set_here or gives(preset, path, value) or is_derived(config, path):  # nobody set it
             continue
         for row in rows:
             matches = path not in row.excluded and any(fnmatchcase(path, pattern) for pattern in row.fields)
             if matches and not row.act_if(config, section):
                 reason = row.reason.format(config=config, section=section)
                 reason += f", and the run would {row.instead}" if row.instead else ""
-                yield IdleValue(path, value, reason, row.fix, bool(row.instead), row.of_place)
+                found.append(IdleValue(path, value, reason, row.fix, bool(row.instead), row.of_place))
                 break
+    named_within = {each.path[:at] for each in found for at, letter in enumerate(each.path) if letter == "."}
+    yield from (each for each in found if each.path not in named_within)
+
+
+REFUSED_KEYS = {"sandbox": "hold no programs back"}
+"""Keys that are refused where only another type has them: what the run would do instead."""
 
 
 def _of_other_types(section: BaseModel, prefix: str = "") -> Iterator[IdleValue]:
@@ -420,8 +432,10 @@ def _of_other_types(section: BaseModel, prefix: str = "") -> Iterator[IdleValue]
     if isinstance(section, TypedSection):
         tag = type_tag(type(section))
         for key, (value, owners) in section.left_out.items():
+            instead = f", and the run would {REFUSED_KEYS[key]}" if key in REFUSED_KEYS else ""
             yield IdleValue(f"{prefix}{key}", value, f"{prefix.rstrip('.')} is of type {tag}, and only "
-                            f"{' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} {key}", "")
+                            f"{' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} {key}{instead}", "",
+                            refused=key in REFUSED_KEYS)
     for name in type(section).model_fields:
         inner = getattr(section, name)
         if isinstance(inner, BaseModel):

@@ -47,8 +47,8 @@ Before anything starts,
   `critic`. All are named in one warning, also when a run goes on. A key of another `type` of the same section is one of
   them, and `config.yaml` does not have it;
 - a value without effect is refused if the run would be something else than it says: other data (`data.split` of a
-  local file), another length, another reward, or no file that was asked for (`logging.judge` where nothing is
-  generated).
+  local file), another length, another reward, no file that was asked for (`logging.judge` where nothing is
+  generated), or no `sandbox`.
 
 `rlhf-ray STAGE --help` shows the most used fields, `--help-all` all of them.
 """

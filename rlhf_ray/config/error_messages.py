@@ -2,8 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Union
 
 from pydantic import BaseModel, ValidationError
@@ -17,7 +18,7 @@ from rlhf_ray.config.fields import (
     sections_of_values,
     type_tag,
 )
-from rlhf_ray.config.names_elsewhere import meaning_elsewhere
+from rlhf_ray.config.names_elsewhere import meaning_elsewhere, nest
 
 _SCALARS = {
     "int_parsing": "must be a whole number",
@@ -75,8 +76,8 @@ def explain_option(cls: type[BaseModel], argument: str) -> str:
     """What is wrong with an --option without a value, whose section the stage does not have."""
     name = argument.removeprefix("--")
     section = name.split(".")[0]
-    meant = meaning_elsewhere(name, "true", _known(_paths_of(cls))) or suggestion(section, list(cls.model_fields))
-    return f"{argument}: there is no section {section}; {meant}"
+    meant = meaning_elsewhere(name, "true", _known(_paths_of(cls)), accepts=partial(_accepts, cls))
+    return f"{argument}: there is no section {section}; {meant or suggestion(section, list(cls.model_fields))}"
 
 
 def suggestion(word: str, known: list[str]) -> str:
@@ -135,12 +136,13 @@ def _unknown(cls: type[BaseModel], place: _Place, given: Any, layers: list[Layer
     fields = _paths_of(cls)
     known = _known(fields)
     python = not layers
-    meanings = {path: meaning_elsewhere(".".join(path), value, known, python=python)
+    accepts = partial(_accepts, cls)
+    meanings = {path: meaning_elsewhere(".".join(path), value, known, python=python, accepts=accepts)
                 for path, value in _leaves(given, place.path)}
     found = [(path, meant) for path, meant in meanings.items() if meant]
     others = [path for path, meant in meanings.items() if not meant]
     if not found:
-        of_name = meaning_elsewhere(place.path[-1], given, known, place.path[0], python)
+        of_name = meaning_elsewhere(place.path[-1], given, known, place.path[0], python, accepts)
         meant = _same_name(place, fields) or of_name or _similar_name(place, fields)
         found, others = [(place.path, meant or suggestion(place.path[-1], _siblings(place)))], []
     lines = [f"{'.'.join(path)}: unknown key; {meant}{origin(path, layers)}" for path, meant in found]
@@ -149,6 +151,15 @@ def _unknown(cls: type[BaseModel], place: _Place, given: Any, layers: list[Layer
         more = f" and {len(others) - SHOWN_KEYS} more" if len(others) > SHOWN_KEYS else ""
         lines.append(f"{named}{more}: nothing here is called so; leave it out{origin(others[0], layers)}")
     return lines
+
+
+def _accepts(cls: type[BaseModel], values: Mapping[str, Any]) -> bool:
+    """Whether the fields at these paths take the values, apart from others that are required."""
+    try:
+        cls.model_validate(nest(values))
+    except ValidationError as error:
+        return all(problem["type"] in ("missing", "union_tag_not_found") for problem in error.errors())
+    return True
 
 
 def _paths_of(cls: type[BaseModel]) -> list[str]:

@@ -6,8 +6,11 @@ OpenRLHF 0.11.2 (and its options without sections, until 0.9), and of verl 0.9.1
 it means the same in both.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from shlex import quote
 from typing import Any
 
 from rlhf_ray.config.fields import format_value
@@ -370,7 +373,8 @@ def rows_named(name: str) -> Iterator[tuple[NameElsewhere, str]]:
                     if any(each.endswith(f".{wanted}") for each in names))
 
 
-def meaning_elsewhere(name: str, value: Any, known: set[str], inside: str = "", python: bool = False) -> str | None:
+def meaning_elsewhere(name: str, value: Any, known: set[str], inside: str = "", python: bool = False,
+                      accepts: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> str | None:
     """What to write in place of a name of another system; None if it is none.
 
     Args:
@@ -378,6 +382,7 @@ def meaning_elsewhere(name: str, value: Any, known: set[str], inside: str = "", 
         known: fields and sections of the stage, or of the section that was made from Python.
         inside: as in `NameElsewhere.field_in`.
         python: name the remedy as arguments, not as YAML and options.
+        accepts: whether our fields take these values by path; what they do not take is not said to be written.
     """
     rows = list(rows_named(name))
     for row, system in rows:
@@ -391,7 +396,7 @@ def meaning_elsewhere(name: str, value: Any, known: set[str], inside: str = "", 
         what = f"it is {whose} for {path}" if values else f"the nearest to {whose} is {path}"
         note = f" ({row.note})" if row.note else ""
         written = as_arguments(values) if python else f"{as_inline_yaml(values)}, or {as_options(values)}"
-        return f"{what}{note}" + (f": write {written}" if values else "")
+        return f"{what}{note}" + (f": write {written}" if values and accepts(values) else "")
     if rows and "run" in known:
         row, system = rows[0]
         return (f"it is {system}'s name" if system else "it is a usual name") + (
@@ -406,8 +411,8 @@ def as_inline_yaml(values: Mapping[str, Any]) -> str:
 
 
 def as_options(values: Mapping[str, Any]) -> str:
-    """The same on the command line: `--algorithm.kl.coef=0.01`."""
-    return " ".join(f"--{path}={format_value(value)}" for path, value in values.items())
+    """The same on the command line, quoted for a shell: `--algorithm.kl.coef=0.01`."""
+    return " ".join(quote(f"--{path}={format_value(value)}") for path, value in values.items())
 
 
 def as_arguments(values: Mapping[str, Any]) -> str:
@@ -430,4 +435,6 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 def _flow(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, str) and re.search(r"[:#,&*!|>%@`{}\[\]'\"]", value):  # could mean something else in YAML
+        return json.dumps(value, ensure_ascii=False)
     return format_value(value)

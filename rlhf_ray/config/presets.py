@@ -141,8 +141,11 @@ def fill(
 
 
 def gives(name: str | None, path: str, value: Any) -> bool:
-    """Whether a preset has this value of a field."""
-    found = PRESETS[name].values.get(path) if name else None
+    """Whether a preset has this value of a field, or fields within it."""
+    values = PRESETS[name].values if name else {}
+    if any(inner.startswith(f"{path}.") for inner in values):
+        return True
+    found = values.get(path)
     return found is not None and (found[0] == value or isinstance(found[0], ShareOf))
 
 

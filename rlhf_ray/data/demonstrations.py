@@ -121,8 +121,8 @@ class DemonstrationFormat:
         found = None if missing is None or isinstance(self._config, TextsConfig) else columns_found(row)
         if found is not None:
             fields = " and ".join(f"data.{field}" for field in named)
-            raise DataError(f"{rows.place(i)}: no column {missing!r}; the row has {sorted(row)}. Leave {fields} out, "
-                            f"and {in_words(found)} are found")
+            raise DataError(f"{rows.place(i)}: no column {missing!r}; the row has {sorted(row)}. All rows of a data "
+                            f"set have one format: leave {fields} out if it is {in_words(found)}")
 
     def encode(self, values: list[list[Piece] | Encoded]) -> list[Encoded]:
         """[N] rows of tokens with their ends."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 from functools import cache
 from pathlib import Path
@@ -40,8 +41,13 @@ def why_unreachable() -> str | None:
         reason = _connection_error(constants.ENDPOINT)
     if reason is None:
         return None
-    return (f"the Hugging Face Hub at {constants.ENDPOINT} cannot be reached ({reason}). Name a local directory, set "
-            f"HF_HOME to a cache that has it (now {constants.HF_HOME}), or HF_ENDPOINT to a mirror")
+    return (f"the Hugging Face Hub at {_without_user(constants.ENDPOINT)} cannot be reached ({reason}). Name a local "
+            f"directory, set HF_HOME to a cache that has it (now {constants.HF_HOME}), or HF_ENDPOINT to a mirror")
+
+
+def _without_user(url: str) -> str:
+    """A URL without the user and password that may be in it."""
+    return re.sub(r"(?<=://)[^/]*@", "", url)
 
 
 def _connection_error(endpoint: str) -> str | None:
@@ -58,14 +64,17 @@ def _connection_error(endpoint: str) -> str | None:
         target = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
         through = f"by the proxy {target.hostname}: "
     host = target.hostname or ""
-    port = target.port or DEFAULT_PORTS.get(target.scheme, 1080)  # else a SOCKS proxy's
+    try:
+        port = target.port or DEFAULT_PORTS.get(target.scheme, 1080)  # else a SOCKS proxy's
+    except ValueError as error:
+        return f"{through}{error}"
     outcome: list[str | None] = []
 
     def connect() -> None:
         try:
             socket.create_connection((host, port), timeout=CONNECT_S).close()
             outcome.append(None)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter of a name that no host can have
             outcome.append(f"{through}{error}")
 
     thread = Thread(target=connect, name="hub-connection", daemon=True)

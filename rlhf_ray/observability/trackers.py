@@ -44,9 +44,11 @@ TABLE_EVERY_S = 30.0
 second."""
 COLUMNS = {"prompt": "prompt", "response": "response", "score": "reward", "kl": "kl", "gold": "gold"}
 """Columns of a table, by the column of the files in samples/."""
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
-_QUERY = re.compile(r"(://[^\s?]*\?)\S+")
-_SECRET = re.compile(r"(token|password|secret|credential|api_?key)s?$", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?<=://)[^\s?'\"]+@")
+_QUERY = re.compile(r"(://[^\s?]*\?)[^\s'\"]+")
+_SECRET = re.compile(r"(token|(^|[_-])auth|password|passwd|secrets?|credentials?|api[_-]?keys?|authorization|headers|"
+                     r"variables)$", re.IGNORECASE)
+"""Names of values that are not logged, nor what is within them. Not `tokens`, which are numbers or how they count."""
 
 
 class ServiceTracker:
@@ -197,18 +199,23 @@ def use_mlflow_at(address: str) -> None:
 def parameters(config: Path) -> Iterator[tuple[str, Any]]:
     """The resolved configuration as flat names and values, for a service that others may read; none without the file.
 
-    Left out: empty values, commands and their variables, what is called a token or the like. The user name, password
-    and query of an address are replaced. Texts are cut to the 500 characters that every version of MLflow takes.
+    Left out: empty values, commands and their variables, what is called a token or the like, of any type. The user
+    name, password and query of an address are replaced. Texts are cut to the 500 characters that every version of
+    MLflow takes.
     """
     def walk(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         for key, inner in value.items():
             name = f"{prefix}.{key}" if prefix else str(key)
             is_command = key in ("run", "command") and isinstance(inner, list)
-            if isinstance(inner, Mapping) and key != "variables":
+            if inner is None or is_command or _SECRET.search(str(key)):
+                continue
+            if isinstance(inner, Mapping):
                 yield from walk(name, inner)
+            elif isinstance(inner, list) and any(isinstance(item, Mapping) for item in inner):
+                yield from walk(name, dict(enumerate(inner)))
             elif isinstance(inner, (bool, int, float)):
                 yield name, inner
-            elif not (inner is None or is_command or key == "variables" or _SECRET.search(str(key))):
+            else:
                 yield name, _QUERY.sub(r"\1***", _USER_INFO.sub("***@", str(inner)))[:500]
 
     return walk("", yaml.safe_load(config.read_text()) if config.is_file() else {})

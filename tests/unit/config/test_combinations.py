@@ -8,6 +8,7 @@ from rlhf_ray.config.algorithm import AlgorithmConfig
 from rlhf_ray.config.combination_checks import BYTES_PER_TOKEN, BYTES_PER_VALUE, CHECKS
 from rlhf_ray.config.derived import placements_of
 from rlhf_ray.config.load import STAGES, load
+from rlhf_ray.config.stages import EvaluateConfig
 from rlhf_ray.errors import ConfigError
 from rlhf_ray.records import Experience, SampleKey
 
@@ -133,6 +134,24 @@ def test_refused(write, command, overrides, words):
         load(STAGES[command], write(command), overrides)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("bound", "acts"), [("max_ratio=0.5", True), ("max_ratio=4", False), ("min_ratio=0.5", False)])
+def test_a_bound_that_cuts_the_ratio_of_the_first_step_acts(write, caplog, bound, acts):
+    load(STAGES["ppo"], write("ppo"), ["--algorithm.epochs=1", "--algorithm.mini_batches=1",
+                                       "--algorithm.loss.type=cispo", f"--algorithm.loss.{bound}",
+                                       "--coordinator.max_staleness=0", "--algorithm.old_logprobs=policy"])
+    assert ("has no effect: with epochs=1" in caplog.text) is not acts
+
+
+def test_only_what_somebody_set_is_idle(write, caplog, monkeypatch):
+    """Neither the learning rate that follows from adapters, nor a section beside what is set in it, nor a preset's."""
+    load(STAGES["ppo"], write("ppo"), ["--algorithm.estimator=reinforce", "--critic.lora.rank=4"])
+    assert "\n  critic.lora.rank=4 [--critic.lora.rank] has no effect: " in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("RLHF_RAY_ALGORITHM__PRESET", "dapo")
+    load(EvaluateConfig, write("ppo"), [])
+    assert "\n  algorithm.preset=dapo [RLHF_RAY_ALGORITHM__PRESET] has no effect: " in caplog.text
 
 
 @pytest.mark.parametrize(("one", "other", "idle"), [

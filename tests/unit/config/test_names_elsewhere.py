@@ -85,7 +85,7 @@ NUMBER = "coordinator: {samples_per_prompt: 8}, or --coordinator.samples_per_pro
     ({}, ["--algo.kl.init_coef", "0.01"], "write algorithm: {kl: {coef: 0.01}}, or --algorithm.kl.coef=0.01 [--algo"),
     ({}, ["--algo.kl.use_loss"], "algorithm: {kl: {placement: loss}}"),
     ({}, ["--bf16"], "policy: {autocast: bfloat16}"),
-    ({}, ["--report_to=none"], "write logging: {trackers: []}, or --logging.trackers=[] ["),
+    ({}, ["--report_to=none"], "write logging: {trackers: []}, or '--logging.trackers=[]' ["),
     ({}, ["--actor.model_name_or_path=m"], "write model: {path: m}, or --model.path=m"),
     ({"critic": {"lr": 3e-6}}, [], "write critic: {optimizer: {learning_rate: 3e-06}}"),
     ({"algorithm": {"estimator": "grpo", "beta": 0.04}}, [], "algorithm.beta: unknown key; it is TRL's name for algo"),
@@ -97,6 +97,23 @@ def test_forms_in_which_a_name_is_given(section, overrides, words, tmp_path):
     path = tmp_path / "grpo.yaml"
     path.write_text(yaml.safe_dump({**WHOLE["ppo"], **section}))
     assert words in message(GRPOConfig, path, overrides)
+
+
+@pytest.mark.parametrize(("cls", "given"), [
+    (SFTConfig, "--max_steps=-1"), (SFTConfig, "--save_steps=0.1"), (GRPOConfig, "--temperature"),
+    (GRPOConfig, "--bf16=auto"), (GRPOConfig, "--algo.advantage.estimator=gae")])
+def test_a_value_that_our_field_would_refuse_is_not_to_be_written(cls, given, tmp_path):
+    path = tmp_path / "stage.yaml"
+    path.write_text(yaml.safe_dump(WHOLE["sft" if cls is SFTConfig else "ppo"]))
+    text = message(cls, path, [given])
+    assert "name for " in text and "write" not in text
+
+
+def test_what_is_to_be_written_is_quoted(tmp_path):
+    path = tmp_path / "sft.yaml"
+    path.write_text(yaml.safe_dump(WHOLE["sft"]))
+    text = message(SFTConfig, path, ["--output_dir=runs/a: b"])
+    assert """write run: {dir: "runs/a: b"}, or '--run.dir=runs/a: b' [""" in text
 
 
 def test_from_python_the_remedy_is_an_argument():

@@ -142,6 +142,12 @@ class TestCISPO:
             load(PPOConfig, path, ["--coordinator.max_staleness=1"])
 
 
+def test_a_sandbox_that_would_hold_nothing_back_is_refused(write):
+    reward = {"type": "function", "function": "rewards.py:score", "sandbox": {"memory_mb": 512}}
+    with pytest.raises(ConfigError, match="only code has sandbox, and the run would hold no programs back"):
+        load(PPOConfig, write("ppo", rewards={"own": reward}), [])
+
+
 class TestImportance:
     @pytest.mark.parametrize(("name", "bounds"), [
         ("band", [5.0, 0.5]), ("band", [0.0, 5.0]), ("geometric", [1.01, 1.01]), ("outlier", [-1.0, 100.0])])

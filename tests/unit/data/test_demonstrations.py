@@ -86,9 +86,9 @@ def test_the_report_says_which_columns_were_read_and_which_were_not(write_jsonl,
 @pytest.mark.parametrize(("row", "given", "said"), [
     ({"body": "x", "id": 1}, {}, r"line 1: no columns of demonstrations are found; the row has \['body', 'id'\]. Set "
      r"data.messages .*, data.prompt and data.response, or data.text"),
-    ({"messages": TALK}, {"text": "body"}, r"no column 'body'; the row has \['messages'\]. Leave data.text out, and "
-     r"conversations \(column messages\) are found"),
-    (PAIR, {"prompt": "q", "response": "a"}, "no column 'q'; .* Leave data.prompt and data.response out"),
+    ({"messages": TALK}, {"text": "body"}, r"no column 'body'; the row has \['messages'\]. .* leave data.text out "
+     r"if it is conversations \(column messages\)"),
+    (PAIR, {"prompt": "q", "response": "a"}, "no column 'q'; .* leave data.prompt and data.response out"),
     ({"conversations": [{"from": "human", "value": "x"}]}, {}, "role and content; rename ShareGPT's from and value"),
 ])
 def test_columns_that_are_not_there_are_named_with_the_fix(write_jsonl, tokenizer, row, given, said):

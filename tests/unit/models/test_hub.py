@@ -90,6 +90,17 @@ class TestUnreachable:
         monkeypatch.setattr(hub, "getproxies", lambda: {"https": "http://127.0.0.1:9"})
         assert "(by the proxy 127.0.0.1: [Errno 111] Connection refused)" in message_of()
 
+    @pytest.mark.parametrize(("url", "reason"), [
+        ("http://127.0.0.1:99999", "Port out of range"), ("http://hub..example", "label empty or too long")])
+    def test_an_address_that_no_server_can_have_is_no_traceback(self, url, reason, endpoint):
+        endpoint(url)
+        assert reason in message_of()
+
+    def test_the_password_of_a_mirror_is_not_printed(self, endpoint):
+        endpoint("http://somebody:pass@word@127.0.0.1:9/mirror")
+        said = message_of()
+        assert "Hub at http://127.0.0.1:9/mirror cannot be reached" in said and "word" not in said
+
     def test_offline_mode_is_named(self, monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")

@@ -265,4 +265,19 @@ def test_parameters_are_flat_and_have_no_secrets(tmp_path):
         "run.seed": 7, "run.dir": "x", "learner.max_tokens": 8, "learner.url": "https://***@host/path?***",
         "f": "[1, 2]", "g": "x" * 500, "token_variable": "T"}
     assert not dict(parameters(tmp_path / "none.yaml"))
+
+
+def test_secrets_of_other_names_and_types_are_no_parameters(tmp_path):
+    path = tmp_path / "config.yaml"
+    options = {"password": 12345, "credentials": {"user": "k1", "value": "k2"}, "Authorization": "Bearer k3",
+               "OPENAI_API_KEY": "k4", "auth": "k5", "headers": [{"X-Key": "k6"}],
+               "parts": [{"token": "k7", "size": 3}],
+               "urls": ["https://user:k8@k9@host/path", "http://u:k/10@host?k11", "https://host/x"]}
+    path.write_text(yaml.safe_dump({"options": options, "importance": {"tokens": "truncate"}, "max_tokens": 4}))
+    assert dict(parameters(path)) == {
+        "options.parts.0.size": 3, "options.urls": "['https://***@host/path', 'http://***@host?***', 'https://host/x']",
+        "importance.tokens": "truncate", "max_tokens": 4}
+
+
+def test_mlflow_takes_the_names():
     assert mlflow_name("share/generator/busy (a)") == "share/generator/busy _a_"
