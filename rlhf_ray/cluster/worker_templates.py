@@ -85,9 +85,9 @@ class WorkerTemplates:
                 logging.getLogger(__name__).warning(
                     "workers have imported their libraries each for itself, because the process that does so for all "
                     "ended with exit code %s: %s", process.returncode, printed[-1])
-            process.stdin.close()
-            process.kill()
+            process.kill()  # before its standard input ends, when it would remove the directory of all
             process.wait()
+            process.stdin.close()
 
 
 def _log_of(path: Path) -> Path:
