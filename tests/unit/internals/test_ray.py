@@ -31,7 +31,7 @@ READ_AGAIN = "Ray has changed: read rlhf_ray/internals/ray.py against its source
     ("_raylet.so", internals.LOSE_MESSAGES.removeprefix("RAY_")),
     ("_raylet.so", internals.CALL_MESSAGE),
     ("_raylet.so", internals.CHECK_ALIVE),
-    *(("_raylet.so", name) for name in internals.start_options(1, 2)["_system_config"]),
+    *(("_raylet.so", name) for name in internals.start_options(1, 2, 3)["_system_config"]),
     ("core/src/ray/raylet/raylet", internals.DEATH),
     *(("core/src/ray/raylet/raylet", name.removeprefix("RAY_")) for name in internals.NO_PRESTART),
 ])
@@ -92,7 +92,7 @@ def test_a_process_without_a_session_knows_no_dashboard(monkeypatch):
 
 def test_a_local_cluster_takes_the_options():
     code = inspect.getsource(worker.init)
-    assert [name for name in internals.start_options(1, 2) if f'kwargs.pop("{name}"' not in code] == [], READ_AGAIN
+    assert [name for name in internals.start_options(1, 2, 3) if f'kwargs.pop("{name}"' not in code] == [], READ_AGAIN
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -114,7 +114,7 @@ def test_log_probabilities_of_a_model_in_bfloat16(causal_lm, tokens, packing, tr
         got = packed(tokens, packing, PREDICTED)[0]
         expected = oracle(model, tokens, packing, PREDICTED, temperature)
     assert np.abs(float64(got) - expected).max() < 3e-6
-    assert np.abs(float64(without) - expected).max() > 3e-3
+    assert np.abs(float64(without) - expected).max() > 3e-4  # 1e-3 where a CPU has no products in bfloat16
 
 
 def test_an_adapter_on_the_head_is_added_in_float32_and_the_frozen_base_is_without(causal_lm, tokens, packing):
