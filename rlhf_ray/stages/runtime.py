@@ -249,7 +249,8 @@ def run_stage(
         try:
             with ray_session(config.cluster, config.pools, directory.path.name, metadata) as session:
                 summary = run_async(while_owned(directory.ownership, main(session)))
-                announce("ending Ray and writing the report" if opens else "writing the report")
+                if directory.metrics.is_file():
+                    announce("ending Ray and writing the report" if opens else "writing the report")
         finally:  # until they end, workers may write to an abandoned checkpoint
             with suppress(OSError, DiskStalled, SupersededError):
                 files.checkpoints.do(CheckpointStore(directory.checkpoints, keep=1, term=directory.term).clean)
