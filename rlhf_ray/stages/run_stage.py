@@ -1,6 +1,7 @@
 """Runs a stage, from Python or by its command."""
 
 import sys
+from contextlib import nullcontext
 from html import escape
 from importlib import import_module
 from typing import Any
@@ -59,10 +60,11 @@ def run_loaded(command: str, config: StageConfig, resume: bool) -> dict[str, Any
 def _run(command: str, config: StageConfig, resume: bool) -> dict[str, Any]:
     directory = RunDirectory(config.run.dir)
     try:
-        with open_templates() as templates:
+        with open_templates() if starts_cluster(config) else nullcontext() as templates:
             START.restart()
             START.begin("libraries", "loading libraries")
-            start_templates(config, templates)  # which import while this process does
+            if templates is not None:
+                start_templates(config, templates)  # which import while this process does
             stage = import_module(f"rlhf_ray.stages.{module_of(command)}")
             summary: dict[str, Any] = stage.run(config, resume=resume)
     except StoppedEarly:
@@ -72,9 +74,15 @@ def _run(command: str, config: StageConfig, resume: bool) -> dict[str, Any]:
     return summary
 
 
+def starts_cluster(config: StageConfig) -> bool:
+    """Whether the stage starts a cluster of its own; otherwise its workers may be on other machines."""
+    ray = sys.modules.get("ray")
+    return config.cluster.address is None and (ray is None or not ray.is_initialized())
+
+
 def start_templates(config: StageConfig, templates: WorkerTemplates) -> None:
-    """Start what a stage's workers are forked from; nothing if they may be elsewhere or on GPUs."""
-    if config.cluster.address is not None or gpus_here():
+    """Start what the workers of a stage with its own cluster are forked from; nothing if they may be on GPUs."""
+    if gpus_here():
         return
     for placement in placements_of(config).values():
         if isinstance(placement, GenerationConfig):

@@ -2,12 +2,14 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from rlhf_ray.cluster import worker_templates
 from rlhf_ray.cluster.worker_environment import worker_environment
-from rlhf_ray.cluster.worker_templates import LIBRARIES, VLLM_LIBRARIES, WorkerTemplates
+from rlhf_ray.cluster.worker_templates import LIBRARIES, VLLM_LIBRARIES, WorkerTemplates, template_command
 from rlhf_ray.config.derived import derive, placements_of
 from rlhf_ray.config.load import resolve
 from rlhf_ray.config.stages import PPOConfig, SFTConfig
@@ -35,16 +37,33 @@ def test_a_run_starts_early_what_its_workers_need_and_nothing_else(templates, mo
     assert set(templates._started) == early and len(early) == (2 if not more else 3)
 
 
-def test_no_template_is_started_for_a_cluster_elsewhere_or_beside_gpus(templates, monkeypatch):
-    config = SFTConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d.jsonl"}})
-    elsewhere = config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": "h:1"})})
-    run_stage.start_templates(elsewhere, templates)
+@pytest.fixture
+def sft():
+    return SFTConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d.jsonl"}})
+
+
+def test_no_template_is_started_early_beside_gpus(templates, monkeypatch, sft):
     with monkeypatch.context() as patch:
         patch.setattr(run_stage, "gpus_here", lambda: ["NVIDIA H100"])
-        run_stage.start_templates(config, templates)
+        run_stage.start_templates(sft, templates)
     assert not templates._started
-    run_stage.start_templates(config, templates)
+    run_stage.start_templates(sft, templates)
     assert len(templates._started) == 1
+
+
+@pytest.mark.parametrize("place", ["own", "elsewhere", "open"])
+def test_workers_of_a_cluster_that_others_started_are_never_forked(place, monkeypatch, sft):
+    """Neither of one at an address nor of one that the process has joined: its nodes may be other machines."""
+    found = []
+    stage = SimpleNamespace(run=lambda *_, **__: found.append(template_command({}, ["json"])))
+    monkeypatch.setattr(run_stage, "import_module", lambda _: stage)
+    monkeypatch.setattr(run_stage, "start_templates", lambda *_: None)
+    monkeypatch.setattr(worker_templates, "_start", lambda *_: Mock(poll=lambda: None))
+    monkeypatch.setattr("ray.is_initialized", lambda: place == "open")
+    address = "h:1" if place == "elsewhere" else None
+    config = sft.model_copy(update={"cluster": sft.cluster.model_copy(update={"address": address})})
+    run_stage.run_loaded("sft", config, False)
+    assert [command is not None for command in found] == [place == "own"]
 
 
 @pytest.mark.parametrize("name", sorted({*LIBRARIES, *VLLM_LIBRARIES}))
